@@ -67,7 +67,8 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         say(json.dumps(requests.to_dict(), indent=2))
         return 0, requests.to_dict()
     arn = SageMaker(keys.region, say=say).create(requests)
-    say(f"{requests.name} is in service; `peagle deploy sagemaker --down {requests.name}` deletes it and its costs")
+    down = f"`peagle deploy sagemaker --down {requests.name}`"
+    say(f"{requests.name} is in service; {down} deletes it and stops the charges")
     return 0, {**requests.to_dict(), "arn": arn}
 
 

@@ -1,4 +1,7 @@
-"""Whether samples follow a distribution: Pearson's chi-square test over its frequent outcomes, all others together."""
+"""Whether samples follow a distribution.
+
+Pearson's chi-square test over its frequent outcomes, with all other outcomes as one.
+"""
 
 import math
 from collections import Counter
@@ -6,14 +9,14 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-FEWEST = 8  # expected samples of an outcome that counts by itself
+FEWEST = 8  # minimum expected samples of an outcome that is not pooled
 
 
 def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> float:
     """Return the probability that samples of this distribution are at least as far from it as these.
 
     Args:
-        seen: number of samples by outcome.
+        seen: number of samples per outcome.
         chances: of the known outcomes; the rest of 1 belongs to all others.
 
     Example: 60 heads in 100 throws of a coin have a statistic of 4 with one degree of freedom, and 0.0455.

@@ -27,7 +27,7 @@ def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
     return _write(folder, HEAD | {"speculators_model_type": kind} | changes)
 
 
-def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for counters, and restore the environment afterwards."""
     monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -24,7 +24,7 @@ _UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
 os.umask(_UMASK)
 
 
-# vLLM binds its threads to cores; two engines at a time would use the same ones.
+# vLLM binds its threads to cores; two concurrent engines would use the same ones.
 _ENGINES = tuple(
     f"integration/test_{name}.py"
     for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
@@ -40,12 +40,12 @@ def pytest_xdist_make_scheduler(config, log):
     """Give whole files to workers, and all files with engines to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
-    class EnginesInTurn(LoadFileScheduling):
+    class EngineTestsOnOneWorker(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
             return "engines" if file.endswith(_ENGINES) else file
 
-    return EnginesInTurn(config, log)
+    return EngineTestsOnOneWorker(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +177,8 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def speaking_target(target, tmp_path_factory):
-    """The tiny target with a tokenizer of single characters and a chat template."""
+def chat_target(target, tmp_path_factory):
+    """The tiny target with a single-character tokenizer and a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -194,7 +194,7 @@ def speaking_target(target, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def foreign_target(tmp_path_factory, speaking_target):
+def foreign_target(tmp_path_factory, chat_target):
     """Return the folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
     from foreign_targets import save_foreign_target
 
@@ -202,7 +202,7 @@ def foreign_target(tmp_path_factory, speaking_target):
     def built(model_type):
         folder = tmp_path_factory.mktemp("foreign") / model_type
         save_foreign_target(model_type, folder)
-        for file in [*speaking_target.glob("*token*"), *speaking_target.glob("*.jinja")]:
+        for file in [*chat_target.glob("*token*"), *chat_target.glob("*.jinja")]:
             shutil.copy(file, folder)
         return folder
 

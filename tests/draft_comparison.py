@@ -22,10 +22,10 @@ _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
 
 def run_jobs(jobs, environment, folder):
     """Return the answers of recorded_drafts.py to its jobs, from one process with these variables."""
-    asked, answers = folder / "jobs.json", folder / "answers.pt"
-    asked.write_text(json.dumps(jobs))
+    jobs_file, answers = folder / "jobs.json", folder / "answers.pt"
+    jobs_file.write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT), asked, answers],
+        [sys.executable, str(_SCRIPT), jobs_file, answers],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -57,24 +57,24 @@ class Comparison:
         drafts: vLLM's drafts that were compared, by K.
         num_chunks: unfinished prefills, whose drafts vLLM discards.
         ties: positions where two tokens with nearly the same logit were exchanged.
-        states_apart: the largest distance of a context's last states, relative to their norm.
+        max_state_error: the largest distance of a context's last states, relative to their norm.
     """
 
     contexts: set = field(default_factory=set)
     drafts: dict = field(default_factory=dict)
     num_chunks: int = 0
     ties: int = 0
-    states_apart: float = 0.0
+    max_state_error: float = 0.0
 
 
 def compare(answer, num_prompt_tokens, head, document_of):
     """Compare every recorded draft with ours; fail at the first token that differs without a tie."""
-    found = Comparison()
+    result = Comparison()
     documents, finished = _documents(answer, num_prompt_tokens, document_of), []
     for context in answer["contexts"]:
         request, known = _request(context), context["known"]
         if known < num_prompt_tokens[request]:
-            found.num_chunks += 1
+            result.num_chunks += 1
         elif known < len(answer["tokens"][request]):  # there is no text after the answer's last token
             finished.append((request, known, context))
     drafted = {}
@@ -82,15 +82,15 @@ def compare(answer, num_prompt_tokens, head, document_of):
         assert answer["tokens"][request][known] == context["token"]
         document = documents[request]
         apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
-        found.states_apart = max(found.states_apart, apart.item())
+        result.max_state_error = max(result.max_state_error, apart.item())
         for k, theirs in context["drafts"].items():
             if (request, k) not in drafted:
                 drafted[request, k] = drafted_tokens(head, document, k)
             ours = drafted[request, k][known - 1].tolist()
-            found.ties += _count_ties(head, document, known, ours, theirs)
-            found.drafts.setdefault(k, []).append(theirs)
-        found.contexts.add((request, known))
-    return found
+            result.ties += _count_ties(head, document, known, ours, theirs)
+            result.drafts.setdefault(k, []).append(theirs)
+        result.contexts.add((request, known))
+    return result
 
 
 def _documents(answer, num_prompt_tokens, document_of):
@@ -118,7 +118,7 @@ def _count_ties(head, document, known, ours, theirs):
         assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
         ties += 1
         if head.config.speculators_model_type == "eagle3":
-            break  # from here on both draft after different tokens
+            break  # from here on, the drafts follow different tokens
     return ties
 
 

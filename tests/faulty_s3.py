@@ -29,7 +29,7 @@ class FaultyS3:
 
     Attributes:
         requests: method and path of each.
-        is_simple: whether it ignores conditional writes.
+        ignores_conditions: whether it accepts every conditional write.
         upload_age_s: age of unfinished uploads in listings.
     """
 
@@ -55,7 +55,7 @@ class FaultyS3:
                 for backend in account.values():
                     backend.reset()
             self.requests = []
-            self.is_simple = False
+            self.ignores_conditions = False
             self.upload_age_s = 0.0
             self._faults = []
 
@@ -73,7 +73,7 @@ class FaultyS3:
         self._add(how, lambda m, p: method in m and path in p, times)
 
     def fail_often(self, share, seed):
-        """Let requests fail at random from now on, in all ways."""
+        """Let random requests fail from now on, in all ways."""
         chance = random.Random(seed)
         for how in (500, 503, "cut", "lost"):
             self._add(how, lambda m, p: chance.random() < share / 4, float("inf"))
@@ -100,7 +100,7 @@ class FaultyS3:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
             self.requests.append((method, path))
             fault = self._take_fault(method, path)
-            if self.is_simple:
+            if self.ignores_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
             if fault == "cut":
                 return _hang_up(environ)

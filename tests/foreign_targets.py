@@ -1,4 +1,4 @@
-"""Tiny random targets of other architectures than Llama, with the sizes of the tiny target in conftest.py."""
+"""Tiny random targets of architectures other than Llama, with the sizes of the tiny target in conftest.py."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCABULARY, HIDDEN, AUX_LAYERS = 96, 32, (1, 2, 3)
 
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# By model_type: what the configuration has beside the sizes of all.
+# By model_type: settings of the configuration in addition to the common sizes.
 FOREIGN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "qwen2": {},

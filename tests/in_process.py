@@ -74,7 +74,7 @@ class _Method:
 
 
 class _Response:
-    """Like Ray's response of a stream."""
+    """Imitates Ray's streaming response."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -87,13 +87,13 @@ class _Response:
 
 
 async def _in_lists(parts):
-    """Like Ray's batching of streams."""
+    """Imitate Ray's batching of streams."""
     async for part in parts:
         yield [part] if isinstance(part, str) else part
 
 
 class NoRunner:
-    """Batches wait for ever."""
+    """Batches wait forever."""
 
     def check(self, path, rules):
         return self
@@ -140,7 +140,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving_here(folder, limits, *, max_model_len=256, **settings):
+def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     """Run the endpoint.
 
     Args:
@@ -148,8 +148,8 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         settings: of `GateSettings`.
     """
     model = ServedModel(name="m", max_model_len=max_model_len)
-    made = {name: new_key(name, **own) for name, own in limits.items()}
-    write_keys(folder / "keys.json", [record for _, record in made.values()])
+    secrets = {name: new_key(name, **own) for name, own in limits.items()}
+    write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
     engine = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
     account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
@@ -166,7 +166,7 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         for name, route in module._ROUTES.items():
             route(app)(getattr(ingress, name))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-        served = Served(None, {name: key for name, (key, _) in made.items()}, folder / "ledger")
+        served = Served(None, {name: key for name, (key, _) in secrets.items()}, folder / "ledger")
         app.router.add_event_handler("startup", engine.start)
         app.router.add_event_handler("startup", lambda: _keep(server, served.watch()))
         thread = threading.Thread(target=server.run)

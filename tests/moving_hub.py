@@ -14,11 +14,11 @@ class MovingHub:
 
     Attributes:
         is_online: whether it can be reached.
-        asked: (hub id, revision) of each request that reached it.
+        requests: (hub id, revision) of each request that reached it.
     """
 
     def __init__(self, folder, monkeypatch):
-        self.is_online, self.asked = True, []
+        self.is_online, self.requests = True, []
         self._cache, self._branches, self._configs = folder, {}, {}
         self._from_cache = huggingface_hub.hf_hub_download
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
@@ -34,7 +34,7 @@ class MovingHub:
 
     def _download(self, model_id, name, *, revision=None, local_files_only=False):
         if self.is_online and not local_files_only:
-            self.asked.append((model_id, revision))
+            self.requests.append((model_id, revision))
             commit = self._branches.get((model_id, revision or "main"), revision)
             if (model_id, commit) not in self._configs:
                 raise LocalEntryNotFoundError(f"there is no {model_id} at {commit}")

@@ -30,7 +30,7 @@ def origin_text(data: dict[str, Any]) -> str:
 
 
 def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
-    """Write Markdown, and JSON beside it; return the Markdown's path."""
+    """Write Markdown and JSON; return the path of the Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     path.write_text(text)

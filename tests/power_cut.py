@@ -2,7 +2,7 @@
 
 `recording(folder)` records each `fsync`: of a file, its bytes at that moment; of a folder, its names and the files
 behind them. `Disk.images` creates folders that the disk may hold after a cut at this moment. The worst one has
-nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is there by chance.
+nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is randomly present.
 
 Real file systems keep more, so code that is correct here is correct there; `test_power_cut.py` also uses a real ext4.
 """
@@ -51,11 +51,11 @@ class Disk:
             os.close(descriptor)
 
     def _note_folder(self, folder: Path) -> None:
-        found = {}
+        result = {}
         for path in folder.iterdir():
             self._hold(path)
-            found[path.name] = (path.stat().st_ino, path.is_dir())
-        self._names[folder.stat().st_ino] = found
+            result[path.name] = (path.stat().st_ino, path.is_dir())
+        self._names[folder.stat().st_ino] = result
 
     def _hold(self, path: Path) -> None:
         inode = path.stat().st_ino if path.exists() else None
@@ -63,12 +63,12 @@ class Disk:
             self._held[inode] = os.open(path, os.O_PATH)
 
     def _copy(self, folder: Path, image: Path, by_itself: Callable[[], bool]) -> None:
-        """Copy a folder as it is on disk; unsynced changes may be there by chance."""
+        """Copy a folder as it is on disk; unsynced changes are randomly present."""
         image.mkdir(parents=True)
         now = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
-        kept = self._names.get(folder.stat().st_ino, {})
-        for name in sorted(now.keys() | kept.keys()):
-            entry = now.get(name) if now.get(name) == kept.get(name) or by_itself() else kept.get(name)
+        names = self._names.get(folder.stat().st_ino, {})
+        for name in sorted(now.keys() | names.keys()):
+            entry = now.get(name) if now.get(name) == names.get(name) or by_itself() else names.get(name)
             if entry is None:
                 continue
             inode, is_folder = entry
@@ -79,10 +79,10 @@ class Disk:
                 (image / name).write_bytes(self._content(inode, folder / name, now.get(name) == entry, by_itself))
 
     def _content(self, inode: File, path: Path, is_there: bool, by_itself: Callable[[], bool]) -> bytes:
-        kept = self._bytes.get(inode, b"")
-        if is_there and path.read_bytes() != kept and by_itself():
+        content = self._bytes.get(inode, b"")
+        if is_there and path.read_bytes() != content and by_itself():
             return path.read_bytes()
-        return kept
+        return content
 
 
 @contextlib.contextmanager

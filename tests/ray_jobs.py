@@ -40,14 +40,14 @@ class RayJobs:
             done = self.call("submit", *arguments)
             if "No available agent" not in done.stderr:
                 break
-            time.sleep(2)  # the server answers before it can run anything
+            time.sleep(2)  # the server answers before it can run jobs
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
     def ended(self, name: str) -> str:
         """Wait until a job has ended, and return Ray's message."""
         while True:
-            said = self.call("status", name).stdout
-            if re.search(rf"Job '{name}' ({_ENDS})", said):
-                return said
+            output = self.call("status", name).stdout
+            if re.search(rf"Job '{name}' ({_ENDS})", output):
+                return output
             time.sleep(1)

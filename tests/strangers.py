@@ -6,7 +6,7 @@ import urllib.request
 
 import grpc
 
-# A call of each of Ray's services: without the token it is refused before it is read.
+# A call of each Ray service: without the token it is refused before it is parsed.
 CALLS = (
     "/ray.rpc.NodeInfoGcsService/CheckAlive",
     "/ray.rpc.NodeManagerService/GetNodeStats",
@@ -40,8 +40,8 @@ def http_answer(host, port, path):
         return 0, b""
 
 
-def seen_by_a_stranger(host, port):
-    """Return what a port gives without the token: `metrics`, `token` or `open`."""
+def exposed_without_token(host, port):
+    """Return what a port exposes without the token: `metrics`, `token` or `open`."""
     metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
     if b"# HELP" in metrics[1]:
         return "metrics"

@@ -36,7 +36,7 @@ def profile(cells: list[MeasuredCell]) -> Profile:
     """P-EAGLE K=3 with 4 concurrent requests."""
     return Profile(
         peagle_profile=1,
-        decision="P-EAGLE K=3: 50.0 output tokens/s, 4 at once.",
+        decision="P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.",
         objective={"objective": "throughput", "max_tpot_ms": None, "max_ttft_ms": None},
         engine={
             "model": "smollm2-135m", "drafter": "peagle", "num_speculative_tokens": 3, "precision": "auto",

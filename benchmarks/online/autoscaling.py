@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 
 from peagle.charts import Axes, line_chart, standalone
-from tests.faults.clients import Asked, Tally, ask
+from tests.faults.clients import SentRequest, Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 from tests.origin import origin
 
@@ -112,12 +112,12 @@ class Run:
             if self._samples and all(self._samples[-1][name] == number for name, number in least.items()):
                 return
 
-    async def _cold_start(self) -> Asked:
+    async def _cold_start(self) -> SentRequest:
         """A request when no engine is there."""
         async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
             return await ask(http, "are you there?", self._options.tokens, is_stream=True, model=self._options.name)
 
-    def _told(self, one: Asked) -> dict[str, Any]:
+    def _told(self, one: SentRequest) -> dict[str, Any]:
         return {
             "began_s": one.began - self._began,
             "latency_s": one.latency_s,

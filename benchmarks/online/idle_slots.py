@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.faults.clients import Asked, ask
+from tests.faults.clients import SentRequest, ask
 from tests.faults.endpoint import Endpoint, serving
 from tests.origin import origin
 
@@ -59,7 +59,7 @@ async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: b
         batch = await _order(options, http) if has_batch else None
         num_before = await _next_commit(options, http, batch, 0) if batch else 0
         began = time.monotonic()
-        asked: list[asyncio.Task[Asked]] = []
+        asked: list[asyncio.Task[SentRequest]] = []
         people = asyncio.create_task(_people(options, http, asked))
         await asyncio.sleep(options.seconds)
         num_rows = await _next_commit(options, http, batch, await _num_done(http, batch)) - num_before if batch else 0
@@ -77,7 +77,7 @@ async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: b
     return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in answers]}
 
 
-async def _people(options: argparse.Namespace, http: httpx.AsyncClient, asked: list[asyncio.Task[Asked]]) -> None:
+async def _people(options: argparse.Namespace, http: httpx.AsyncClient, asked: list[asyncio.Task[SentRequest]]) -> None:
     chance = random.Random(0)
     while True:
         text = f"Tell me about the number {len(asked)}."

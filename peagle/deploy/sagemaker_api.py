@@ -175,7 +175,7 @@ class SageMaker:
                     return
                 if _BUSY not in error.message or self._now() >= until:
                     raise
-            self._say(f"{kind} {name}: SageMaker deletes it only after its creation; waiting")
+            self._say(f"{kind} {name}: cannot be deleted until it has been created; waiting")
             self._sleep(POLL_S)
 
     def _describe(self, kind: str, name: str) -> dict[str, Any] | None:
@@ -262,8 +262,8 @@ def _usd_per_hour(model: dict[str, Any] | None, config: dict[str, Any] | None) -
 def _remains(name: str, model: dict[str, Any] | None) -> Iterator[str]:
     container = (model or {}).get("PrimaryContainer", {})
     if image := container.get("Image"):
-        yield f"the image {image}, billed by GB and month"
+        yield f"the image {image}, billed per GB-month"
     sources = [container["ModelDataSource"]] if "ModelDataSource" in container else []
     for source in [*sources, *container.get("AdditionalModelDataSources", [])]:
-        yield f"the data in {source['S3DataSource']['S3Uri']}, billed by GB and month"
-    yield f"the log {_log_group(name)} in CloudWatch, billed by GB and month"
+        yield f"the data in {source['S3DataSource']['S3Uri']}, billed per GB-month"
+    yield f"the log {_log_group(name)} in CloudWatch, billed per GB-month"

@@ -85,7 +85,7 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, S
     missing = [source for source in sources if not _is_glob(source) and not storage_path(source).is_dir()]
     if missing or not (found[0] or found[1]):
         raise ConfigError(
-            f"no run and no endpoint's state at {', '.join(missing or sources)}",
+            f"{', '.join(missing or sources)}: neither a run nor an endpoint's state folder",
             hint="use run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
     return found

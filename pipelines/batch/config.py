@@ -41,7 +41,7 @@ def _place(value: Any) -> StoragePath:
     try:
         folder = storage_path(value)
     except ConfigError as error:
-        raise ValueError("must be a local folder, or s3://BUCKET/FOLDER") from error
+        raise ValueError("must be a local folder or s3://BUCKET/FOLDER") from error
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:  # the working directory may have a name that is not UTF-8

@@ -56,7 +56,7 @@ class Chromium:
         return f"ws://127.0.0.1:{port}{path}"
 
     def page(self) -> "Page":
-        """Open a tab that shares nothing with others."""
+        """Open a tab with its own storage and cookies."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -66,7 +66,7 @@ class Chromium:
         return self._pages[session]
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send a command; events that arrive meanwhile go to their pages."""
+        """Send a command; events that arrive before its response go to their pages."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params}
@@ -103,7 +103,7 @@ class Page:
         elif method == "Log.entryAdded":
             self.console.append(f"{params['entry']['level']}: {params['entry']['text']}")
         elif method == "Runtime.consoleAPICalled":
-            self.console.append(f"{params['type']}: {[one.get('value') for one in params['args']]}")
+            self.console.append(f"{params['type']}: {[arg.get('value') for arg in params['args']]}")
         elif method == "Runtime.exceptionThrown":
             self.console.append(f"exception: {params['exceptionDetails']}")
 
@@ -149,9 +149,9 @@ class Page:
 
     def press(self, *keys: str) -> None:
         """Press keys together, such as `press("Control", "Enter")`."""
-        *held, key = keys
+        *held_modifiers, key = keys
         text, code = _KEYS[key]
-        modifiers = sum(_MODIFIERS[name] for name in held)
+        modifiers = sum(_MODIFIERS[name] for name in held_modifiers)
         event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)

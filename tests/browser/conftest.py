@@ -25,7 +25,7 @@ def page(chromium):
 
 @pytest.fixture
 def serve(tmp_path):
-    """Start a `StandIn` with these arguments."""
+    """Return a function that starts a `StandIn`."""
     started = []
 
     def start(**kwargs):

@@ -35,9 +35,9 @@ from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import LiveView
 from pipelines.online.wire import Context
 
-HEAD, PLAIN = "smollm2-135m", "plain"
-_DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
-_WORDS_PER_S = {HEAD: 150, PLAIN: 110}
+MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER = "smollm2-135m", "plain"
+_DRAFTERS = {MODEL_WITH_DRAFTER: "smollm2-135m-peagle", MODEL_WITHOUT_DRAFTER: None}
+_WORDS_PER_S = {MODEL_WITH_DRAFTER: 150, MODEL_WITHOUT_DRAFTER: 110}
 _ROUTES = (
     get("/", Rule.PAGE), get(FOLDER + "{name}", Rule.PAGE), get("/health", Rule.OPEN), get("/v1/models"),
     get("/v1/live", Rule.POLL), get("/v1/cost", Rule.POLL), post(CHAT_URL, Rule.GENERATION),
@@ -57,12 +57,12 @@ HTML = '<img src="https://example.org/x.png" onerror="alert(1)"> <script>alert(2
 
 
 def text_of(prompt: str, model: str) -> str:
-    """Return a model's answer."""
+    """Return the prewritten answer of a model."""
     if prompt.startswith("html"):
         return HTML
     if prompt.startswith("slow"):
         return "and so on " * 1000
-    if prompt.startswith("differ") and model == PLAIN:
+    if prompt.startswith("differ") and model == MODEL_WITHOUT_DRAFTER:
         return _TEXT.replace("neighbours of", "numbers of").replace("no more memory", "hardly any memory")
     return _TEXT
 
@@ -71,7 +71,7 @@ class StandIn:
     """The server, in a thread.
 
     Args:
-        folder: for its ledger.
+        folder: contains the ledger.
         num_requests: of each engine in the ledger, within the last minutes.
         models: as clients call them.
         budgets: keys with a budget.
@@ -83,7 +83,7 @@ class StandIn:
         folder: Path,
         *,
         num_requests: int = 0,
-        models: tuple[str, ...] = (HEAD, PLAIN),
+        models: tuple[str, ...] = (MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER),
         budgets: tuple[KeyRecord, ...] = (),
         **access: Any,
     ) -> None:
@@ -109,7 +109,7 @@ class StandIn:
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
 
     def close(self) -> None:
-        """Stop it, also while it still sends."""
+        """Stop the server, even in the middle of an answer."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
@@ -147,11 +147,11 @@ class StandIn:
         return JSONResponse(report if own else report | {"load": load})
 
     async def _spending(self, request: Request) -> JSONResponse:
-        asked = request.query_params
-        if not asked:
+        query = request.query_params
+        if not query:
             return JSONResponse(await asyncio.to_thread(self._report))
-        days = (date.fromisoformat(asked[name]) for name in ("start", "end"))
-        period = requested_period(*days, asked["by"], None)
+        days = (date.fromisoformat(query[name]) for name in ("start", "end"))
+        period = requested_period(*days, query["by"], None)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     def _report(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class StandIn:
         yield "data: [DONE]\n\n"
 
     def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
-        """Write each engine's requests up to now, and its heartbeat."""
+        """Write the requests of each engine up to now, and a heartbeat."""
         chance, now = random.Random(5), time.time()
         for index, (model, session_id) in enumerate(self._sessions.items()):
             ends, busy_s = now - 1.0, 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from peagle.economics.shared_budgets import BUDGETS_NAME, SharedBudget, changing_budgets
 from pipelines.online.gateway.keys import LOCAL_NAME, KeyRecord, new_key
-from tests.browser.standin import HEAD, HTML, PLAIN
+from tests.browser.standin import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="pictures are made with WRITE_DOCS=1")
@@ -38,7 +38,7 @@ def compare(page, prompt):
     page.press("Control", "Enter")
 
 
-def test_it_asks_no_other_host_says_nothing_to_the_console_and_moves_nothing(page, serve):
+def test_no_external_requests_console_output_or_layout_shift(page, serve):
     server = serve(num_requests=20)
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
@@ -56,7 +56,7 @@ def test_it_asks_no_other_host_says_nothing_to_the_console_and_moves_nothing(pag
     assert page.run("window.moved") < 0.02  # cumulative layout shift; web.dev calls 0.1 good
 
 
-def test_the_policy_refuses_other_hosts_and_html_from_text(page, serve):
+def test_csp_blocks_other_hosts_and_inner_html(page, serve):
     opened(page, serve().url)
     refused = (
         "new Promise((done) => { addEventListener('securitypolicyviolation',"
@@ -68,7 +68,7 @@ def test_the_policy_refuses_other_hosts_and_html_from_text(page, serve):
     assert page.run("try { document.body.innerHTML = 'x' } catch (error) { error.name }") == "TypeError"
 
 
-def test_the_figures_are_those_of_the_endpoint(page, serve):
+def test_page_shows_the_figures_of_the_endpoint(page, serve):
     opened(page, serve(num_requests=20).url)
     live = page.run("fetch('v1/live?window_s=300').then((answer) => answer.json())")
     page.click("#window input[value='300']")
@@ -79,32 +79,34 @@ def test_the_figures_are_those_of_the_endpoint(page, serve):
     assert page.text("engines") == "2 of 4"
     p50_s = total["ttft_p50_s"]
     assert page.text("ttft") == (f"{1000 * p50_s:.0f}{NBSP}ms" if p50_s < 0.1 else f"{p50_s:.2f}{NBSP}s")
-    rates = page.run("[...document.querySelectorAll('.columns li span:first-child')].map((one) => one.textContent)")
+    rates = page.run(
+        "[...document.querySelectorAll('.columns li span:first-child')].map((element) => element.textContent)"
+    )
     assert rates == [f"{100 * rate:.0f}{NBSP}%" for rate in total["acceptance_rates"]]
     assert page.run("document.querySelectorAll('#speed-chart rect').length") == len(
         live["series"]["output_tokens_per_s"]
     )
     assert page.run("document.querySelectorAll('#models-rows tr').length") == 2
     assert "busy" in page.text("money-legend")
-    assert page.text("price") == "Price: $0.103 an hour for 2 vCPU (custom, stated)."
+    assert page.text("price") == "Costs are based on $0.103 an hour for 2 vCPU (custom, stated)."
 
 
-def test_without_requests_it_says_so(page, serve):
-    opened(page, serve(models=(HEAD,)).url)
+def test_page_without_requests(page, serve):
+    opened(page, serve(models=(MODEL_WITH_DRAFTER,)).url)
     assert page.text("speed-sub") == f"no request finished in the last 1{NBSP}min"
     assert page.text("acceptance") == page.text("ttft") == page.text("money") == UNKNOWN
     assert page.run("getComputedStyle(document.getElementById('compare-form')).display") == "none"
     assert "drafter: none" in page.text("compare-empty")
 
 
-def test_an_answer_comes_with_its_figures_and_stays_text(page, serve):
+def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
     opened(page, serve().url)
     send(page, "html please")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     assert page.run(TURNS) == ["html please", HTML]
     assert page.run("document.querySelectorAll('#playground-log img, #playground-log script').length") == 0
-    names = page.run("[...document.querySelectorAll('#playground-log dt')].map((one) => one.textContent)")
-    values = page.run("[...document.querySelectorAll('#playground-log dd')].map((one) => one.textContent)")
+    names = page.run("[...document.querySelectorAll('#playground-log dt')].map((element) => element.textContent)")
+    values = page.run("[...document.querySelectorAll('#playground-log dd')].map((element) => element.textContent)")
     figures = dict(zip(names, values, strict=True))
     assert set(figures) == {"tokens/s", "first token", "latency", "tokens", "acceptance", "cost"}
     assert figures["tokens"] == str(len(HTML.split(" ")))
@@ -114,10 +116,10 @@ def test_an_answer_comes_with_its_figures_and_stays_text(page, serve):
     assert page.run(TURNS) == []
 
 
-def test_texts_are_compared_and_what_differs_is_marked(page, serve):
+def test_differences_between_two_answers_are_marked(page, serve):
     opened(page, serve().url)
-    assert page.run("document.getElementById('compare-left').value") == HEAD
-    assert page.run("document.getElementById('compare-right').value") == PLAIN
+    assert page.run("document.getElementById('compare-left').value") == MODEL_WITH_DRAFTER
+    assert page.run("document.getElementById('compare-right').value") == MODEL_WITHOUT_DRAFTER
     compare(page, "the same")
     page.says("compare-verdict", "The texts are identical")
     assert "tokens/s as" in page.text("compare-verdict")
@@ -126,17 +128,19 @@ def test_texts_are_compared_and_what_differs_is_marked(page, serve):
     compare(page, "differ")
     page.says("compare-verdict", "3 words on the left and 3 on the right are marked")
     sides = [
-        page.run(f"[...document.querySelectorAll('#compare-{name}-side mark')].map((one) => one.textContent)")
+        page.run(f"[...document.querySelectorAll('#compare-{name}-side mark')].map((element) => element.textContent)")
         for name in ("left", "right")
     ]
     assert sides == [["neighbours", "no more"], ["numbers", "hardly any"]]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_follow_the_system_until_they_are_chosen(page, serve, scheme):
+def test_colour_scheme_follows_the_system_until_changed(page, serve, scheme):
     page.show(scheme=scheme)
     opened(page, serve().url)
-    brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((sum, one) => sum + +one, 0)"
+    brightness = (
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((sum, channel) => sum + +channel, 0)"
+    )
     assert (page.run(brightness) > 380) == (scheme == "light")
     page.click("#theme-button")
     assert (page.run(brightness) > 380) == (scheme == "dark")
@@ -146,17 +150,17 @@ def test_colours_follow_the_system_until_they_are_chosen(page, serve, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_what_is_behind_it(page, serve, scheme):
+def test_text_has_sufficient_contrast(page, serve, scheme):
     page.show(scheme=scheme)
     opened(page, serve(num_requests=5).url)
     send(page, "hello")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     contrasts = page.run(Path(__file__).with_name("contrast.js").read_text(encoding="utf-8"))
     assert len(contrasts) > 50
-    assert [one for one in contrasts if one["contrast"] < 4.5] == []  # WCAG 2.2, AA
+    assert [contrast for contrast in contrasts if contrast["contrast"] < 4.5] == []  # WCAG 2.2, AA
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(page, serve):
+def test_page_fits_a_phone_without_horizontal_scrolling(page, serve):
     page.show(width=360, height=740)
     opened(page, serve(num_requests=10).url)
     send(page, "hello")
@@ -165,15 +169,15 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(page, serve):
     page.says("compare-verdict", "differ")
     assert page.run("document.documentElement.scrollWidth") == 360
     outside = (
-        "[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, .unseen, .segments')"
-        " && one.getBoundingClientRect().right > 360).map((one) => one.outerHTML.slice(0, 80))"
+        "[...document.querySelectorAll('main *')].filter((element) => !element.closest('.scroll, .unseen, .segments')"
+        " && element.getBoundingClientRect().right > 360).map((element) => element.outerHTML.slice(0, 80))"
     )
     assert page.run(outside) == []
-    heights = "[...document.querySelectorAll('main button, main select')].map((one) => one.offsetHeight)"
+    heights = "[...document.querySelectorAll('main button, main select')].map((element) => element.offsetHeight)"
     assert min(page.run(heights)) >= 40
 
 
-def test_the_keyboard_is_enough(page, serve):
+def test_page_can_be_used_with_the_keyboard(page, serve):
     opened(page, serve().url)
     page.press("Tab")
     assert page.run("document.activeElement.className") == "skip"
@@ -189,8 +193,9 @@ def test_the_keyboard_is_enough(page, serve):
     page.press("Tab")
     assert page.run("document.activeElement.id") == "playground-send"
     unlabelled = (
-        "[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>"
-        " !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).map((one) => one.id)"
+        "[...document.querySelectorAll('input, select, textarea, button')].filter((element) =>"
+        " !element.labels?.length && !element.getAttribute('aria-label') && !element.textContent.trim())"
+        ".map((element) => element.id)"
     )
     assert page.run(unlabelled) == []
     active = "document.activeElement"
@@ -202,21 +207,21 @@ def test_the_keyboard_is_enough(page, serve):
         outline = page.run(f"getComputedStyle({shown}).outlineStyle")
         assert outline != "none", page.run("document.activeElement.outerHTML.slice(0, 120)")
     else:
-        raise AssertionError("the focus never leaves the page")
+        raise AssertionError("the focus stays in the page")
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_alone(page, serve):
+def test_key_is_requested_and_stored_only_for_the_tab(page, serve):
     key, record = new_key("alice")
     server = serve(requires_key=True, fixed_keys=(record,), num_requests=3)
     page.go(server.url)
     page.wait("document.getElementById('key-dialog').open")
-    assert page.console == []  # nothing was tried without
+    assert page.console == []  # no request was sent without a key
     page.type("pk-wrong")
     page.press("Enter")
-    page.says("key-notice", "was not accepted")
+    page.says("key-notice", "is not valid")
     page.type(key)
     page.press("Enter")
-    page.says("live-state", "only requests of this key")
+    page.says("live-state", "only this key's requests")
     assert page.text("engines") == UNKNOWN
     assert page.run("Object.values(sessionStorage)") == [key]
     assert not page.run("Object.values(localStorage).concat(document.cookie).join('')")
@@ -228,7 +233,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(page, serve):
     assert page.run("sessionStorage.length") == 0
 
 
-def test_what_goes_wrong_is_said_where_it_happened(page, serve):
+def test_errors_are_shown_where_they_occur(page, serve):
     key, record = new_key("slow", requests_per_min=3)
     server = serve(requires_key=True, fixed_keys=(record,))
     page.go(server.url)
@@ -239,7 +244,7 @@ def test_what_goes_wrong_is_said_where_it_happened(page, serve):
     send(page, "busy")
     page.says("playground-notice", "All engines are busy")
     page.says("playground-notice", "Try again in 5 s")
-    assert page.run("document.getElementById('playground-message').value") == "busy"  # nothing is to be typed again
+    assert page.run("document.getElementById('playground-message').value") == "busy"  # the user need not retype it
     page.run("document.getElementById('playground-message').value = ''")
     send(page, "break")
     page.says("playground-log", "interrupted")
@@ -250,7 +255,7 @@ def test_what_goes_wrong_is_said_where_it_happened(page, serve):
     assert page.run("document.querySelector('#playground-notice').getAttribute('role')") == "alert"
 
 
-def test_a_lost_connection_is_told_and_found_again(page, serve):
+def test_lost_connection_is_shown_and_recovers(page, serve):
     opened(page, serve().url)
     page.go_offline(True)
     page.says("live-state", "no connection; retrying in 4 s")
@@ -286,11 +291,11 @@ def test_pictures(page, serve, name, width, scheme, selector):
     page.picture(IMAGES / f"{name}.png")
 
 
-def test_the_spending_of_the_month_is_told_by_day_and_by_key(page, serve):
+def test_monthly_spending_is_shown_by_day_and_key(page, serve):
     opened(page, serve(num_requests=20).url)
-    assert page.text("spend-total") == UNKNOWN, "nothing is asked before the section is seen"
+    assert page.text("spend-total") == UNKNOWN, "no request before the section is visible"
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "days in UTC")
+    page.says("spend-state", "UTC days")
     names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
     assert sorted(page.run(names)) == ["local", "no key"]
     sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
@@ -299,17 +304,17 @@ def test_the_spending_of_the_month_is_told_by_day_and_by_key(page, serve):
         "document.querySelector('#spend-chart svg').getAttribute('aria-label')"
     )
     page.click("#spend-form input[value='model']")
-    page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{PLAIN}', '{HEAD}'])")
+    page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{MODEL_WITHOUT_DRAFTER}', '{MODEL_WITH_DRAFTER}'])")
 
 
-def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serve):
+def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
     rows = (
-        "[...document.querySelectorAll('#budget-rows tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+        "[...document.querySelectorAll('#budget-rows tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
     opened(page, serve(num_requests=3).url)
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "days in UTC")
-    assert page.run("document.getElementById('budgets').hidden"), "there are none"
+    page.says("spend-state", "UTC days")
+    assert page.run("document.getElementById('budgets').hidden"), "no budgets are set"
 
     key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
     endpoint = serve(num_requests=3, budgets=(key,))
@@ -322,10 +327,10 @@ def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serv
     assert tag[:5] == ["tag team=search", "$20.00", "$0", "$20.00", "0\u00a0%"]
     assert re.fullmatch(r"\d{4}-\d{2}-01", tag[5])
     assert (own[0], own[1], own[5]) == ("key local", "$5.00", "never")
-    assert own[2] not in ("$0", UNKNOWN), "the requests of the history"
+    assert own[2] not in ("$0", UNKNOWN), "requests made before the page was opened count"
 
 
-def test_every_cost_is_marked_if_the_engine_is_fake(page, serve):
+def test_stand_in_warns_next_to_every_cost(page, serve):
     opened(page, serve().url)
-    said = page.run("[...document.querySelectorAll('.caveat')].map((one) => one.textContent)")
-    assert said == ["FAKE ENGINE: speed and dollars are not real"] * 3
+    caveats = page.run("[...document.querySelectorAll('.caveat')].map((element) => element.textContent)")
+    assert caveats == ["FAKE ENGINE: speed and dollars are not real"] * 3

@@ -1,4 +1,4 @@
-"""The page of `peagle cost` in a real browser, with the month that docs/cost.md computes by hand."""
+"""The page of `peagle cost` in a real browser, with the month that docs/cost.md computes step by step."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def url(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_both_plots_without_scrolling_sideways(page, url, scheme):
+def test_plots_fit_a_phone_without_horizontal_scrolling(page, url, scheme):
     page.show(width=360, height=780, scheme=scheme)
     page.go(url)
     assert page.run("document.documentElement.scrollWidth") <= 360
@@ -30,7 +30,7 @@ def test_a_phone_shows_both_plots_without_scrolling_sideways(page, url, scheme):
 
 
 @WRITES_IMAGES
-def test_the_picture_of_the_month(page, url):
+def test_picture_of_the_month(page, url):
     page.show(width=1000, height=860)
     page.go(url)
     page.picture(IMAGES / "spending.png")

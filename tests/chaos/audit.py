@@ -26,7 +26,7 @@ class Audit:
     Attributes:
         num_lost: ids that are missing.
         num_doubled: ids that occur more than once.
-        num_regenerated_tokens: generated and never committed, as far as heartbeats show.
+        num_regenerated_tokens: generated but not committed, according to heartbeats.
         regenerated_usd: cost of engine time that was lost.
         num_sessions: engine processes of the run.
     """
@@ -51,14 +51,14 @@ def audit(job: Job) -> Audit:
     run = RunDirectory(job.output)
     letters = list(run.dead_letters())
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
-    found = Counter(int(one["id"]) for one in [*rows, *letters])
-    lost = sorted(set(range(job.num_rows)) - found.keys())
-    doubled = sorted(row for row, count in found.items() if count > 1)
+    result = Counter(int(item["id"]) for item in [*rows, *letters])
+    lost = sorted(set(range(job.num_rows)) - result.keys())
+    doubled = sorted(row for row, count in result.items() if count > 1)
     paid = report_of(job)["account"]
     problems = [
         *(f"row {row} is in no committed unit or dead letter" for row in lost),
-        *(f"row {row} occurs {found[row]} times" for row in doubled),
-        *(f"row {row} is not in the corpus" for row in sorted(found.keys() - set(range(job.num_rows)))),
+        *(f"row {row} occurs {result[row]} times" for row in doubled),
+        *(f"row {row} is not in the corpus" for row in sorted(result.keys() - set(range(job.num_rows)))),
         *(f"row {letter['id']} is a dead letter: {letter['reason']}, {letter['message']}" for letter in letters),
         *_wrong_rows(job, rows),
         *_wrong_usage(run, rows, paid),
@@ -111,7 +111,7 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
         if paid[name] != sum(row[name] or 0 for row in rows):
             yield f"{name} in the account is {paid[name]}, not the sum of the rows"
     sessions = run.sessions()
-    lost = sum(max(0, one.num_output_tokens - committed[one.session_id]) for one in sessions)
+    lost = sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in sessions)
     if paid["num_lost_tokens"] != lost:
         yield f"the account has {paid['num_lost_tokens']} lost tokens; the sessions have {lost}"
     again = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))

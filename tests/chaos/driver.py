@@ -83,13 +83,13 @@ class Driver:
             self.process.kill()
             self.process.wait()
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         """Return its output."""
         return self._log.read_text(errors="replace")
 
     def last_words(self) -> str:
         """Return the line with its error, or else the last line."""
-        lines = [line.strip() for line in self.said().splitlines() if line.strip()]
+        lines = [line.strip() for line in self.read_output().splitlines() if line.strip()]
         named = [line for line in lines if line.startswith("peagle generate:")]
         return (named or lines or [""])[-1][:300]
 

@@ -49,11 +49,11 @@ class Scene:
         self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_words()}")
 
     def expect_end(self, driver: Driver, code: int, words: str) -> None:
-        found = driver.wait(_END_S)
-        self.facts.append(f"exit code {found}: {driver.last_words()}")
-        self.expect(found == code, f"a driver ended with {found} instead of {code}: {driver.last_words()}")
-        self.expect(words in driver.said(), f"a driver did not say {words!r}: {driver.last_words()}")
-        self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
+        result = driver.wait(_END_S)
+        self.facts.append(f"exit code {result}: {driver.last_words()}")
+        self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
+        self.expect(words in driver.read_output(), f"no driver printed {words!r}: {driver.last_words()}")
+        self.expect("Traceback" not in driver.read_output(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
         if not condition:
@@ -66,9 +66,9 @@ class Scene:
 
     def audit(self) -> None:
         if not self.problems:
-            found = audit(self.job)
-            self.problems += found.problems
-            self.facts.append(f"{found.num_rows} rows, lost {found.num_lost}, doubled {found.num_doubled}")
+            result = audit(self.job)
+            self.problems += result.problems
+            self.facts.append(f"{result.num_rows} rows, lost {result.num_lost}, doubled {result.num_doubled}")
 
     def end(self) -> None:
         """Kill remaining drivers."""
@@ -113,14 +113,14 @@ def read_only_output(folder: Path) -> Scene:
 
 
 def two_drivers(folder: Path) -> Scene:
-    """Of two drivers that start at once in a new run directory, one is refused."""
+    """Of two drivers that start simultaneously in a new run directory, one is refused."""
     scene = Scene(folder)
     drivers = [scene.start(), scene.start()]
     codes = [driver.wait(_END_S) for driver in drivers]
     scene.facts.append(f"exit codes {codes}")
     scene.expect(sorted(codes) == [0, 1], f"two drivers ended with {codes}")
     refused = drivers[codes.index(1)] if 1 in codes else drivers[0]
-    scene.expect("is in use by" in refused.said(), f"the second was not refused: {refused.last_words()}")
+    scene.expect("is in use by" in refused.read_output(), f"the second was not refused: {refused.last_words()}")
     scene.audit()
     return scene
 

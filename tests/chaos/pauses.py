@@ -63,10 +63,10 @@ class Scene:
 
 
 SCENES = {
-    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each makes its own plan
+    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
     "continue": Scene(before="killed"),
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
-    "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
+    "retry-once": Scene(before="finished", flags=((_RETRY,), ())),
     "finish": Scene(before="finished"),
     "renewals": Scene(before="nothing", of_renewals=True),
 }
@@ -160,13 +160,13 @@ class Stage:
         driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED)
         is_stopped = driver.wait()
         driver.end()
-        assert is_stopped == bool(at), driver.said()
+        assert is_stopped == bool(at), driver.read_output()
 
 
 def _take_turns(drivers: list[Driver]) -> None:
     """Resume stopped drivers in turns until all have ended."""
     for driver in itertools.cycle(drivers):
-        if all(one.exit_code is not None for one in drivers):
+        if all(process.exit_code is not None for process in drivers):
             return
         if driver.exit_code is None:
             driver.resume()
@@ -179,22 +179,22 @@ _REFUSALS = ("is in use by", "was taken over by another driver", "has planned re
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
     """Check that each driver finished, or reported that another one is running."""
     for driver in [*drivers, last]:
-        said = driver.said()
-        if "Traceback" in said:
-            yield f"a traceback: {said[-600:]}"
-        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in said for words in _REFUSALS)):
-            yield f"a driver ended with {driver.exit_code}: {said[-600:]}"
+        output = driver.read_output()
+        if "Traceback" in output:
+            yield f"a traceback: {output[-600:]}"
+        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in output for words in _REFUSALS)):
+            yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
-        yield f"no driver has done it: {[driver.said()[-200:] for driver in drivers]}"
+        yield f"no driver finished the run: {[driver.read_output()[-200:] for driver in drivers]}"
     if last.exit_code:
-        yield f"the same command, once more, ended with {last.exit_code}: {last.said()[-600:]}"
+        yield f"the same command, once more, ended with {last.exit_code}: {last.read_output()[-600:]}"
 
 
 def _wrong(output: str) -> list[str]:
     """Return the problems of a finished run."""
     run = RunDirectory(output)
     audit = audit_files(run, run.manifest())
-    problems = [f"{one.where}: {one.kind}, {one.message}" for one in audit.findings]
+    problems = [f"{finding.where}: {finding.kind}, {finding.message}" for finding in audit.findings]
     rows = [row["id"] for unit in sorted(run.committed()) for row in _rows(run, unit)]
     letters = [letter["id"] for letter in run.dead_letters()]
     for number, count in Counter(map(int, [*rows, *letters])).items():
@@ -222,12 +222,12 @@ def _rows(run: RunDirectory, unit: int) -> list[dict[str, Any]]:
 def _wrong_export(run: RunDirectory, rows: list[str], letters: list[str]) -> Iterator[str]:
     folder = run.root / "export" / "jsonl"
     for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", letters)):
-        found = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
-        if found != ids:
-            yield f"export/jsonl/{name} has the rows {found}, not {ids}"
+        result = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
+        if result != ids:
+            yield f"export/jsonl/{name} has the rows {result}, not {ids}"
     before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
-    made = json.loads((folder / "export.json").read_bytes())
-    if made["commits"] != export(run, "jsonl", again=True).commits:
+    description = json.loads((folder / "export.json").read_bytes())
+    if description["commits"] != export(run, "jsonl", again=True).commits:
         yield "export/jsonl/export.json is of other units"
     if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
         yield "export/jsonl was of another state of the run"
@@ -241,13 +241,13 @@ def _unfinished(root: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def store(folder: Path) -> Iterator[str]:
     """Run an S3 server in a process, set the AWS variables, and return a bucket."""
-    said = folder / "s3"
+    address_file = folder / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     server = os.fork()
     if server == 0:
-        _serve(said)
+        _serve(address_file)
     try:
-        while not (url := said.read_text().strip() if said.exists() else ""):
+        while not (url := address_file.read_text().strip() if address_file.exists() else ""):
             time.sleep(0.05)
         os.environ |= {
             "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
@@ -259,7 +259,7 @@ def store(folder: Path) -> Iterator[str]:
         os.waitpid(server, 0)
 
 
-def _serve(said: Path) -> None:
+def _serve(message: Path) -> None:
     from botocore.session import Session
 
     from tests.faulty_s3 import FaultyS3
@@ -268,7 +268,7 @@ def _serve(said: Path) -> None:
     keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
     client = Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="bucket")
-    said.write_text(server.url + "\n")
+    message.write_text(server.url + "\n")
     while True:
         signal.pause()
 
@@ -298,7 +298,7 @@ def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
         return {"scene": scene, "plays": [], "problems": [f"the plays broke off: {done.stderr[-2000:]}"]}
     plays = json.loads(result.read_text())
     result.unlink()
-    return {"scene": scene, "plays": plays, "problems": [problem for one in plays for problem in one["problems"]]}
+    return {"scene": scene, "plays": plays, "problems": [problem for play in plays for problem in play["problems"]]}
 
 
 def main() -> int:

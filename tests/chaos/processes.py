@@ -35,15 +35,17 @@ def descendants(pid: int) -> list[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for other in _pids():
         children[_parent(other)].append(other)
-    found, queue = [], [pid]
+    result, queue = [], [pid]
     while queue:
         queue += (born := children[queue.pop()])
-        found += born
-    return found
+        result += born
+    return result
 
 
 def raylets(pid: int) -> list[int]:
-    return [one for one in descendants(pid) if command_line(one).partition(" ")[0].endswith("/raylet")]
+    return [
+        process_id for process_id in descendants(pid) if command_line(process_id).partition(" ")[0].endswith("/raylet")
+    ]
 
 
 def kill(*pids: int) -> bool:

@@ -29,11 +29,12 @@ class RayNodes:
     """A cluster, as a context manager.
 
     Args:
-        num_nodes: nodes beside the head.
+        num_nodes: number of nodes, without the head.
         num_cpus: logical CPUs of each.
         logs: folder for the output of `ray start`.
         environment: variables for each node.
-        has_jobs: start a job server, and give each node its own loopback address. Drivers come by `ray job submit`.
+        has_jobs: start a job server, and give each node its own loopback address. Drivers are started by `ray job
+        submit`.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RayNodes:
             self._nodes.append(self._start_node())
 
     def add(self) -> None:
-        """Start one node and wait for it; of two that start at once, one may fail."""
+        """Start one node and wait for it, because simultaneous starts may fail."""
         self._nodes.append(self._start_node())
         self._wait_for(self._nodes[-1])
 
@@ -110,7 +111,7 @@ class RayNodes:
         processes.kill(*tree)
         self._head.wait()
         deadline = time.monotonic() + _START_S
-        while any(map(processes.command_line, tree)):  # one of them has the port until it ends
+        while any(map(processes.command_line, tree)):  # one of them holds the port until it ends
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the killed head still run")
             time.sleep(0.1)
@@ -118,7 +119,7 @@ class RayNodes:
         self._head = self._start_head()
         self._wait_for(self._head)
 
-    def num_there(self) -> int:
+    def num_running(self) -> int:
         """Return how many nodes run, without the head."""
         return sum(node.poll() is None for node in self._nodes)
 
@@ -128,7 +129,7 @@ class RayNodes:
         return [number for number, tree in trees if tree.intersection(pids)]
 
     def lose(self, number: int) -> bool:
-        """Kill a node, raylet first, as if its machine had gone; return False if it was gone already."""
+        """Kill a node, raylet first, as if its machine had failed; return False if there is no such node."""
         node = self._nodes[number]
         tree = _tree(node)
         first = processes.raylets(node.pid)

@@ -66,27 +66,27 @@ def to_markdown(data: dict[str, Any]) -> str:
         parts += ["## Faults without kills", _faults(faults)]
     if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
         parts += ["## Stopped drivers", _PAUSES, _pauses(scenes)]
-    if problems := [f"- {one['name']}: {problem}" for one in data["results"] for problem in one["problems"]]:
+    if problems := [f"- {entry['name']}: {problem}" for entry in data["results"] for problem in entry["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
 
 
 def _totals(engines: dict[str, dict[str, Any]]) -> str:
     rows = [
-        ("runs", lambda one: one["num_runs"]),
-        ("runs that failed", lambda one: one["num_failed_runs"]),
-        ("drivers started", lambda one: one["num_attempts"]),
-        ("kills", lambda one: one["num_kills"]),
-        *((f"- {kind}", lambda one, kind=kind: one["kills"][kind]) for kind in KINDS),
-        ("engine processes", lambda one: one["num_sessions"]),
-        ("rows committed", lambda one: f"{one['num_rows']:,}"),
-        ("rows lost", lambda one: one["num_lost"]),
-        ("rows doubled", lambda one: one["num_doubled"]),
-        ("dead letters", lambda one: one["num_dead_letters"]),
-        ("tokens committed", lambda one: f"{one['num_output_tokens']:,}"),
-        ("tokens generated again (from heartbeats)", lambda one: f"{one['num_regenerated_tokens']:,}"),
-        ("dollars of lost work", lambda one: f"{one['regenerated_usd']:.6f}"),
-        ("dollars in total", lambda one: f"{one['total_usd']:.6f}"),
+        ("runs", lambda run: run["num_runs"]),
+        ("runs that failed", lambda run: run["num_failed_runs"]),
+        ("drivers started", lambda run: run["num_attempts"]),
+        ("kills", lambda run: run["num_kills"]),
+        *((f"- {kind}", lambda run, kind=kind: run["kills"][kind]) for kind in KINDS),
+        ("engine processes", lambda run: run["num_sessions"]),
+        ("rows committed", lambda run: f"{run['num_rows']:,}"),
+        ("rows lost", lambda run: run["num_lost"]),
+        ("rows doubled", lambda run: run["num_doubled"]),
+        ("dead letters", lambda run: run["num_dead_letters"]),
+        ("tokens committed", lambda run: f"{run['num_output_tokens']:,}"),
+        ("tokens generated again (from heartbeats)", lambda run: f"{run['num_regenerated_tokens']:,}"),
+        ("dollars of lost work", lambda run: f"{run['regenerated_usd']:.6f}"),
+        ("dollars in total", lambda run: f"{run['total_usd']:.6f}"),
     ]
     lines = ["| | fake engine | real engine |", "|---|---|---|"]
     lines += [f"| {name} | {value(engines['fake'])} | {value(engines['real'])} |" for name, value in rows]
@@ -111,17 +111,17 @@ def _runs(results: list[dict[str, Any]]) -> str:
 def _pauses(results: list[dict[str, Any]]) -> str:
     lines = ["| scene | where | plays | different steps | drivers ended with | problems |"]
     lines += ["|---|---|---|---|---|---|"]
-    for one in results:
-        for plays in one["plays"]:
+    for result in results:
+        for plays in result["plays"]:
             codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))
             figures = f"{plays['num_plays']} | {len(set(plays['steps']))} | {codes} | {len(plays['problems'])}"
-            lines.append(f"| {plays['scene']} | {one['where']} | {figures} |")
+            lines.append(f"| {plays['scene']} | {result['where']} | {figures} |")
     return "\n".join(lines)
 
 
 def _faults(results: list[dict[str, Any]]) -> str:
     lines = ["| fault | what happens | seen |", "|---|---|---|"]
-    for one in results:
-        seen = f"skipped: {one['skipped']}" if one.get("skipped") else "; ".join(one["facts"])
-        lines.append(f"| {one['fault']} | {one['what']} | {seen.replace('|', '/')} |")
+    for result in results:
+        seen = f"skipped: {result['skipped']}" if result.get("skipped") else "; ".join(result["facts"])
+        lines.append(f"| {result['fault']} | {result['what']} | {seen.replace('|', '/')} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ class Kill:
     Attributes:
         kind: engine: the engine's own process (vLLM's EngineCore); actor: the process that holds it; node: a raylet
             with all its workers; driver: `peagle generate`.
-        after_units: units committed since the kill before; 0 also hits engines that still start.
+        after_units: units committed since the previous kill; 0 also hits engines that still start.
         wait_s: delay after that.
         pick: which of the candidates, from 0 to 1.
     """

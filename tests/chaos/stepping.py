@@ -119,7 +119,7 @@ class Driver:
             while self.wait():
                 pass
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
 
@@ -130,7 +130,7 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        _leave_ray_out(refused)
+        _replace_ray(refused)
         if steps is not None:
             steps.install()
         code = cli.run(arguments)
@@ -140,7 +140,7 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
         os._exit(code)
 
 
-def _leave_ray_out(refused: frozenset[int]) -> None:
+def _replace_ray(refused: frozenset[int]) -> None:
     """Run the engine actor and the stage before it in this process, with a short lease."""
     taken = lease._take
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()

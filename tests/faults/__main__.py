@@ -31,13 +31,13 @@ def main() -> int:
         results, overloaded = asyncio.run(_play(args, endpoint, size))
     path = report.write(args.report, results, overloaded, command=_command(args))
     _say(f"report: {path}")
-    return int(any(one["problems"] for one in results))
+    return int(any(result["problems"] for result in results))
 
 
 async def _play(
     args: argparse.Namespace, endpoint: Endpoint, size: Size
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    if await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, args.start_s) is None:
+    if await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, args.start_s) is None:
         raise SystemExit("the endpoint is not complete before the first kill")
     results: list[dict[str, Any]] = []
     for fault in (name for name in (VANISHING, *PARTS) if name in args.only):

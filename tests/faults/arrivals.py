@@ -1,4 +1,4 @@
-"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streamed."""
+"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streaming."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http:
 
         async def send(number: int) -> None:
-            tally.asked.append(await ask(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
+            tally.requests.append(await ask(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
 
         tasks, started, next_at = [], time.monotonic(), 0.0
         while (next_at := next_at + chance.expovariate(rate)) < seconds:
@@ -33,19 +33,19 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
 
 
 def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
-    latencies = [one.latency_s for one in tally.asked if one.outcome == "answered"]
-    refusals = [one.latency_s for one in tally.asked if one.outcome == "refused"]
+    latencies = [request.latency_s for request in tally.requests if request.outcome == "answered"]
+    refusals = [request.latency_s for request in tally.requests if request.outcome == "refused"]
     return {
         "factor": factor,
         "capacity_per_s": size.capacity_per_s,
         "seconds": seconds,
-        "num_requests": len(tally.asked),
+        "num_requests": len(tally.requests),
         "outcomes": tally.outcomes(),
-        "share_refused": len(refusals) / max(1, len(tally.asked)),
+        "share_refused": len(refusals) / max(1, len(tally.requests)),
         "alone_s": size.tokens * size.token_s,
         "latency_p50_s": float(np.percentile(latencies, 50)) if latencies else None,
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "latency_max_s": max(latencies, default=None),
         "refusal_p95_s": float(np.percentile(refusals, 95)) if refusals else None,
-        "seen": sorted({one.seen for one in tally.asked if one.seen}),
+        "seen": sorted({request.seen for request in tally.requests if request.seen}),
     }

@@ -22,7 +22,7 @@ _RETRY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SentRequest:
     """One request and its end, in seconds of `time.monotonic`.
 
     Attributes:
@@ -48,26 +48,32 @@ class Asked:
 class Tally:
     """All requests of one load."""
 
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[SentRequest] = field(default_factory=list)
 
     def outcomes(self) -> dict[str, int]:
         """Return the number of each outcome."""
-        counts = Counter(one.outcome for one in self.asked)
+        counts = Counter(request.outcome for request in self.requests)
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def longest_gap_s(self, since: float, until: float) -> float:
         """Return the longest time without an answer."""
-        ends = sorted(one.ended for one in self.asked if one.outcome == "answered" and since <= one.ended <= until)
+        ends = sorted(
+            request.ended
+            for request in self.requests
+            if request.outcome == "answered" and since <= request.ended <= until
+        )
         return max(later - earlier for earlier, later in zip([since, *ends], [*ends, until], strict=True))
 
 
 def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> dict[str, Any]:
-    """Return a request whose answer has so many tokens."""
+    """Return a request for an answer of `num_tokens`."""
     messages = [{"role": "user", "content": text}]
     return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
 
 
-async def ask(http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> Asked:
+async def ask(
+    http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL
+) -> SentRequest:
     """Send one request."""
     began, status, request_id = time.monotonic(), None, None
     try:
@@ -80,7 +86,7 @@ async def ask(http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream:
         outcome, seen = "no connection", repr(error)
     except httpx.HTTPError as error:
         outcome, seen = "broken off", repr(error)
-    return Asked(
+    return SentRequest(
         is_stream=is_stream, began=began, ended=time.monotonic(), outcome=outcome, status=status,
         request_id=request_id, seen=seen[:300],
     )  # fmt: skip
@@ -125,7 +131,7 @@ class Clients:
         self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(num_clients)]
 
     async def stop(self) -> None:
-        """Send no further requests, and wait for the running ones."""
+        """Stop sending requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 
@@ -134,10 +140,10 @@ class Clients:
             number = 0
             while not self._is_stopped:
                 text, is_stream = f"client {client}, request {number}", (client + number) % 2 == 0
-                one = await ask(http, text, self._num_tokens, is_stream=is_stream)
-                self.tally.asked.append(one)
+                result = await ask(http, text, self._num_tokens, is_stream=is_stream)
+                self.tally.requests.append(result)
                 number += 1
-                if one.outcome != "answered":
+                if result.outcome != "answered":
                     await asyncio.sleep(_RETRY_S)
 
 

@@ -22,7 +22,7 @@ from tests.chaos.ray_nodes import ROOT
 
 MODEL = "fake"
 _END_S = 90.0
-# What is killed, and how its process is called.
+# The parts that are killed, and the names of their processes.
 PARTS = {
     "the engine's process": CORE_NAME,
     "a replica": f"ServeReplica:peagle:PeagleServer:{MODEL}",
@@ -108,8 +108,8 @@ class Endpoint:
             return None
         return load
 
-    def wait_until_whole(self, num_replicas: int, timeout_s: float) -> float | None:
-        """Wait until every part and that many engines run; return the seconds, or None after the timeout."""
+    def wait_until_complete(self, num_replicas: int, timeout_s: float) -> float | None:
+        """Wait until every part and `num_replicas` engines run; return the seconds, or None after the timeout."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
             load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]

@@ -29,11 +29,11 @@ def to_markdown(data: dict[str, Any]) -> str:
         _WHAT,
     ]
     if data["faults"]:
-        parts.append(_faults([one for one in data["faults"] if one["fault"] != VANISHING]))
-    parts += [_vanished(one) for one in data["faults"] if one["fault"] == VANISHING]
+        parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != VANISHING]))
+    parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == VANISHING]
     if data["overload"]:
         parts += ["## Overload", _overload(data["overload"])]
-    if problems := [f"- {one['fault']}: {problem}" for one in data["faults"] for problem in one["problems"]]:
+    if problems := [f"- {fault['fault']}: {problem}" for fault in data["faults"] for problem in fault["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
 
@@ -50,43 +50,44 @@ def _faults(results: list[dict[str, Any]]) -> str:
         "slots free",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in results:
+    for result in results:
         cells = [
-            one["fault"],
-            one["num_requests"],
-            *(one["outcomes"][outcome] for outcome in OUTCOMES),
-            f"{one['longest_gap_s']:.1f}",
-            "-" if one["whole_after_s"] is None else f"{one['whole_after_s']:.0f}",
-            one["num_billed_twice"],
-            one["num_answered_unbilled"],
-            f"{one['slots_answered']} of {one['slots']}",
+            result["fault"],
+            result["num_requests"],
+            *(result["outcomes"][outcome] for outcome in OUTCOMES),
+            f"{result['longest_gap_s']:.1f}",
+            "-" if result["whole_after_s"] is None else f"{result['whole_after_s']:.0f}",
+            result["num_billed_twice"],
+            result["num_answered_unbilled"],
+            f"{result['slots_answered']} of {result['slots']}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def _vanished(one: dict[str, Any]) -> str:
+def _vanished(fault: dict[str, Any]) -> str:
     return (
-        f"{one['num_requests']} clients started a stream of {one['tokens_asked_for']} tokens and disconnected at once:"
-        f" {one['cut']} of them are cut in the ledger, with at most {one['most_tokens_made']} tokens;"
-        f" {one['slots_answered']} of {one['slots']} slots were free then, {one['num_billed_twice']} requests billed"
-        " twice."
+        f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected"
+        " immediately:"
+        f" {fault['cut']} of them are cut in the ledger, with at most {fault['most_tokens_made']} tokens;"
+        f" {fault['slots_answered']} of {fault['slots']} slots were free then,"
+        f" {fault['num_billed_twice']} requests billed twice."
     )
 
 
-def _overload(one: dict[str, Any]) -> str:
+def _overload(row: dict[str, Any]) -> str:
     rows = [
-        ("times the capacity", f"{one['factor']:g}"),
-        ("capacity, requests/s", f"{one['capacity_per_s']:.1f}"),
-        ("seconds", f"{one['seconds']:.0f}"),
-        ("requests", one["num_requests"]),
-        *one["outcomes"].items(),
-        ("share refused", f"{one['share_refused']:.1%}"),
-        ("answer alone, s", f"{one['alone_s']:.2f}"),
-        ("latency of the answered: p50, s", _seconds(one["latency_p50_s"])),
-        ("p95, s", _seconds(one["latency_p95_s"])),
-        ("longest, s", _seconds(one["latency_max_s"])),
-        ("time to a refusal: p95, s", _seconds(one["refusal_p95_s"])),
+        ("times the capacity", f"{row['factor']:g}"),
+        ("capacity, requests/s", f"{row['capacity_per_s']:.1f}"),
+        ("seconds", f"{row['seconds']:.0f}"),
+        ("requests", row["num_requests"]),
+        *row["outcomes"].items(),
+        ("share refused", f"{row['share_refused']:.1%}"),
+        ("answer without load, s", f"{row['alone_s']:.2f}"),
+        ("latency of the answered: p50, s", _seconds(row["latency_p50_s"])),
+        ("p95, s", _seconds(row["latency_p95_s"])),
+        ("longest, s", _seconds(row["latency_max_s"])),
+        ("time to a refusal: p95, s", _seconds(row["refusal_p95_s"])),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 

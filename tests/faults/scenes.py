@@ -31,22 +31,22 @@ async def kill_part(
     (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
     assert kill(victim), f"{part} was gone already"
     await asyncio.sleep(1.0)  # a dead process may still count as running
-    recovered_s = await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, whole_s)
+    recovered_s = await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, whole_s)
     await asyncio.sleep(after_s)
     ended_at = time.monotonic()
     await clients.stop()
     tally = clients.tally
     allowed = _ALLOWED_WITHOUT_PROXY if part == "the proxy" else _ALLOWED
-    answered = [one.request_id for one in tally.asked if one.outcome == "answered"]
+    answered = [request.request_id for request in tally.requests if request.outcome == "answered"]
     result = {
         "fault": part,
-        "num_requests": len(tally.asked),
+        "num_requests": len(tally.requests),
         "outcomes": tally.outcomes(),
         "seconds": ended_at - killed_at + before_s,
         "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
         "whole_after_s": recovered_s,
-        "seen": sorted({one.seen for one in tally.asked if one.seen})[:5],
-        **await _afterwards(endpoint, size, {str(one) for one in answered}),
+        "seen": sorted({request.seen for request in tally.requests if request.seen})[:5],
+        **await _afterwards(endpoint, size, {str(request_id) for request_id in answered}),
     }
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
@@ -60,14 +60,14 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     num_tokens = 20 * size.tokens
     ids = set(await vanish(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
-    records = [one for one in RequestReader(endpoint.state / "ledger").new() if one.request_id in ids]
-    made = max((one.usage.num_output_tokens for one in records), default=0)
+    records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
+    max_generated = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
         "fault": VANISHING,
         "num_requests": num_clients,
         "outcomes": dict.fromkeys(OUTCOMES, 0),
-        "cut": sum(one.outcome == "cut" for one in records),
-        "most_tokens_made": made,
+        "cut": sum(record.outcome == "cut" for record in records),
+        "most_tokens_made": max_generated,
         "tokens_asked_for": num_tokens,
         "seen": [],
         **afterwards,
@@ -75,7 +75,7 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     result["problems"] = _problems(result)
     if result["cut"] != num_clients:
         result["problems"].append(f"{result['cut']} of {num_clients} are cut in the ledger")
-    if made >= num_tokens:
+    if max_generated >= num_tokens:
         result["problems"].append("an engine finished an answer that nobody received")
     return result
 
@@ -84,10 +84,10 @@ async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str])
     """Return what the ledger has of these requests, and whether every slot is free again."""
     left = await asyncio.to_thread(_wait_until_idle, endpoint)
     probe_s, num_probed = await _fill_slots(endpoint, size)
-    times = Counter(one.request_id for one in RequestReader(endpoint.state / "ledger").new())
+    times = Counter(record.request_id for record in RequestReader(endpoint.state / "ledger").new())
     return {
         "num_billed_twice": sum(n > 1 for n in times.values()),
-        "num_answered_unbilled": sum(one not in times for one in answered),
+        "num_answered_unbilled": sum(request_id not in times for request_id in answered),
         "num_left_under_way": left,
         "slots": size.admitted,
         "slots_answered": num_probed,
@@ -112,9 +112,9 @@ async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
 
     started = time.monotonic()
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=60) as http:
-        asked = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
-        ended = await asyncio.gather(*asked)
-    return time.monotonic() - started, sum(one.outcome == "answered" for one in ended)
+        pending = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
+        ended = await asyncio.gather(*pending)
+    return time.monotonic() - started, sum(result.outcome == "answered" for result in ended)
 
 
 def _problems(result: dict[str, Any]) -> list[str]:

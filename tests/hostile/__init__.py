@@ -5,7 +5,7 @@
 
     tenants.py    the endpoint with its keys, and the working key's clients
     attacks.py    the attacks, and what they must not achieve
-    scenes.py     quiet, each attack, all at once: latencies, memory, answers
+    scenes.py     quiet, each attack, all together: latencies, memory, answers
     report.py     the table, as Markdown and JSON
 
 `make test` does not run it.

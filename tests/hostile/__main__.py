@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared-cores",
         action="store_true",
-        help="let other processes use the cores of the vLLM engine; by default it has them alone, like a GPU",
+        help="let other processes use the cores of the vLLM engine; by default it has exclusive use, like a GPU",
     )
     parser.add_argument("--start-s", type=float, default=300, help="limit of a start; default 300")
     parser.add_argument(

@@ -27,11 +27,11 @@ _FILE_MIB = 100
 _NUM_READERS = 12
 _MAX_REFUSAL_BYTES = 4096
 _NICE = 10
-_PAUSE_S = 0.02  # between two requests of a client: the load generator shares the machine
+_PAUSE_S = 0.02  # pause between requests of a client, because the load generator shares the machine
 
 
 @dataclass
-class Found:
+class AttackResult:
     """The result of an attack: answers by status, and problems."""
 
     statuses: Counter[int | str] = field(default_factory=Counter)
@@ -43,16 +43,16 @@ class Found:
             self.problems.append(problem)
 
 
-Attack = Callable[[Tenants, float], Awaitable[Found]]
+Attack = Callable[[Tenants, float], Awaitable[AttackResult]]
 Judge = Callable[[httpx.Response], str | None]
 Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 
 
 async def _hammer(
     tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
-) -> Found:
+) -> AttackResult:
     """Send these requests in turn from several clients for some seconds."""
-    found, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
+    result, ends_at, turns = AttackResult(), time.monotonic() + seconds, cycle(sends)
 
     async def go_on() -> None:
         async with tenants.client(key) as http:
@@ -60,22 +60,22 @@ async def _hammer(
                 try:
                     response = await next(turns)(http)
                 except httpx.HTTPError as error:
-                    found.statuses[type(error).__name__] += 1
+                    result.statuses[type(error).__name__] += 1
                 else:
-                    _count(found, response, judge)
+                    _count(result, response, judge)
                 await asyncio.sleep(_PAUSE_S)
 
     await asyncio.gather(*(go_on() for _ in range(num_clients)))
-    return found
+    return result
 
 
-def _count(found: Found, response: httpx.Response, judge: Judge) -> None:
-    found.statuses[response.status_code] += 1
+def _count(result: AttackResult, response: httpx.Response, judge: Judge) -> None:
+    result.statuses[response.status_code] += 1
     problem = judge(response)
     if response.status_code >= 500 and response.status_code not in _DELIBERATE:
         problem = f"{response.status_code}: {response.text[:200]}"
     if problem:
-        found.note(problem)
+        result.note(problem)
 
 
 def _post(path: str, body: Any) -> Send:
@@ -101,7 +101,7 @@ def _anything(_: httpx.Response) -> None:
     return None
 
 
-async def work(tenants: Tenants, seconds: float) -> Found:
+async def work(tenants: Tenants, seconds: float) -> AttackResult:
     """Work like the neighbour, without an attack: the cost of sharing an engine."""
     sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
@@ -110,7 +110,7 @@ async def work(tenants: Tenants, seconds: float) -> Found:
 # --- rules of a key
 
 
-async def paths(tenants: Tenants, seconds: float) -> Found:
+async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     """Use every spelling of the path with a key that is only allowed another model, with small and huge bodies."""
     marks = [
         "%0A",
@@ -138,7 +138,7 @@ async def paths(tenants: Tenants, seconds: float) -> Found:
     return await _hammer(tenants, TIED, sends, seconds, judge=_never_answered)
 
 
-async def headers(tenants: Tenants, seconds: float) -> Found:
+async def headers(tenants: Tenants, seconds: float) -> AttackResult:
     """Send headers that only the endpoint may set: another key's name, the operator's mark, a cheaper request."""
     context = Context(request_id="1", key=NEIGHBOUR, num_choices=0, cap_tokens=1, first_asked_at=0.0)
     forged = {
@@ -159,30 +159,30 @@ async def headers(tenants: Tenants, seconds: float) -> Found:
     return await _hammer(tenants, ATTACKER, [cost, chat], seconds, judge=judge, num_clients=2)
 
 
-async def budget(tenants: Tenants, seconds: float) -> Found:
+async def budget(tenants: Tenants, seconds: float) -> AttackResult:
     """Send sixty concurrent requests on a budget smaller than the cost of one."""
-    found = Found()
+    result = AttackResult()
     async with tenants.client(POOR) as http:
         began = time.monotonic()
         while time.monotonic() < began + seconds:
             sent = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
             for response in await asyncio.gather(*sent):
-                _count(found, response, _anything)
+                _count(result, response, _anything)
             await asyncio.sleep(1.0)
-    if found.statuses[200] > 1:
-        found.note(f"{found.statuses[200]} answers on a budget for less than one")
-    return found
+    if result.statuses[200] > 1:
+        result.note(f"{result.statuses[200]} answers on a budget for less than one")
+    return result
 
 
-async def parallel(tenants: Tenants, seconds: float) -> Found:
+async def parallel(tenants: Tenants, seconds: float) -> AttackResult:
     """Send forty concurrent long streams with a key that may have few."""
-    found, under_way, most = Found(), 0, 0
+    result, under_way, most = AttackResult(), 0, 0
 
     async def stream(number: int) -> None:
         nonlocal under_way, most
         body = _chat(tenants, f"long {number}", max_tokens=400, ignore_eos=True, stream=True)
         async with tenants.client(ATTACKER) as http, http.stream("POST", CHAT, json=body) as response:
-            found.statuses[response.status_code] += 1
+            result.statuses[response.status_code] += 1
             if response.status_code != 200:
                 return
             under_way += 1
@@ -197,11 +197,11 @@ async def parallel(tenants: Tenants, seconds: float) -> Found:
         await asyncio.gather(*(stream(number) for number in range(40)))
         await asyncio.sleep(0.5)
     if most > PARALLEL_REQUESTS:
-        found.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
-    return found
+        result.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
+    return result
 
 
-async def refusals(tenants: Tenants, seconds: float) -> Found:
+async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
     """Send bodies of a megabyte that are refused: wrong model, deep, broken. They count, and errors are short."""
     name = "m" * (_MIB - 200)
     bodies: list[Any] = [
@@ -215,10 +215,10 @@ async def refusals(tenants: Tenants, seconds: float) -> Found:
         is_long = len(response.content) > _MAX_REFUSAL_BYTES
         return f"a refusal of {len(response.content)} bytes" if is_long else None
 
-    found = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
-    if sum(found.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not found.statuses[429]:
-        found.note("refused requests do not count")
-    return found
+    result = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
+    if sum(result.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not result.statuses[429]:
+        result.note("refused requests do not count")
+    return result
 
 
 # --- what reaches an engine
@@ -259,13 +259,13 @@ def _constraints() -> Iterator[dict[str, Any]]:
     yield {"chat_template": "{% for i in range(100000000) %}{% endfor %}x"}
 
 
-async def schemas(tenants: Tenants, seconds: float) -> Found:
+async def schemas(tenants: Tenants, seconds: float) -> AttackResult:
     """Send schemas, expressions, grammars and templates that take long to compile or render."""
     sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything)
 
 
-async def answers(tenants: Tenants, seconds: float) -> Found:
+async def answers(tenants: Tenants, seconds: float) -> AttackResult:
     """Ask for huge answers with small requests: logprobs of many tokens of many prompts, in many choices."""
     prompt = "word " * 300
     bodies: list[dict[str, Any]] = [
@@ -281,14 +281,14 @@ async def answers(tenants: Tenants, seconds: float) -> Found:
 _SECRET = "The password of the safe in the cellar is 4711. " * 12
 
 
-async def tell_secret(tenants: Tenants, seconds: float) -> Found:
+async def tell_secret(tenants: Tenants, seconds: float) -> AttackResult:
     """Send the neighbour's request that `cache` guesses. Not timed, and not an attack."""
     async with tenants.client(NEIGHBOUR) as http:
         (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
-    return Found()
+    return AttackResult()
 
 
-async def cache(tenants: Tenants, seconds: float) -> Found:
+async def cache(tenants: Tenants, seconds: float) -> AttackResult:
     """Guess the neighbour's secret: an answer must not reveal that another key has sent the same prompt."""
 
     def judge(response: httpx.Response) -> str | None:
@@ -299,16 +299,16 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
         return f"{cached} tokens of another key's prompt are cached" if cached else None
 
     salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
-    found = Found()
+    result = AttackResult()
     async with tenants.client(ATTACKER) as http:
         # Each guess is sent once; afterwards it is in the attacker's own cache.
-        _count(found, await http.post(CHAT, json=salted), judge)
-        _count(found, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
-    return found
+        _count(result, await http.post(CHAT, json=salted), judge)
+        _count(result, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
+    return result
 
 
-async def media(tenants: Tenants, seconds: float) -> Found:
-    """Send content that an engine would fetch: nobody may connect to this listener."""
+async def media(tenants: Tenants, seconds: float) -> AttackResult:
+    """Send content that an engine would fetch: nothing may connect to this listener."""
     knocks = 0
 
     async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -324,29 +324,29 @@ async def media(tenants: Tenants, seconds: float) -> Found:
         {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file", "file": {"file_id": url}},
     ]  # fmt: skip
     sends = [_post(CHAT, _chat(tenants, messages=[{"role": "user", "content": [part]}])) for part in parts]
-    found = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
+    result = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
     server.close()
     if knocks:
-        found.note(f"{knocks} fetches of an address that a client named")
-    return found
+        result.note(f"{knocks} fetches of an address that a client named")
+    return result
 
 
 # --- connections, files, batches
 
 
-async def downloads(tenants: Tenants, seconds: float) -> Found:
+async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
     """Request a large file with clients that do not read it."""
-    found = Found()
+    result = AttackResult()
     async with tenants.client(ATTACKER) as http:
         content = b"x" * (_FILE_MIB * _MIB)
         try:
             uploaded = await http.post(FILES, files={"file": ("large.jsonl", content)}, data={"purpose": "batch"})
         except httpx.HTTPError as error:  # refused and closed before everything was sent
-            found.statuses[type(error).__name__] += 1
-            return found
-        _count(found, uploaded, _anything)
+            result.statuses[type(error).__name__] += 1
+            return result
+        _count(result, uploaded, _anything)
         if uploaded.status_code != 200:
-            return found
+            return result
         file_id = uploaded.json()["id"]
         request = (
             f"GET {FILES}/{file_id}/content HTTP/1.1\r\nhost: localhost\r\n"
@@ -356,23 +356,23 @@ async def downloads(tenants: Tenants, seconds: float) -> Found:
         await asyncio.sleep(seconds)
         for writer in sockets:
             writer.close()
-        _count(found, await http.delete(f"{FILES}/{file_id}"), _anything)
-    return found
+        _count(result, await http.delete(f"{FILES}/{file_id}"), _anything)
+    return result
 
 
-async def connections(tenants: Tenants, seconds: float) -> Found:
+async def connections(tenants: Tenants, seconds: float) -> AttackResult:
     """Open connections that send half a header, and send requests without a key."""
     half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
     sockets = [await _knock(tenants, half) for _ in range(200)]
     strangers = {**tenants.keys, ATTACKER: "pk-nobody"}
     unknown = replace(tenants, keys=strangers)
-    found = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
+    result = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
     for writer in sockets:
         writer.close()
-    return found
+    return result
 
 
-async def batches(tenants: Tenants, seconds: float) -> Found:
+async def batches(tenants: Tenants, seconds: float) -> AttackResult:
     """Create as many batches as possible with an invalid file; the neighbour's batch must still be accepted."""
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": "nobody", "messages": []}}
     order = {"endpoint": CHAT, "completion_window": "24h"}
@@ -384,12 +384,12 @@ async def batches(tenants: Tenants, seconds: float) -> Found:
 
     async with tenants.client(ATTACKER) as http:
         body = {**order, "input_file_id": await upload(http)}
-    found = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
+    result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
     async with tenants.client(NEIGHBOUR) as http:
         response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
         if response.status_code != 200:
-            found.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
-    return found
+            result.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
+    return result
 
 
 async def _knock(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
@@ -418,14 +418,14 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
+def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
     """Run these attacks, `WORK` or `TELL` concurrently, at a low priority.
 
     A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
-    async def gather() -> list[Found]:
+    async def gather() -> list[AttackResult]:
         return await asyncio.gather(
             *({**ATTACKS, WORK: work, TELL: tell_secret}[name](tenants, seconds) for name in names)
         )

@@ -10,7 +10,7 @@ _INTRODUCTION = """\
 One key works: two clients, one request after another. Another key attacks. A scene is one attack, or all of them;
 in "a second key works" it works like the first one, which shows the price of sharing an engine.
 Both load generators run on the endpoint's machine. The attacker's is a separate process at a low priority (nice 10).
-A vLLM engine has its cores alone, like a GPU; with --shared-cores other processes use them, too.
+A vLLM engine has exclusive use of its cores, like a GPU; with --shared-cores other processes use them, too.
 "Statuses" are the attacker's. Memory is the peak resident size of the ingress and of Serve's proxy."""
 
 
@@ -22,7 +22,7 @@ def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str
 def to_markdown(data: dict[str, Any]) -> str:
     limit = f"The limit is {MAX_TIMES_QUIET:g} times the quiet p95."
     parts = [
-        f"# A hostile key beside a working one: {data['date']}",
+        f"# A hostile key next to a working one: {data['date']}",
         origin_text(data),
         f"{_INTRODUCTION} The engine is {data['engine']}. {limit}",
         _table(data["scenes"]),

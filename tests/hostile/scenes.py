@@ -1,4 +1,4 @@
-"""The neighbour alone, beside each attack, and beside all of them."""
+"""The neighbour without attacks, during each attack, and during all of them."""
 
 import asyncio
 import multiprocessing
@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.same_engine import cpu_spent, cpu_times
 from tests.faults.endpoint import Endpoint
-from tests.hostile.attacks import TELL, WORK, Found, attack_together
+from tests.hostile.attacks import TELL, WORK, AttackResult, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
-QUIET, ALL = "quiet", "all at once"
+QUIET, ALL = "quiet", "all attacks"
 MAX_TIMES_QUIET = 1.5
 _MAX_GROWTH_MIB = 512
 
@@ -40,44 +40,44 @@ def play(
     return rows
 
 
-async def _attack(attackers: Executor, tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
+async def _attack(attackers: Executor, tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(attackers, attack_together, tenants, names, seconds)
 
 
 async def _scene(
-    endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[Found]]
+    endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[AttackResult]]
 ) -> dict[str, Any]:
     neighbour, began, before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
-    found = await attack
+    result = await attack
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     await neighbour.stop()
     spent = cpu_spent(before, cpu_times(os.getpid()))
     outcomes = neighbour.tally.outcomes()
-    latencies = [one.latency_s for one in neighbour.tally.asked if one.outcome == "answered"]
+    latencies = [request.latency_s for request in neighbour.tally.requests if request.outcome == "answered"]
     row: dict[str, Any] = {
         "scene": name,
         "seconds": time.monotonic() - began,
-        "num_requests": len(neighbour.tally.asked),
+        "num_requests": len(neighbour.tally.requests),
         "num_answered": outcomes["answered"],
         "latency_p50_s": float(np.percentile(latencies, 50)) if latencies else None,
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "peak_mib": neighbour.peak_mib,
         "grown_mib": neighbour.grown_mib,
         "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
-        "statuses": _sum(found),
-        "problems": [problem for one in found for problem in one.problems],
+        "statuses": _sum(result),
+        "problems": [problem for attack_result in result for problem in attack_result.problems],
     }
-    if outcomes["answered"] < len(neighbour.tally.asked):
-        seen = sorted({one.seen for one in neighbour.tally.asked if one.seen})[:3]
+    if outcomes["answered"] < len(neighbour.tally.requests):
+        seen = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
         row["problems"].append(f"the neighbour's requests: {outcomes}; {seen}")
     return row
 
 
-def _sum(found: list[Found]) -> dict[str, int]:
+def _sum(result: list[AttackResult]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for one in found:
-        for status, number in one.statuses.items():
+    for attack_result in result:
+        for status, number in attack_result.statuses.items():
             totals[str(status)] = totals.get(str(status), 0) + number
     return dict(sorted(totals.items()))
 

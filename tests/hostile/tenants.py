@@ -18,7 +18,7 @@ from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 
 NEIGHBOUR, ATTACKER, POOR, TIED = "neighbour", "attacker", "poor", "tied"
-BUDGET_USD = 1e-7  # less than one request costs
+BUDGET_USD = 1e-7  # less than the cost of one request
 REQUESTS_PER_MIN = 600
 PARALLEL_REQUESTS = 2
 OTHER_MODEL = "other"
@@ -119,7 +119,7 @@ class Neighbour:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
-        """Send no further requests, and wait for the running ones."""
+        """Stop sending requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 
@@ -129,8 +129,8 @@ class Neighbour:
             while not self._is_stopped:
                 text = f"client {client}, request {number}, {time.time_ns()}"
                 is_stream = (client + number) % 2 == 0
-                one = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
-                self.tally.asked.append(one)
+                result = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
+                self.tally.requests.append(result)
                 number += 1
 
     async def _watch(self) -> None:

@@ -1,6 +1,6 @@
 """Run one engine with requests that vLLM cannot draft for: `biased_tokens.py JOB.json OUT.json`.
 
-The job has a drafter's `method` ("none" for no drafter), whether there is also a `lookup`, `prompts` (texts), and
+The job has a drafter's `method` ("none" for no drafter), whether it has a prompt `lookup`, `prompts` (texts), and
 `sampling`: named parameters. Every prompt runs with each of them, all concurrently. The answer has, by name, each
 prompt's text, logprobs and number of drafts.
 """
@@ -44,10 +44,10 @@ def main() -> None:
         answers = await asyncio.gather(
             *(ask(f"{name}-{number}", prompts[number], job["sampling"][name]) for name, number in names)
         )
-        found: dict[str, Any] = {name: [] for name in job["sampling"]}
+        results: dict[str, Any] = {name: [] for name in job["sampling"]}
         for (name, _number), answer in zip(names, answers, strict=True):
-            found[name].append(answer)
-        return found
+            results[name].append(answer)
+        return results
 
     out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), use)))
 

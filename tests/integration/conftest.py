@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def peagle():
-    """Start `peagle ARGUMENTS` in its own process group; processes that a test leaves are killed."""
+    """Start `peagle ARGUMENTS` in its own process group; processes that remain after the test are killed."""
     started = []
 
     def start(*arguments):
@@ -38,11 +38,11 @@ def leftover_processes():
 
     def find(path):
         deadline = time.monotonic() + 75
-        while found := [line for pid in _processes() if str(path) in (line := _command_line(pid))]:
+        while result := [line for pid in _processes() if str(path) in (line := _command_line(pid))]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        return found
+        return result
 
     return find
 

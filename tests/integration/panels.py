@@ -36,8 +36,8 @@ Query = Callable[[str], Sequence[Mapping[str, Any]]]
 def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
     """Return the dashboard's rows: title and panels."""
     panels = dashboard["panels"]
-    begins = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
-    for begin, end in zip(begins, [*begins[1:], len(panels)], strict=True):
+    row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
+    for begin, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
         yield panels[begin]["title"], panels[begin + 1 : end]
 
 
@@ -49,7 +49,7 @@ def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
         begin: Unix time at the start of the horizontal axis.
     """
     series = [_series(panel, query, begin) for panel in panels]
-    end_s = max(at for one in series for _, points in one for at, _ in points)
+    end_s = max(at for curve in series for _, points in curve for at, _ in points)
     cell = NAME_HEIGHT + HEIGHT - TOP + LINE_HEIGHT * max(map(len, series))
     num_rows = -(-len(panels) // COLUMNS)
     width, height = COLUMNS * (WIDTH + GAP) + GAP, num_rows * (cell + GAP) + GAP
@@ -67,17 +67,17 @@ def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
 
 
 def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
-    found = [
+    curves = [
         (
             re.sub(
-                r"\{\{(\w+)\}\}", lambda name, labels=one["metric"]: labels.get(name[1], ""), target["legendFormat"]
+                r"\{\{(\w+)\}\}", lambda name, labels=result["metric"]: labels.get(name[1], ""), target["legendFormat"]
             ),
-            [(at - begin, float(value)) for at, value in one["values"] if math.isfinite(float(value))],
+            [(at - begin, float(value)) for at, value in result["values"] if math.isfinite(float(value))],
         )
         for target in panel["targets"]
-        for one in query(target["expr"])
+        for result in query(target["expr"])
     ]
-    return [one for one in found if one[1]][:MAX_SERIES]
+    return [fault_result for fault_result in curves if fault_result[1]][:MAX_SERIES]
 
 
 def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:

@@ -20,7 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer has to be within reach
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer must be accessible from this process
 
 
 class Recorder:

@@ -1,10 +1,10 @@
 """Run one vLLM engine and write tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
 The job has a drafter's `method`, K, whether there is also a `lookup`, a `prompt` (token ids), `sampling` parameters,
-`num_samples`, the number of compared `tokens` of each, and `greedy` (texts). Half of the samples are drawn alone, half
-while the greedy texts run repeatedly. The answer has the tokens of both halves, `alone` and `beside`; every answer to
-the greedy texts, the first of them alone; and how many drafts were accepted (null without a drafter), and how many of
-those in sampled answers came from the lookup.
+`num_samples`, the number of compared `tokens` of each, and `greedy` (texts). Half of the samples are drawn
+with no other requests, half while the greedy texts run repeatedly. The answer has the tokens of both halves,
+`separate` and `concurrent`; every answer to the greedy texts, the first without other requests; and how many drafts
+were accepted (null without a drafter), and how many of those in sampled answers came from the lookup.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-PER_REQUEST, AT_ONCE, NUM_GREEDY = 16, 2, 24
-FREE_SLOTS = 4  # for greedy requests, which would wait behind all samples otherwise
+PER_REQUEST, NUM_CONCURRENT, NUM_GREEDY = 16, 2, 24
+FREE_SLOTS = 4  # for greedy requests, which would otherwise wait for all samples
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     from peagle.engine.vllm import start_engine
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    model, slots = resolve_model(job["model"]), PER_REQUEST * AT_ONCE + FREE_SLOTS
+    model, slots = resolve_model(job["model"]), PER_REQUEST * NUM_CONCURRENT + FREE_SLOTS
     spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=slots, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
@@ -44,16 +44,16 @@ def main() -> None:
 async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     greedy = [await _greedy(engine, job)]
     looked_up: list[int] = []
-    alone = await _draw(engine, job, looked_up)
+    separate = await _draw(engine, job, looked_up)
     stop = asyncio.Event()
     asking = asyncio.create_task(_keep_asking(engine, job, stop))
-    beside = await _draw(engine, job, looked_up)
+    concurrent = await _draw(engine, job, looked_up)
     stop.set()
     greedy += await asking
     totals = engine.speculation_totals()
     return {
-        "alone": alone,
-        "beside": beside,
+        "separate": separate,
+        "concurrent": concurrent,
         "greedy": greedy,
         "num_accepted": totals and totals.num_accepted_tokens,
         "num_looked_up": sum(looked_up),
@@ -61,14 +61,14 @@ async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[list[int]]:
-    # A token more than counts: all that count are drafted for.
-    asked = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
+    # One more token than is compared, so that drafts cover all compared tokens.
+    params = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
-    turns = asyncio.Semaphore(AT_ONCE)
+    turns = asyncio.Semaphore(NUM_CONCURRENT)
 
     async def ask() -> list[list[int]]:
         async with turns:
-            return await _ask(engine, job["prompt"], asked, looked_up)
+            return await _ask(engine, job["prompt"], params, looked_up)
 
     answers = await asyncio.gather(*(ask() for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
@@ -83,8 +83,8 @@ async def _keep_asking(engine: Any, job: dict[str, Any], stop: asyncio.Event) ->
 
 async def _greedy(engine: Any, job: dict[str, Any]) -> list[Any]:
     prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
-    asked = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
-    return await asyncio.gather(*(_ask(engine, prompt, asked) for prompt in prompts))
+    params = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
+    return await asyncio.gather(*(_ask(engine, prompt, params) for prompt in prompts))
 
 
 async def _ask(
@@ -95,12 +95,12 @@ async def _ask(
 
     from peagle.engine.vllm_internals import drafts_of
 
-    # All samples of a request come in one output: an output of a stream has only those that have just grown.
+    # Non-streaming: a streamed output contains only the samples that have just grown.
     params = SamplingParams(**sampling, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
     (last,) = [answer async for answer in answers]
     if looked_up is not None:
-        looked_up += [drafts.num_lookup_tokens for one in last.outputs if (drafts := drafts_of(one))]
+        looked_up += [drafts.num_lookup_tokens for output in last.outputs if (drafts := drafts_of(output))]
     return [list(completion.token_ids) for completion in last.outputs]
 
 

@@ -68,9 +68,9 @@ class Endpoint:
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {name: new_key(name) for name in ("alice", "bob")}
-    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
-    return {name: key for name, (key, _) in made.items()}
+    secrets = {name: new_key(name) for name in ("alice", "bob")}
+    write_keys(tmp_path / "keys.json", [record for _, record in secrets.values()])
+    return {name: key for name, (key, _) in secrets.items()}
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def request(number, **changes):
 
 
 def order(client, requests):
-    lines = "".join(json.dumps(one) + "\n" for one in requests)
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
     uploaded = client.files.create(file=("requests.jsonl", lines.encode()), purpose="batch")
     return client.batches.create(
         input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "test"}
@@ -101,10 +101,10 @@ def order(client, requests):
 
 def wait(client, batch, condition):
     deadline = time.monotonic() + WAIT_S
-    while not condition(found := client.batches.retrieve(batch.id)):
-        assert time.monotonic() < deadline, found
+    while not condition(result := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, result
         time.sleep(0.1)
-    return found
+    return result
 
 
 def lines_of(client, file_id):
@@ -116,20 +116,20 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
         batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
         assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
-        wait(client, batch, lambda found: found.request_counts.completed > 0)
+        wait(client, batch, lambda result: result.request_counts.completed > 0)
     first.close()
 
     second = start()
     with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
         check_restarted(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
-        assert [one.id for one in client.batches.list()] == [cancelled.id, batch.id]
+        assert [listed.id for listed in client.batches.list()] == [cancelled.id, batch.id]
         check_forgotten(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
         check_hidden(stranger, batch)
     charged = RequestReader(tmp_path / "ledger").new()
-    assert {one.request_id: one.outcome for one in charged} == {batch.id: "ok", cancelled.id: "cut"}
-    assert all(one.key == "alice" and one.model == "m" and one.usd > 0 for one in charged)
+    assert {charge.request_id: charge.outcome for charge in charged} == {batch.id: "ok", cancelled.id: "cut"}
+    assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charged)
 
 
 def test_invalid_batches_share_one_process(start, keys):
@@ -137,7 +137,7 @@ def test_invalid_batches_share_one_process(start, keys):
     with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
             batch = order(client, [request(number, model="nobody")])
-            wait(client, batch, lambda found: found.status == "failed")
+            wait(client, batch, lambda result: result.status == "failed")
             seen |= batch_actors()
     assert len(seen - before) == 1
 
@@ -147,7 +147,7 @@ def batch_actors():
 
 
 def check_restarted(client, batch, run):
-    done = wait(client, batch, lambda found: found.status == "completed")
+    done = wait(client, batch, lambda result: result.status == "completed")
     assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (41, 40, 1)
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
     assert read_lease(run.root).number == 2
@@ -179,11 +179,11 @@ def check_forgotten(client, batches, folder):
 
 def check_cancelled(client):
     batch = order(client, (request(n) for n in range(400)))
-    wait(client, batch, lambda found: found.request_counts.completed > 0)
+    wait(client, batch, lambda result: result.request_counts.completed > 0)
     with pytest.raises(openai.BadRequestError, match="has not ended"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
-    ended = wait(client, batch, lambda found: found.status != "cancelling")
+    ended = wait(client, batch, lambda result: result.status != "cancelling")
     assert ended.status == "cancelled"
     answers, errors = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.soak  # two engines; unit/bench has the rest
+pytestmark = pytest.mark.soak  # two engines; unit/bench tests the rest
 
 COMMAND = [
     "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",
@@ -33,9 +33,9 @@ def test_bench_is_complete_and_not_repeated(peagle, embedded_target, tmp_path):
     reports = []
     for _ in range(2):
         process = peagle(*COMMAND, "--output", tmp_path / "out")
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        reports.append((said, json.loads((tmp_path / "out" / "report.json").read_text())))
+        stdout, _ = process.communicate()
+        assert process.returncode == 0, stdout
+        reports.append((stdout, json.loads((tmp_path / "out" / "report.json").read_text())))
     (first, report), (second, again) = reports
     check(report)
     assert "starting the engine" in first

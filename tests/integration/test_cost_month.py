@@ -14,7 +14,7 @@ from tests.unit.economics.month import BULK, SERVING, a_request, a_unit, at, wri
 
 NUM_REQUESTS, NUM_ENGINES, NUM_UNITS = 1_000_000, 4, 1000
 MONTH_S = 30 * 86_400
-MOST_S, MOST_BYTES = 10.0, 2**30
+MAX_S, MAX_BYTES = 10.0, 2**30
 KEYS = [f"key{number}" for number in range(20)]
 
 
@@ -22,21 +22,21 @@ def write_month(root):
     """Four engines that live all of November; each answers a request every ten seconds."""
     ledger = root / "serve" / "ledger"
     ledger.mkdir(parents=True)
-    begins, each = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
-    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=begins + 1).to_json())
+    month_start, requests_per_engine = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
+    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json())
     for engine in range(NUM_ENGINES):
         name = f"engine{engine}"
-        states = {"load_s": 600.0, "busy_s": 1.0 * each, "idle_s": MONTH_S - 600.0 - each}
+        states = {"load_s": 600.0, "busy_s": 1.0 * requests_per_engine, "idle_s": MONTH_S - 600.0 - requests_per_engine}
         for day in range(1, 31):
             part = {state: seconds * day / 30 for state, seconds in states.items()}
-            times = {"started_at": begins, "last_seen_at": begins + day * 86_400, "ended": day == 30}
+            times = {"started_at": month_start, "last_seen_at": month_start + day * 86_400, "ended": day == 30}
             beat = replace(SERVING, session_id=name, **times, **part)
             append_beat(ledger, beat)
         write_session(ledger, beat)
         record["usage"]["session_id"] = name
         with (ledger / f"requests-{name}.jsonl").open("w") as file:
-            for number in range(each):
-                finished_at = begins + 1 + number * (MONTH_S - 2) / each
+            for number in range(requests_per_engine):
+                finished_at = month_start + 1 + number * (MONTH_S - 2) / requests_per_engine
                 record["request_id"], record["key"] = f"{name}-{number:032x}", KEYS[number % len(KEYS)]
                 record["usage"] |= {"started_at": finished_at - 1, "finished_at": finished_at}
                 file.write(json.dumps(record) + "\n")
@@ -53,15 +53,15 @@ def test_month_of_a_million_records(tmp_path):
     write_month(tmp_path)
     command = [sys.executable, "-m", "jobs.cli", "cost", "serve", "bulk", "--month", "2026-11", "--by", "day,key"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    began = time.monotonic()
+    started_at_s = time.monotonic()
     with (tmp_path / "out.json").open("wb") as out:
         process = subprocess.Popen([*command, "--format", "json"], cwd=tmp_path, env=environment, stdout=out)
         _, status, used = os.wait4(process.pid, 0)
-    took_s, most_bytes = time.monotonic() - began, used.ru_maxrss * 1024
+    took_s, peak_bytes = time.monotonic() - started_at_s, used.ru_maxrss * 1024
     process.returncode = os.waitstatus_to_exitcode(status)
-    print(f"{took_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {most_bytes / 2**20:.0f} MiB")  # noqa: T201
+    print(f"{took_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {peak_bytes / 2**20:.0f} MiB")  # noqa: T201
     assert process.returncode == 0
     total = json.loads((tmp_path / "out.json").read_bytes())["total"]
     assert total["num_requests"] == NUM_REQUESTS + 500 * NUM_UNITS
     assert total["usd"]["attributed"] == pytest.approx(1000 + 30_000 * 0.10264 / 3600, abs=1e-5)
-    assert (took_s < MOST_S, most_bytes < MOST_BYTES) == (True, True)
+    assert (took_s < MAX_S, peak_bytes < MAX_BYTES) == (True, True)

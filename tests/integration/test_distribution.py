@@ -1,9 +1,10 @@
-"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, a prompt lookup beside
-either, and without a drafter.
+"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, either with a prompt
+lookup, and without a drafter.
 
 Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
 compared with that of the same target in transformers. The first token comes from the prompt, the others are drafted and
-verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must not change.
+verified. Half of the samples are drawn with no other requests, half with concurrent greedy requests, whose answers
+must not change.
 """
 
 import functools
@@ -19,11 +20,11 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# A lookup finds `self, size` and what followed, by five tokens as by two; the target may go on in other ways.
+# A lookup finds `self, size` and its continuation by the last five tokens or two; the target may continue differently.
 REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
-LEVEL = 1e-4  # of each of the thirty comparisons: one run in three hundred fails by chance
+LEVEL = 1e-4  # for each of thirty comparisons: one run in three hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -54,25 +55,25 @@ def chances(target, tokens_of):
 
 
 def joint(target, prompt, top_p, least):
-    found = {(): 1.0}
+    result = {(): 1.0}
     for _ in range(NUM_JOINT):
-        batch = torch.tensor([[*prompt, *tokens] for tokens in found])
+        batch = torch.tensor([[*prompt, *tokens] for tokens in result])
         with torch.inference_mode():
             rows = torch.cat([target(part).logits[:, -1] for part in batch.split(32)]).double().softmax(-1)
-        found = {
+        result = {
             (*tokens, token): chance * share
-            for (tokens, chance), row in zip(found.items(), rows, strict=True)
+            for (tokens, chance), row in zip(result.items(), rows, strict=True)
             for token, share in nucleus(row, top_p)
             if chance * share >= least
         }
-    return found
+    return result
 
 
 def nucleus(row, top_p):
     """Return the likeliest tokens up to `top_p`, normalised, without those below a ten-thousandth."""
     values, tokens = row.sort(descending=True)
-    kept = values.cumsum(0) - values < top_p
-    values, tokens = values[kept] / values[kept].sum(), tokens[kept]
+    is_likely = values.cumsum(0) - values < top_p
+    values, tokens = values[is_likely] / values[is_likely].sum(), tokens[is_likely]
     few = values > 1e-4
     return list(zip(tokens[few].tolist(), values[few].tolist(), strict=True))
 
@@ -103,14 +104,18 @@ def sampled(tokens_of, tmp_path):
 )
 def test_samples_follow_the_targets_distribution(method, lookup, top_p, sampled, chances):
     text = REPEATS if lookup else TEXT
-    found, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
-    assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None
-    assert (found["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
-    assert len(found["greedy"]) > 2
-    assert len(set(map(str, found["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
-    alone, beside = (Counter(map(tuple, found[half])) for half in ("alone", "beside"))
-    assert alone.total() == beside.total() == NUM_SAMPLES // 2
-    values = [p_value(seen, known) for seen in (alone, beside, alone + beside)]
-    assert min(values) > LEVEL, (values, (alone + beside).most_common(10), sorted(known.items(), key=lambda k: -k[1]))
-    # What would be found: a sampler at a temperature of 0.8, nearly always.
+    result, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
+    assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
+    assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
+    assert len(result["greedy"]) > 2
+    assert len(set(map(str, result["greedy"]))) == 1, "concurrent sampled requests do not change greedy answers"
+    separate, concurrent = (Counter(map(tuple, result[half])) for half in ("separate", "concurrent"))
+    assert separate.total() == concurrent.total() == NUM_SAMPLES // 2
+    values = [p_value(seen, known) for seen in (separate, concurrent, separate + concurrent)]
+    assert min(values) > LEVEL, (
+        values,
+        (separate + concurrent).most_common(10),
+        sorted(known.items(), key=lambda k: -k[1]),
+    )
+    # Power: a sampler at a temperature of 0.8 is nearly always detected.
     assert power(known, sharpened(known, 0.8), NUM_SAMPLES, LEVEL) > 0.98

@@ -29,9 +29,9 @@ from peagle.engine.environment import environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
 
 MAX_K = 10
-LONG_PROMPT = 320  # tokens at most: two blocks of the cache, of which the second time one is found again
-CHUNK = 128  # tokens of a step in the engines of a smaller K
-STATES_APART = 1e-4  # of their length; 3e-6 was measured
+LONG_PROMPT = 320  # maximum tokens: two cache blocks, of which one is a cache hit the second time
+CHUNK = 128  # tokens per step in the engines with a smaller K
+MAX_STATE_ERROR = 1e-4  # relative to the norm; 3e-6 was measured
 MAX_NUM_SEQS = 4
 # Prompts for the engine of each head that drafts every K: five fill a batch of four and find the first in the cache.
 EVERY_K = {"peagle": 5, "eagle3": 5}
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def prompts(embedded_target):
-    """A long problem first and last, the second time from the prefix cache, and the shortest ones between them."""
+    """A long prompt first and last (the second time from the prefix cache), with the shortest ones between."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
@@ -76,7 +76,7 @@ def heads(embedded_target, shipped_head, tmp_path_factory):
 
 @torch.no_grad()
 def _stir(head):
-    """Add noise to every trained weight, because a warm start gives no weight to some states."""
+    """Add noise to every trained weight, because a warm start ignores some states."""
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         if parameter.requires_grad:
@@ -127,7 +127,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document_of(embedded_target):
-    """Return a text with the states that the head reads, computed once by transformers."""
+    """Return a text with the states that the head reads, computed by transformers and cached."""
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
@@ -136,12 +136,12 @@ def document_of(embedded_target):
 
 @pytest.fixture(scope="module")
 def own_heads(heads, embedded_target):
-    """The heads as in training."""
+    """The heads as training modules."""
     return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
 
 
 def _some(prompts, number):
-    """Return the long prompt first and last, and short ones between them; without the first if only few are needed."""
+    """Return `number` prompts: the long one first and last, short ones between; without the first if few are needed."""
     return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
 
 
@@ -152,17 +152,19 @@ def _compare(name, k, number, recorded, prompts, own_heads, document_of):
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_heads, document_of, record_property):
-    found = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
-    record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
-    assert len(found.contexts) >= (200 if number > 6 else 40)
-    assert found.drafts.keys() == set(range(1, MAX_K + 1))
-    assert all(len(drafts) == len(found.contexts) for drafts in found.drafts.values())
-    assert found.num_chunks == 0
-    if number > MAX_NUM_SEQS:  # as many are in the first batch, with the long prompt
+    result = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
+    record_property(
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
+    )
+    assert len(result.contexts) >= (200 if number > 6 else 40)
+    assert result.drafts.keys() == set(range(1, MAX_K + 1))
+    assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
+    assert result.num_chunks == 0
+    if number > MAX_NUM_SEQS:  # the first batch holds these and the long prompt
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
-    assert found.states_apart < STATES_APART
-    for depth in range(MAX_K):  # tokens that were always the same would be equal for no reason
-        assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 5, depth
+    assert result.max_state_error < MAX_STATE_ERROR
+    for depth in range(MAX_K):  # constant drafts would match trivially
+        assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= 5, depth
 
 
 @pytest.mark.soak
@@ -170,11 +172,11 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
 def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
     name, k, recorded, prompts, own_heads, document_of, record_property
 ):
-    found = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
-    record_property("compared", f"{len(found.contexts)} contexts, {found.num_chunks} chunks, {found.ties} ties")
-    assert len(found.contexts) >= 15
-    assert found.num_chunks > 0
-    assert found.drafts.keys() == {k}
+    result = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
+    record_property("compared", f"{len(result.contexts)} contexts, {result.num_chunks} chunks, {result.ties} ties")
+    assert len(result.contexts) >= 15
+    assert result.num_chunks > 0
+    assert result.drafts.keys() == {k}
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)

@@ -24,7 +24,7 @@ from peagle.engine.spec import EngineSpec
 
 pytestmark = pytest.mark.timeout(600)
 
-# Nearly all drafts of the first two are accepted, so that steps accept several tokens; the third ends with EOS.
+# Nearly all drafts of the first two are accepted, several per step; the third ends with EOS.
 PROMPTS = {
     "repeat": "Repeat: the cat sat on the mat.\nRepeat: the cat sat on the mat.\nRepeat: the cat sat",
     "count": "one two three four five one two three four five one two three",
@@ -101,10 +101,10 @@ def online_cases():
 def answers(tokenizer, tmp_path_factory):
     """The answers of an engine without a drafter, and of one with the shipped head and a lookup."""
     here, model = hardware.detect(), resolve_model("smollm2-135m")
-    alone = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
+    plain = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
-    drafting = dataclasses.replace(alone, drafter=dataclasses.replace(head, lookup=True))
-    return [_answers(spec, here, tokenizer, tmp_path_factory.mktemp("answers")) for spec in (alone, drafting)]
+    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
+    return [_answers(spec, here, tokenizer, tmp_path_factory.mktemp("answers")) for spec in (plain, drafting)]
 
 
 def _answers(spec, here, tokenizer, folder):
@@ -123,25 +123,27 @@ def _answers(spec, here, tokenizer, folder):
 
 
 def test_every_field_is_equal_with_a_drafter(answers):
-    alone, drafted = answers
-    assert alone.keys() == drafted.keys()
-    found = {name: list(differences(_whole(alone[name]), _whole(drafted[name]))) for name in alone}
-    assert {name: different for name, different in found.items() if different} == {}
+    plain, drafted = answers
+    assert plain.keys() == drafted.keys()
+    result = {name: list(differences(_whole(plain[name]), _whole(drafted[name]))) for name in plain}
+    assert {name: different for name, different in result.items() if different} == {}
 
 
 def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
-    alone, drafted = answers
-    told = [answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer]
-    accepted = sum(sum(drafts["accepted_per_position"]) for drafts in told if drafts)
-    assert accepted > sum(drafts["num_drafts"] for drafts in told if drafts), "too few drafts were accepted"
-    assert {answer.get("finish_reason") for answer in alone.values() if isinstance(answer, dict)} == {
+    plain, drafted = answers
+    speculations = [
+        answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer
+    ]
+    accepted = sum(sum(drafts["accepted_per_position"]) for drafts in speculations if drafts)
+    assert accepted > sum(drafts["num_drafts"] for drafts in speculations if drafts), "too few drafts were accepted"
+    assert {answer.get("finish_reason") for answer in plain.values() if isinstance(answer, dict)} == {
         None, "stop", "length", "repetition",
     }  # fmt: skip
-    assert alone["repeat: stop"]["num_output_tokens"] == drafted["repeat: stop"]["num_output_tokens"] < 8
+    assert plain["repeat: stop"]["num_output_tokens"] == drafted["repeat: stop"]["num_output_tokens"] < 8
 
 
 def _whole(answer):
-    """Join a streamed answer, because the division into events differs."""
+    """Join a streamed answer, because events may be split differently."""
     if isinstance(answer, dict):
         return answer
     choices, usage = {}, None

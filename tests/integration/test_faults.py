@@ -19,6 +19,6 @@ def test_faults_have_only_allowed_outcomes(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     (report,) = (tmp_path / "report").glob("*.json")
-    found = json.loads(report.read_text())["faults"]
-    assert [one["fault"] for one in found] == list(FAULTS)
-    assert found[1]["outcomes"]["answered"] > 0
+    result = json.loads(report.read_text())["faults"]
+    assert [fault_result["fault"] for fault_result in result] == list(FAULTS)
+    assert result[1]["outcomes"]["answered"] > 0

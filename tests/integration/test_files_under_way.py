@@ -29,13 +29,13 @@ def endpoint(peagle, tmp_path):
         *("serve", "--engine", "fake", "--usd-per-hour", 1, "--port", port, "--state", tmp_path / "state"),
         *("--keys", tmp_path / "keys.json", "--batches", tmp_path / "batches", "--drain-s", 1),
     )
-    said = []
+    messages = []
     for line in process.stdout:
-        said.append(line)
+        messages.append(line)
         if line.startswith("http://"):
             break
     else:
-        raise AssertionError("".join(said))
+        raise AssertionError("".join(messages))
     yield process, port, {name: key for name, (key, _) in keys.items()}
     process.terminate()
     assert process.wait(60) == 0
@@ -72,7 +72,7 @@ def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
         before = memory_mib(process)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             sent = [answer.raise_for_status().json()["id"] for answer in pool.map(upload, [alice] * NUM_CLIENTS)]
-        # Two megabytes in transit and one of the temporary file each, instead of 12 times 48.
+        # Per upload, two megabytes in transit and one of the temporary file, instead of 12 x 48.
         assert memory_mib(process) - before < 250
 
         mine, theirs = f"/files/{sent[0]}/content", f"/files/{upload(bob).json()['id']}/content"
@@ -81,7 +81,7 @@ def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
         for _ in range(NUM_CLIENTS):
             stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
         time.sleep(5)
-        assert memory_mib(process) - before < 200  # instead of 12 times 48, twice
+        assert memory_mib(process) - before < 200  # instead of 2 x 12 x 48
         part = bob.get(theirs, headers={"range": "bytes=1000-1999"})
         assert (part.status_code, part.content) == (206, DATA[1000:2000])
         assert bob.get(theirs).content == DATA

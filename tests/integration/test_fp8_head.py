@@ -48,9 +48,9 @@ def test_fp8_head_in_vllm_equals_its_bf16_conversion(tmp_path, embedded_target, 
     folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", shipped_head)]
     done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
-    _, activations, weights = found["distances"]
-    # Both are rounding: of activations to FP8 in the one, of weights in the other. A lost scale is off by far more.
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
+    _, activations, weights = result["distances"]
+    # Both differ only by rounding (activations to FP8, or weights). A lost scale would change far more.
     assert 0 < activations < 0.1
     assert 0 < weights < 0.1

@@ -1,8 +1,7 @@
 """Fuzzing of every route from the OpenAPI schema, and slow, huge and broken requests.
 
-The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that no engine may
-answer. In `make soak` what a schema says is also asked of `peagle serve` with vLLM. The cases are the same
-in each run.
+The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that may use no
+engine. `make soak` also sends the schema's cases to `peagle serve` with vLLM. The cases are the same in each run.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.wire import FILES_URL
 from tests.faults.endpoint import serving
-from tests.in_process import Served, serving_here
+from tests.in_process import Served, serve_in_process
 
 DELIBERATE = (503, 504)
 NUM_CASES = {"positive": 25, "negative": 25}  # of each route
@@ -31,7 +30,9 @@ KEYS = {
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endpoint")
-    with serving_here(folder, KEYS, max_body_bytes=64 * 1024, body_timeout_s=1, max_upload_bytes=64 * 1024) as served:
+    with serve_in_process(
+        folder, KEYS, max_body_bytes=64 * 1024, body_timeout_s=1, max_upload_bytes=64 * 1024
+    ) as served:
         yield served
 
 
@@ -41,15 +42,15 @@ def vllm_endpoint(tmp_path_factory, embedded_target):
     folder = tmp_path_factory.mktemp("vllm")
     config = folder / "serve.yaml"
     config.write_text("models: [{model: smollm2-135m, name: m, max_model_len: 256}]")
-    made = {name: new_key(name, **limits) for name, limits in KEYS.items()}
-    write_keys(folder / "keys.json", [record for _, record in made.values()])
+    secrets = {name: new_key(name, **limits) for name, limits in KEYS.items()}
+    write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     flags = [
         "--config", str(config), "--max-num-seqs", "4", "--enforce-eager", "--max-output-tokens", "4", "--max-body-kib",
         "64", "--max-choices", "4", "--usd-per-hour", "1", "--batches", str(folder / "batches"), "--keys",
         str(folder / "keys.json"),
     ]  # fmt: skip
     with serving(folder, flags, start_s=240) as endpoint:
-        yield Served(endpoint.url, {name: key for name, (key, _) in made.items()}, folder / "state" / "ledger")
+        yield Served(endpoint.url, {name: key for name, (key, _) in secrets.items()}, folder / "state" / "ledger")
 
 
 @pytest.fixture(params=["endpoint", pytest.param("vllm_endpoint", marks=pytest.mark.soak)])

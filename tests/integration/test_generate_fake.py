@@ -63,9 +63,9 @@ def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
 def test_engine_that_fails_its_self_check_commits_nothing(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake", '{"is_wrong": true}') == 1
-    said = capsys.readouterr().err
-    assert "the engine failed its self-check: token 1 of the greedy answer is '0'" in said
-    assert "--drafter none" in said
+    stderr = capsys.readouterr().err
+    assert "the engine failed its self-check: token 1 of the greedy answer is '0'" in stderr
+    assert "--drafter none" in stderr
     assert not RunDirectory(output).committed()
     (session,) = RunDirectory(output).sessions()
     assert json.loads(session.self_check)["outcome"] == "failed"
@@ -84,7 +84,7 @@ def test_parquet_folder_in_file_order(tmp_path, capsys):
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
     note = f"input {corpus}: c.json ignored: unknown format"
     assert note in "".join(capsys.readouterr())
-    assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
+    assert any(item.startswith(note) for item in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)
     assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
     assert generate(corpus, output) == 0
@@ -115,14 +115,14 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
     expected = rows_of(output)
     run = RunDirectory(output)
-    kept = run.unit_path(0).stat().st_mtime_ns
+    mtime_ns = run.unit_path(0).stat().st_mtime_ns
     for unit in (2, 5):
         run.unit_path(unit).unlink()
     (run.data / ".unit-00000002.parquet.0123.tmp").write_bytes(b"cut off")
     assert generate(corpus, output) == 0
     stable = [name for name in expected[0] if not name.endswith("_s")]
     assert [[row[n] for n in stable] for row in rows_of(output)] == [[row[n] for n in stable] for row in expected]
-    assert run.unit_path(0).stat().st_mtime_ns == kept
+    assert run.unit_path(0).stat().st_mtime_ns == mtime_ns
     assert not list(run.data.glob(".*"))
 
 
@@ -159,7 +159,7 @@ def test_engines_scale_within_their_range(write_jsonl, tmp_path):
     assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
     assert all(session.ended for session in run.sessions())
     report = json.loads((output / "report.json").read_text())
-    assert report["run"]["num_engines"] in (1, 2)  # the most at once: one that went may be followed by another
+    assert report["run"]["num_engines"] in (1, 2)  # maximum concurrent engines: a removed engine may be replaced
     sizes = [unit.num_rows for unit in run.plan().units]
     assert sum(sizes) == 400
     assert min(sizes) == 1

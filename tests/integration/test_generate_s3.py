@@ -52,10 +52,10 @@ def test_killed_run_on_faulty_s3_resumes_without_loss(s3, peagle, capsys):
 
     s3.fail_often(0.1, seed=1)
     second = peagle(*arguments, "--fake", "{}")
-    said, _ = second.communicate(timeout=250)
+    stdout, _ = second.communicate(timeout=250)
     s3.reset_faults()
-    assert second.returncode == 0, said
-    assert "report: s3://bucket/runs/first/report.html" in said
+    assert second.returncode == 0, stdout
+    assert "report: s3://bucket/runs/first/report.html" in stdout
     assert [row["id"] for row in rows_of(run)] == [f"{n:09d}" for n in range(NUM_ROWS)]
     assert [letter["id"] for letter in run.dead_letters()] == [f"{NUM_ROWS:09d}"]
     assert before <= run.committed()
@@ -69,12 +69,12 @@ def test_killed_run_on_faulty_s3_resumes_without_loss(s3, peagle, capsys):
     assert [json.loads(line)["id"] for line in lines] == [f"{n:09d}" for n in range(NUM_ROWS)]
     for command in (["status"], ["report"], ["export", "--format", "parquet"]):
         assert cli.run([command[0], OUTPUT, *command[1:]]) == 0
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     for part in (
         "finished",
         f"{NUM_ROWS + 1} of {NUM_ROWS + 1} committed",
         f"{NUM_ROWS} rows, 1 dead letters as parquet",
     ):
-        assert part in said
+        assert part in stdout
     exported = pq.read_table(io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes()))
     assert exported.num_rows == NUM_ROWS

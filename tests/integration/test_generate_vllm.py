@@ -97,8 +97,8 @@ def arguments(tmp_path):
 
 
 def finished(process):
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
 
 
 def check_rows(run, *, num_sessions):
@@ -157,6 +157,6 @@ def audited(peagle, run):
     pq.write_table(table.set_column(table.column_names.index("response"), "response", [texts]), path)
     result = run.root.parent / "audit.json"
     done = peagle("audit", run.root, "--sample", NUM_ROWS, "--json", result)
-    said, _ = done.communicate()
-    assert done.returncode == 1, said
+    output, _ = done.communicate()
+    assert done.returncode == 1, output
     return json.loads(result.read_text())

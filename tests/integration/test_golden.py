@@ -1,4 +1,4 @@
-"""A stopped run and the ledger of an endpoint, written on 2026-11-27 at c8525b2: they resume and cost the same.
+"""A stopped run and an endpoint's ledger, written on 2026-11-27 at c8525b2, still resume and cost the same.
 
 Written by `peagle generate --engine fake --fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...`,
 stopped after two of four units, and by `peagle serve --engine fake`, which answered three requests.
@@ -47,7 +47,7 @@ def test_old_ledgers_cost_the_same(golden):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_old_run_continues(golden):
+def test_old_run_can_be_resumed(golden):
     before = {path.name: path.read_bytes() for path in golden.glob("run/data/*")}
     spent_usd = cost()["usd"]["total"]
     assert len(before) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.wire import BATCHES_URL, FILES_URL
-from tests.in_process import serving_here
+from tests.in_process import serve_in_process
 
 MIB = 2**20
 LAG_S = 0.3  # in one of three attempts, on a shared machine
@@ -29,7 +29,7 @@ ASKED = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_toke
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endpoint")
-    with serving_here(folder, LIMITS, max_model_len=100_000, max_upload_bytes=MIB) as served:
+    with serve_in_process(folder, LIMITS, max_model_len=100_000, max_upload_bytes=MIB) as served:
         yield served
 
 
@@ -203,12 +203,12 @@ def test_no_body_blocks_the_event_loop(endpoint, path, body):
 
 def require_short(lag_s):
     """Other load on the machine may also block the loop, but rarely three times."""
-    found = []
-    while len(found) < 3:
-        found.append(lag_s())
-        if found[-1] < LAG_S:
+    results = []
+    while len(results) < 3:
+        results.append(lag_s())
+        if results[-1] < LAG_S:
             return
-    raise AssertionError(found)
+    raise AssertionError(results)
 
 
 def test_heavy_bodies_leave_room_for_other_keys(endpoint):

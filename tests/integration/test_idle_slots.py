@@ -36,19 +36,19 @@ def order(client):
 
 def wait(client, batch, condition):
     deadline = time.monotonic() + WAIT_S
-    while not condition(found := client.batches.retrieve(batch.id)):
-        assert time.monotonic() < deadline, found
+    while not condition(result := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, result
         time.sleep(0.2)
-    return found
+    return result
 
 
-async def ask_beside(endpoint, client, batch):
-    """Send interactive requests during the batch, and kill the engine."""
+async def ask_during_batch(endpoint, client, batch):
+    """Send interactive requests during the batch, and kill the engine once."""
     people = Clients(endpoint.url, 3, SIZE.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
     os.kill(core, signal.SIGKILL)
-    await asyncio.to_thread(wait, client, batch, lambda found: found.status != "in_progress")
+    await asyncio.to_thread(wait, client, batch, lambda result: result.status != "in_progress")
     await people.stop()
     return people.tally.outcomes()
 
@@ -58,10 +58,10 @@ def test_batch_in_idle_slots(tmp_path):
     with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
             batch = order(client)
-            wait(client, batch, lambda found: found.request_counts.completed > 0)
+            wait(client, batch, lambda result: result.request_counts.completed > 0)
             assert endpoint.load()["num_running_replicas"] == 1, "rows start no engine"
-            outcomes = asyncio.run(ask_beside(endpoint, client, batch))
-            done = wait(client, batch, lambda found: found.status in ("completed", "failed"))
+            outcomes = asyncio.run(ask_during_batch(endpoint, client, batch))
+            done = wait(client, batch, lambda result: result.status in ("completed", "failed"))
             answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
         cost = httpx.get(f"{endpoint.url}/v1/cost", timeout=60).raise_for_status().json()
     assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", NUM_ROWS, 0)
@@ -79,7 +79,7 @@ def check_paid_once(cost, records, batch):
     (whole,) = [record for record in records if record.is_batch]
     rows = [record for record in records if record.request_id.startswith(batch.id) and not record.is_batch]
     assert (whole.request_id, whole.usd, whole.usage.num_output_tokens) == (batch.id, 0.0, 0)
-    made = sum(record.usage.num_output_tokens for record in rows)
-    assert made >= NUM_ROWS * ROW_TOKENS
+    generated = sum(record.usage.num_output_tokens for record in rows)
+    assert generated >= NUM_ROWS * ROW_TOKENS
     assert cost["total"]["usd"] == pytest.approx(sum(record.usd for record in records))
     assert cost["total"]["usd"] <= cost["account"]["usd"]["total"]

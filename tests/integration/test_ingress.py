@@ -16,7 +16,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.ingress import make_ingress
 
-TIMEOUT_S = 6.0  # of a request: long enough to see three of them wait
+TIMEOUT_S = 6.0  # of a request: long enough to observe three waiting requests
 BODY = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
 CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_requests_per_replica": 1}}
 
@@ -104,7 +104,7 @@ def test_page_and_live_load(url, folder):
 def test_timed_out_request_leaves_its_engine(url, folder):
     (folder / "go").unlink(missing_ok=True)
     with httpx.Client(base_url=url, timeout=60) as http:
-        for is_stream in (True, False, True):  # the engine's only slot each time
+        for is_stream in (True, False, True):  # each request needs the engine's only slot
             answer = http.post(CHAT_URL, json=BODY | {"stream": is_stream})
             assert answer.status_code == (200 if is_stream else 504)
             assert f"took longer than {TIMEOUT_S:g} s" in answer.text

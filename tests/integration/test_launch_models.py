@@ -1,11 +1,11 @@
-"""The models of the P-EAGLE launch in vLLM's CPU engine: real architectures and published head layout, tiny and random.
+"""The models announced with P-EAGLE in vLLM's CPU engine: real architectures and head layout, tiny random weights.
 
 Targets have the configurations of tests/rehearsal/shapes.py with small sizes: the experts of Qwen3-Coder; the sinks,
-windows, biases, experts and YaRN of gpt-oss; Gemma 4's two widths of attention heads, its windows, and keys that are
-values; Llama. Each head has `ptd_token_id`, embeddings and an lm_head of its own for the whole vocabulary.
+windows, biases, experts and YaRN of gpt-oss; Gemma 4's two widths of attention heads, its windows, and shared keys
+and values; Llama. Each head has `ptd_token_id`, embeddings and an lm_head of its own for the whole vocabulary.
 
-All is held against transformers in float32. A few tokens are far likelier than the others, so that some drafts of a
-head that was never trained are accepted.
+Everything is compared with transformers in float32. A few tokens are far likelier than the others, so that some drafts
+of a head that was never trained are accepted.
 """
 
 import json
@@ -33,13 +33,13 @@ SINKS, GEMMA = "gpt-oss-20b", "gemma-4-31b-it"
 MODELS = ("qwen3-coder-30b-a3b-instruct", SINKS, GEMMA, "llama")
 VOCABULARY, NUM_LAYERS, K, NUM_TOKENS = 320, 12, 4, 32
 AUX_LAYERS = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
-STD = 0.5  # of weights: attention is sharp, so that texts and drafts vary
-NUM_LIKELY, LIKELIER = 4, 8  # tokens, and the factor of their rows of lm_head
-PROMPTS = (3, 6, 9, 14, 20, 27, 33, 40)  # tokens; windows have 8
-STATES_APART = 1e-4  # of their length
+STD = 0.5  # of the weights: sharp attention makes texts and drafts vary
+NUM_BOOSTED_TOKENS, LM_HEAD_BOOST = 4, 8  # the factor applies to these tokens' rows of lm_head
+PROMPT_LENGTHS = (3, 6, 9, 14, 20, 27, 33, 40)  # tokens; the sliding windows have 8
+MAX_STATE_ERROR = 1e-4  # relative to the norm
 
 _SIZES = {"hidden_size": 64, "num_layers": NUM_LAYERS, "vocab_size": VOCABULARY, "context_tokens": 512}
-_FURTHER_SIZES = {
+_MORE_SIZES = {
     "eos_token_id": VOCABULARY - 1,
     "head_dim": 32,
     "intermediate_size": 64,
@@ -67,12 +67,12 @@ pytestmark = pytest.mark.timeout(600)
 def _tiny(name):
     """`config.json` of a target; unquantised, since random weights have no MXFP4."""
     if name == "llama":
-        return _LLAMA | _FURTHER_SIZES
+        return _LLAMA | _MORE_SIZES
     card = load_catalog().get(name)
     small = card.architecture.model_copy(update=_SIZES)
     config = target_config(card.model_copy(update={"architecture": small}))
     config.pop("quantization_config", None)
-    return config | _FURTHER_SIZES | _SIZES_OF_FAMILY[small.family]
+    return config | _MORE_SIZES | _SIZES_OF_FAMILY[small.family]
 
 
 @torch.no_grad()
@@ -81,24 +81,24 @@ def _write_target(config, folder):
 
     write_json(folder, config)
     target = random_target(AutoConfig.from_pretrained(folder), std=STD)
-    target.get_output_embeddings().weight[:NUM_LIKELY] *= LIKELIER
+    target.get_output_embeddings().weight[:NUM_BOOSTED_TOKENS] *= LM_HEAD_BOOST
     for name, scale in target.named_buffers():
         if name.endswith("layer_scalar"):
             scale.uniform_(0.5, 1.5)
     for parameter in target.parameters():
-        parameter.copy_(parameter.bfloat16())  # as published ones
+        parameter.copy_(parameter.bfloat16())  # bf16 values, like published checkpoints
     target.save_pretrained(folder)
     return target.eval()
 
 
 @torch.no_grad()
 def _write_head(config, target, folder):
-    """A random head in the layout of published ones; the same head, as training has it."""
+    """Write a random head in the published layout; return it as the training module."""
     published = head_config("peagle", config, in_speculators=False)
     shape = HeadSpec(
         aux_layers=AUX_LAYERS,
-        # Published heads have 4. Beside the 6 windowed layers of so small a gpt-oss they would lie in two groups of the
-        # KV cache, and vLLM wants them in one.
+        # Published heads have 4. With only 6 sliding-window layers in this tiny gpt-oss, 4 layers would be split across
+        # two KV-cache groups, and vLLM requires one.
         num_layers=2,
         init="random",
         mask_token_id=published["ptd_token_id"],
@@ -110,7 +110,7 @@ def _write_head(config, target, folder):
     for name, parameter in head.named_parameters():
         if name.startswith(("layers.", "fc.", "norm.", "mask_hidden")):
             parameter.normal_(std=STD, generator=generator)
-        parameter.copy_(parameter.bfloat16())  # as it is saved
+        parameter.copy_(parameter.bfloat16())  # bf16 values, as they are saved
     save_head(head, folder, verifier="the target")
     layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
     own = {
@@ -126,7 +126,7 @@ def _spec(target, head):
         model=str(target),
         drafter=DrafterSpec(method="peagle", model=str(head), num_speculative_tokens=K) if head else None,
         precision="float32",
-        max_num_seqs=len(PROMPTS),
+        max_num_seqs=len(PROMPT_LENGTHS),
         max_model_len=256,
         enforce_eager=True,
         kv_cache_gib=0.1,
@@ -135,17 +135,17 @@ def _spec(target, head):
 
 def _job(target, head, **more):
     generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in PROMPTS]
+    prompts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     engine = engine_args(_spec(target, head), hardware.detect()) | {"skip_tokenizer_init": True}
     return {"engine": engine, "prompts": prompts, "max_tokens": NUM_TOKENS, "every_k": False, **more}
 
 
 @dataclass(kw_only=True)
 class Served:
-    """A target of transformers, its head as training has it, and answers of recorded_drafts.py.
+    """A transformers target, its head as a training module, and the output of recorded_drafts.py.
 
-    `drafted` is with the head, `plain` without.
-    `failed` is what ends an engine that hands the sinks to vLLM's kernel in float32.
+    `drafted` is generated with the head, `plain` without.
+    `failed` holds the error of an engine that passes float32 sinks to vLLM's kernel.
     """
 
     target: Any
@@ -157,7 +157,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """By model."""
+    """A `Served` for each model name."""
     folder = tmp_path_factory.mktemp("launch")
     modules, jobs = {}, {}
     for name in MODELS:
@@ -176,48 +176,55 @@ def served(tmp_path_factory):
 
 
 def _assert_greedy(texts, target):
-    for tokens, length in zip(texts, PROMPTS, strict=True):
+    for tokens, length in zip(texts, PROMPT_LENGTHS, strict=True):
         with torch.no_grad():
             likeliest = target(input_ids=torch.tensor([tokens])).logits[0].argmax(-1).tolist()
         assert tokens[length:] == likeliest[length - 1 : -1]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_is_the_targets_own_with_and_without_the_drafter(name, served):
-    one = served[name]
-    texts = one.drafted["tokens"]
-    assert texts == one.plain["tokens"]
-    _assert_greedy(texts, one.target)
-    num_steps, num_tokens = len(one.drafted["contexts"]), sum(map(len, texts)) - sum(PROMPTS)
-    assert num_steps < num_tokens, "nothing was accepted, so nothing was tested"
+def test_greedy_text_equals_the_targets_with_and_without_drafter(name, served):
+    model = served[name]
+    texts = model.drafted["tokens"]
+    assert texts == model.plain["tokens"]
+    _assert_greedy(texts, model.target)
+    num_steps, num_tokens = len(model.drafted["contexts"]), sum(map(len, texts)) - sum(PROMPT_LENGTHS)
+    assert num_steps < num_tokens, "no draft was accepted, so nothing was tested"
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_head_reads_the_states_that_enter_its_layers_and_drafts_as_in_training(name, served, record_property):
-    one = served[name]
-    found = compare(one.drafted, PROMPTS, one.head, document_reader(one.target, AUX_LAYERS))
-    record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
-    assert len(found.contexts) >= 80
-    assert found.states_apart < STATES_APART
-    for depth in range(K):  # tokens that were always the same would be equal for no reason
-        assert len({draft[depth] for draft in found.drafts[K]}) >= 3, depth
+def test_head_reads_inputs_of_aux_layers_and_drafts_as_in_training(name, served, record_property):
+    model = served[name]
+    result = compare(model.drafted, PROMPT_LENGTHS, model.head, document_reader(model.target, AUX_LAYERS))
+    record_property(
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
+    )
+    assert len(result.contexts) >= 80
+    assert result.max_state_error < MAX_STATE_ERROR
+    for depth in range(K):  # constant drafts would match trivially
+        assert len({draft[depth] for draft in result.drafts[K]}) >= 3, depth
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_states_of_the_layer_behind_are_noticed(name, served):
-    one = served[name]
+def test_off_by_one_aux_layers_are_detected(name, served):
+    model = served[name]
     with pytest.raises(AssertionError, match="apart"):
-        compare(one.drafted, PROMPTS, one.head, document_reader(one.target, [layer + 1 for layer in AUX_LAYERS]))
+        compare(
+            model.drafted,
+            PROMPT_LENGTHS,
+            model.head,
+            document_reader(model.target, [layer + 1 for layer in AUX_LAYERS]),
+        )
 
 
-def test_vllm_still_takes_sinks_in_bf16_alone(served):
-    """Once it fails: float32 is a precision of gpt-oss on CPUs, and `sinks_in_bf16` can go."""
+def test_vllm_still_requires_bf16_sinks(served):
+    """Once this fails, gpt-oss can run in float32 on CPUs, and `sinks_in_bf16` can be removed."""
     error = served[SINKS].failed["error"]
     assert error == "expected scalar type BFloat16 but found Float"
     assert error in load_catalog().get(SINKS).precision.source
 
 
-# Names for transformers' modules to import; nothing of it is called for text.
+# Stub so that transformers can import these names; text-only requests call none.
 _TORCHVISION = """
 __version__ = "0.28.0"
 
@@ -256,9 +263,9 @@ def _write_target_with_images(folder, text):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is here, as on GPUs")
-def test_gemmas_class_with_images_drafts_alike_where_torchvision_is(tmp_path):
-    """vLLM 0.29 on CPUs has no torchvision, without which it does not load the class; a stand-in is enough for text."""
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, as on GPUs")
+def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
+    """Without torchvision vLLM does not load the class; a stub is enough for text."""
     config, folders = _tiny(GEMMA), {name: tmp_path / name for name in ("text", "target", "head", "stand_in")}
     text = _write_target(config, folders["text"])
     head = _write_head(config, folders["text"], folders["head"])
@@ -266,9 +273,9 @@ def test_gemmas_class_with_images_drafts_alike_where_torchvision_is(tmp_path):
     variables = environment(_spec(folders["target"], folders["head"]), hardware.detect())
     job = _job(folders["target"], folders["head"])
     error = run_jobs([job | {"fails": True}], variables, tmp_path)[0]["error"]
-    said = "Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected"
-    assert said in error
-    assert said in load_catalog().get(GEMMA).heads["peagle"].note
+    message = "Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected"
+    assert message in error
+    assert message in load_catalog().get(GEMMA).heads["peagle"].note
 
     for module in (
         "__init__",
@@ -284,6 +291,6 @@ def test_gemmas_class_with_images_drafts_alike_where_torchvision_is(tmp_path):
     path = ":".join(filter(None, [str(folders["stand_in"]), os.environ.get("PYTHONPATH")]))
     drafted = run_jobs([job], variables | {"PYTHONPATH": path}, tmp_path)[0]
     _assert_greedy(drafted["tokens"], target)
-    found = compare(drafted, PROMPTS, head, document_reader(text, AUX_LAYERS))
-    assert len(found.contexts) >= 80
-    assert found.states_apart < STATES_APART
+    result = compare(drafted, PROMPT_LENGTHS, head, document_reader(text, AUX_LAYERS))
+    assert len(result.contexts) >= 80
+    assert result.max_state_error < MAX_STATE_ERROR

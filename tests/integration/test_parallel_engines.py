@@ -23,13 +23,13 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def own_answers(speaking_target):
+def own_answers(chat_target):
     """Return the target's greedy answers in transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(speaking_target)
-    model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(chat_target)
+    model = AutoModelForCausalLM.from_pretrained(chat_target, dtype=torch.float32).eval()
     answers = []
     for prompt in PROMPTS:
         tokens = tokenizer.encode(f"[{prompt}]", add_special_tokens=False)
@@ -41,13 +41,13 @@ def own_answers(speaking_target):
 
 
 @pytest.fixture
-def generate(peagle, speaking_target, write_jsonl, tmp_path):
-    """Start a run of the prompts, each so many times; return its process and directory."""
+def generate(peagle, chat_target, write_jsonl, tmp_path):
+    """Start a run with `repeats` copies of the prompts; return its process and directory."""
 
     def start(*flags, times=1):
         corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * times), tmp_path / "run"
         run = peagle(
-            "generate", "--model", speaking_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
+            "generate", "--model", chat_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
             "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
             "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
         )  # fmt: skip
@@ -57,8 +57,8 @@ def generate(peagle, speaking_target, write_jsonl, tmp_path):
 
 
 def require_answers(run, output, expected):
-    said = run.communicate()[0]
-    assert run.returncode == 0, said
+    stdout = run.communicate()[0]
+    assert run.returncode == 0, stdout
     rows = ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
     assert {row["num_output_tokens"] for row in rows} == {NUM_TOKENS}
     assert [row["response"].replace(" ", "") for row in rows] == [text.replace(" ", "") for text in expected]
@@ -80,7 +80,7 @@ def two_nodes(tmp_path_factory):
 
 
 def followers(output):
-    """Return the processes that follow an engine on another node."""
+    """Return the follower processes of an engine on several nodes."""
     return [pid for pid in processes.actors(output) if "-node-1.log" in str(Path(f"/proc/{pid}/fd/1").readlink())]
 
 

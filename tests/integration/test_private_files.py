@@ -15,7 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from strangers import seen_by_a_stranger
+from strangers import exposed_without_token
 
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import descendants
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def permissive(tmp_path, monkeypatch):
-    """No umask, a home without a token, and a folder for temporary files that everybody shares."""
-    shared = Path("/tmp") / f"shared-{os.getpid()}"  # short: Ray's sockets are in it
+    """No umask, a home without a token, and a world-writable temporary folder."""
+    shared = Path("/tmp") / f"shared-{os.getpid()}"  # a short path, because it contains Ray's sockets
     shared.mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
@@ -42,29 +42,29 @@ def permissive(tmp_path, monkeypatch):
     subprocess.run(["rm", "-rf", shared], check=True)
 
 
-def open_to_others(folder):
+def accessible_to_others(folder):
     """Return files and folders that others can access, except those inside private folders."""
-    found = []
+    results = []
     for path in folder.iterdir():
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
             continue
         if mode & 0o007:
-            found.append((str(path), oct(stat.S_IMODE(mode))))
+            results.append((str(path), oct(stat.S_IMODE(mode))))
         if stat.S_ISDIR(mode) and mode & 0o077:
-            found += open_to_others(path)
-    return found
+            results += accessible_to_others(path)
+    return results
 
 
 def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
-    corpus, made = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
+    corpus, run_dir = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
     command = [
-        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", made / "run",
+        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", run_dir / "run",
         "--rows-per-unit", "2", "--output-format", "jsonl",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in (made / "run").iterdir()} >= {
+    assert {path.name for path in (run_dir / "run").iterdir()} >= {
         "data",
         "failed",
         "ledger",
@@ -72,8 +72,8 @@ def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
         "run.json",
         "export",
     }
-    assert open_to_others(made) == []
-    assert stat.S_IMODE(made.stat().st_mode) == 0o770
+    assert accessible_to_others(run_dir) == []
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o770
     check_around(permissive)
 
 
@@ -103,12 +103,12 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
         use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
         others = reachable(endpoint.process.pid) - {port}
         # Serve has each replica listen on all addresses.
-        assert {seen_by_a_stranger(own_address(), other) for other in others} <= {"token"}
+        assert {exposed_without_token(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
-    (folder / "serve.log").chmod(0o600)  # the test's own
+    (folder / "serve.log").chmod(0o600)  # the test's own connection
     assert {path.name for path in (folder / "state").iterdir()} >= {"ledger", "logs", "prompts"}
-    assert open_to_others(folder) == []
+    assert accessible_to_others(folder) == []
     check_around(permissive)
 
 
@@ -143,17 +143,22 @@ def use(url, key, trusted):
 
 def own_address():
     """Return a non-loopback address of this machine if there is one."""
-    addresses = [one for some in psutil.net_if_addrs().values() for one in some if one.family == socket.AF_INET]
-    return next((one.address for one in addresses if not one.address.startswith("127.")), "127.0.0.1")
+    addresses = [
+        nic_address
+        for some in psutil.net_if_addrs().values()
+        for nic_address in some
+        if nic_address.family == socket.AF_INET
+    ]
+    return next((address.address for address in addresses if not address.address.startswith("127.")), "127.0.0.1")
 
 
 def reachable(pid):
-    """Ports of a process and its children on which other machines reach them."""
+    """Return the ports of a process and its children that other machines can reach."""
     sockets = []
     for child in [pid, *descendants(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             sockets += psutil.Process(child).net_connections("tcp")
-    listening = [one.laddr for one in sockets if one.status == "LISTEN"]
+    listening = [socket.laddr for socket in sockets if socket.status == "LISTEN"]
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
 
 
@@ -161,5 +166,5 @@ def check_around(shared):
     """Ray's session, sockets, claims and token are private."""
     assert [path.name for path in shared.iterdir()] == [f"peagle-{os.geteuid()}"]
     assert stat.S_IMODE((shared / f"peagle-{os.geteuid()}").stat().st_mode) == 0o700
-    assert open_to_others(Path.home()) == []
+    assert accessible_to_others(Path.home()) == []
     assert stat.S_IMODE((Path.home() / ".ray" / "auth_token").stat().st_mode) == 0o600

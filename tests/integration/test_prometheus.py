@@ -29,12 +29,12 @@ from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RU
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 START_S, DATA_S, SCRAPE_S = 600, 420, 5
-# Compiled and in bf16, as the steps of the catalog were measured: from them follows where the drafter breaks even.
+# Compiled and in bf16, like the catalog's step times, from which the break-even follows.
 ENGINE = [
     *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16"),
     *("--max-num-seqs", 2, "--max-model-len", 512),
 ]
-PRICE = ["--usd-per-hour", 0.10264]  # of a c7a.large, the packaged table's for two vCPUs
+PRICE = ["--usd-per-hour", 0.10264]  # of a c7a.large: two vCPUs in the packaged price table
 
 pytestmark = [
     pytest.mark.soak,
@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a command beside the others, and wait until it says something."""
+    """Start a command, and wait for this output."""
     started = []
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
     named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
@@ -59,37 +59,37 @@ def start(tmp_path):
             )
         started.append(process)
         deadline = time.monotonic() + START_S
-        while until not in (said := log.read_text(errors="replace")):
-            assert process.poll() is None, said[-3000:]
-            assert time.monotonic() < deadline, said[-3000:]
+        while until not in (output := log.read_text(errors="replace")):
+            assert process.poll() is None, output[-3000:]
+            assert time.monotonic() < deadline, output[-3000:]
             time.sleep(0.2)
 
     yield run
     for process in reversed(started):
-        kill(*descendants(process.pid), process.pid)  # asked to end, Ray takes half a minute
+        kill(*descendants(process.pid), process.pid)  # Ray needs half a minute to stop gracefully
         process.wait()
 
 
 class PrometheusApi:
-    """The answers of a Prometheus; an error is a failure."""
+    """A client of Prometheus's HTTP API; errors fail the test."""
 
     def __init__(self, port):
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30)
 
     def has_number(self, expression):
-        found = self._get("query", query=expression)["result"]
-        return any(math.isfinite(float(one["value"][1])) for one in found)
+        series = self._get("query", query=expression)["result"]
+        return any(math.isfinite(float(fault_result["value"][1])) for fault_result in series)
 
     def during(self, expression, begin):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
-        asked = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
-        return self._get("query_range", **asked)["result"]
+        params = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
+        return self._get("query_range", **params)["result"]
 
     def rules(self):
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
-    def _get(self, path, **asked):
-        answer = self._client.get(path, params=asked).json()
+    def _get(self, path, **query_params):
+        answer = self._client.get(path, params=query_params).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
@@ -99,7 +99,7 @@ def test_dashboard_and_alerts_have_data(start, tmp_path):
     start_ray(start, ray_port, metrics_port)
     prometheus = start_prometheus(start, tmp_path, metrics_port)
     begin, address = time.time(), f"127.0.0.1:{ray_port}"
-    with asked(*start_endpoint(start, tmp_path, address)):
+    with requesting(*start_endpoint(start, tmp_path, address)):
         start_bulk_run(start, tmp_path, address)
         wait_for_data(prometheus)
         if os.environ.get("WRITE_DOCS"):
@@ -121,7 +121,7 @@ def start_ray(start, port, metrics_port):
 
 
 def start_prometheus(start, folder, metrics_port):
-    """Our configuration, but for the port and for how often it looks."""
+    """Our configuration with another port and scrape interval."""
     port, config = free_port(), yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(PROMETHEUS / "rules.yml")]
@@ -136,7 +136,7 @@ def start_prometheus(start, folder, metrics_port):
 
 
 def start_endpoint(start, folder, address):
-    """Its URL, and a key with a budget."""
+    """Return the URL, and a key with a budget."""
     port, keys = free_port(), folder / "keys.json"
     peagle = [sys.executable, "-m", "jobs.cli", "serve"]
     added = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
@@ -150,7 +150,7 @@ def start_endpoint(start, folder, address):
 
 
 def start_bulk_run(start, folder, address):
-    """More rows than the test waits for; one in forty is a dead letter."""
+    """Start a run that outlasts the test; one row in forty is a dead letter."""
     rows = folder / "rows.jsonl"
     prompts = itertools.islice(itertools.cycle(read_humaneval()), 4000)
     rows.write_text(
@@ -171,8 +171,8 @@ def question(problem):
 
 
 @contextlib.contextmanager
-def asked(url, key):
-    """Two clients that ask for streams until the end."""
+def requesting(url, key):
+    """Run two streaming clients until the test ends."""
     stop = threading.Event()
 
     def ask(first):
@@ -183,7 +183,7 @@ def asked(url, key):
                     return
                 messages = [{"role": "user", "content": question(problem)}]
                 answer = client.post("/chat/completions", json=body | {"messages": messages})
-                # Until a first answer says what tokens cost, a key with a budget has one request under way.
+                # A key with a budget has one running request until the first answer determines the token price.
                 if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
                     time.sleep(float(answer.headers["retry-after"]))
                 else:
@@ -201,9 +201,9 @@ def asked(url, key):
 
 
 def wait_for_data(prometheus):
-    """Until each query has an answer, and each series that an alert looks at is there.
+    """Wait until each query and each series used by an alert has data.
 
-    An alert's own expression has an answer only where it fires; `rules_test.yml` has each fire.
+    An alert's own expression has data only while it fires; `rules_test.yml` tests that.
     """
     alerts = {f"rule {number}" for number, rule in enumerate(RULES) if "alert" in rule}
     wanted = {expression for where, expression in EXPRESSIONS.items() if where not in alerts}

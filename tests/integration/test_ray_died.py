@@ -1,4 +1,4 @@
-"""Parts of Ray are killed while a command runs: it names the part, what was lost, and how to continue."""
+"""Parts of Ray are killed while a command runs: the message names the part, what was lost, and how to continue."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ FAST_S = 40.0
 
 @contextlib.contextmanager
 def command(tmp_path, words, ready):
-    """A command that has printed `ready`, and a function that returns its output."""
+    """Return a command that has printed `ready`, and a function that returns its output."""
     log = tmp_path / "log"
     with (
         log.open("wb") as output,
@@ -71,10 +71,10 @@ def serving(tmp_path, port):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
+    ("name", "message"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
 )
 @pytest.mark.parametrize("what", ["generate", "serve"])
-def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, said):
+def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, message):
     words, ready = (
         (generating(tmp_path), "output tokens/s")
         if what == "generate"
@@ -88,10 +88,10 @@ def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name,
         began = time.monotonic()
         assert process.wait(FAST_S) == 1
         assert time.monotonic() - began < FAST_S
-        assert f"peagle {what}: Ray's {said}" in printed() or f"peagle: Ray's {said}" in printed()
+        assert f"peagle {what}: Ray's {message}" in printed() or f"peagle: Ray's {message}" in printed()
         assert "safe to" in printed()
         _, alive = psutil.wait_procs(others, timeout=30)
-        assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+        assert [left_process.cmdline() for left_process in alive if left_process.status() != psutil.STATUS_ZOMBIE] == []
     if what == "generate":
         faster = [word.replace("0.05", "0") for word in words]
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0

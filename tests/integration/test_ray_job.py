@@ -21,7 +21,7 @@ from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
 from tests.ray_jobs import RAY, ROOT, RayJobs
 
-# Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
+# Ray 2.60 turns token authentication on for a cluster; head, client and job need the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,17 +32,16 @@ def answers(url):
         with urllib.request.urlopen(url, timeout=5):
             return True
     except urllib.error.HTTPError:
-        return True  # it wants a token, so it is there
+        return True  # it requires a token, so it is up
     except OSError:
         return False
 
 
 @pytest.fixture(scope="module")
 def job_server():
-    """The jobs of a cluster that lives as long as its head process.
+    """The job server of a cluster that ends with its head process.
 
-    It has its own ports: on Ray's default port for the agent that starts jobs, the agent of the session's cluster
-    (`conftest.py`) may listen, and this cluster would have none.
+    It has its own ports, because the agent of the session's cluster (`conftest.py`) may use Ray's default port.
     """
     port, dashboard, agent = free_port(), free_port(), free_port()
     head = subprocess.Popen(
@@ -57,7 +56,7 @@ def job_server():
         assert time.monotonic() < deadline, "the job server did not come up"
         time.sleep(0.5)
     yield RayJobs({**ENVIRONMENT, "RAY_API_SERVER_ADDRESS": address})
-    processes.kill(*processes.descendants(head.pid), head.pid)  # asked to end, Ray takes half a minute
+    processes.kill(*processes.descendants(head.pid), head.pid)  # Ray needs half a minute to stop gracefully
     head.communicate(timeout=60)
 
 
@@ -69,23 +68,23 @@ def test_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
-    said = submit_module(job_server, "jobs.generate", config)
-    assert re.search(r"9 of 9 committed", said), said[-3000:]
+    job_output = submit_module(job_server, "jobs.generate", config)
+    assert re.search(r"9 of 9 committed", job_output), job_output[-3000:]
     run = RunDirectory(output)
     assert run.committed() == {0, 1, 2, 3, 4}
     assert len(run.sessions()) == 1
 
 
-def test_submitted_training_runs_on_the_cluster(job_server, speaking_target, write_jsonl, tmp_path):
+def test_submitted_training_runs_on_the_cluster(job_server, chat_target, write_jsonl, tmp_path):
     rows = [{"prompt": f"count to {n}", "response": "1 2 3 " * (n % 7 + 2)} for n in range(12)]
     config, output = tmp_path / "train.yaml", tmp_path / "head"
     settings = {
-        "target": speaking_target, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
+        "target": chat_target, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
         "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu",
     }  # fmt: skip
     config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
-    said = submit_module(job_server, "jobs.train", config)
-    assert f"head: {output / 'head'}" in said
+    job_output = submit_module(job_server, "jobs.train", config)
+    assert f"head: {output / 'head'}" in job_output
     assert json.loads((output / "run.json").read_text())["documents"] == 12
 
 
@@ -95,7 +94,7 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     options = PodOptions(image="i", claim="c", env_secrets=[], service_account=None, token_secret="t")
     corpus = write_jsonl([{"prompt": str(n)} for n in range(40)])
     path = tmp_path / "run.yaml"
-    # In a pod neither is a path of this machine.
+    # In a pod, these are not paths of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
     config, _ = manifests(
         read_workload(path, None, max_name_length=MAX_NAME_LENGTH), KubeRayOptions(pods=options, env={})
@@ -108,9 +107,9 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
 
     def submitted(name, **keys):
         for script in ("run.sh", "stop.sh"):
-            text = config["data"][script].replace("peagle-run", name)  # a cluster of KubeRay's has one job
-            for there, ours in here.items():
-                text = text.replace(there, str(ours))
+            text = config["data"][script].replace("peagle-run", name)  # KubeRay's cluster has one job
+            for target, ours in here.items():
+                text = text.replace(target, str(ours))
             (tmp_path / script).write_text(text)
         values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
@@ -134,9 +133,9 @@ def test_run_of_an_ended_pod_commits_units_and_is_retried(kuberay_job, tmp_path)
     while not (run.exists and run.committed()):
         time.sleep(0.5)
     subprocess.run(["sh", str(tmp_path / "stop.sh")], check=True, timeout=60)
-    said = ended()
-    assert "Job 'evicted' failed" in said
-    assert "exit code 3" in said
+    message = ended()
+    assert "Job 'evicted' failed" in message
+    assert "exit code 3" in message
     assert 0 < len(run.committed()) < 40
     assert "Job 'retried' succeeded" in kuberay_job("retried", max_num_seqs=1, max_tokens=10)()
     assert len(run.committed()) == 40

@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 _log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows how long each thing took
 GRACE_S = 5
 NUM_ROWS, NUM_UNITS = 1200, 300
-# Logical, of a node: an engine and what feeds it, and a second engine when a node is lost.
+# Logical CPUs of a node: an engine, its tasks, and a second engine when a node is lost.
 NUM_CPUS = max(2, hardware.detect().num_cpus) + 1
 
 
 def node_environment():
-    """deploy/ray.env, with which the documentation starts nodes."""
+    """The variables in deploy/ray.env, as in the documentation."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -60,7 +60,7 @@ def wait_for(what, condition, *, limit_s=180):
 
 
 def start(jobs, name, job, *flags, least=8):
-    """Submit a run, and wait until it has committed some more units."""
+    """Submit a run, and wait until it has committed more units."""
     run = RunDirectory(job.output)
     before = len(run.committed()) if run.exists else 0
     jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
@@ -69,10 +69,10 @@ def start(jobs, name, job, *flags, least=8):
     return run
 
 
-def require_whole(job):
-    found = audit(job)
-    assert found.problems == ()
-    assert found.num_rows == job.num_rows
+def require_complete(job):
+    result = audit(job)
+    assert result.problems == ()
+    assert result.num_rows == job.num_rows
 
 
 def test_stopped_job_can_be_continued(cluster, bulk):
@@ -82,15 +82,15 @@ def test_stopped_job_can_be_continued(cluster, bulk):
     jobs.call("stop", "stopped")
     _log.info(f"`ray job stop` came back after {time.monotonic() - began:.1f} s")
     assert "Job 'stopped' was stopped" in jobs.ended("stopped")
-    said = jobs.call("logs", "stopped").stdout
+    output = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
     assert 0 < rows < bulk.num_rows
-    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in said
-    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in said
-    _log.info("\n".join(said.strip().splitlines()[-6:]))
+    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in output
+    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in output
+    _log.info("\n".join(output.strip().splitlines()[-6:]))
     wait_for("engines are left", lambda: not processes.of_engines(bulk.output))
     jobs.submit("--submission-id", "continued", "--", *bulk.command())
-    require_whole(bulk)
+    require_complete(bulk)
 
 
 def test_nodes_can_leave_and_join(cluster, bulk):
@@ -98,39 +98,39 @@ def test_nodes_can_leave_and_join(cluster, bulk):
     run = start(jobs, "moved", bulk)
     wait_for("a node has no engine", lambda: nodes.hosts_of(processes.actors(bulk.output)) == [0, 1])
     nodes.lose(0)
-    there = len(run.committed())
-    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= there + 4)
+    num_committed = len(run.committed())
+    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the other node: 4 units {took:.1f} s after the loss")
     nodes.add()
-    nodes.lose(1)  # the one that was there from the start: now all engines are on the node that joined
-    there = len(run.committed())
-    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= there + 4)
+    nodes.lose(1)  # the original node: now all engines are on the node that joined
+    num_committed = len(run.committed())
+    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
     assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
     assert "Job 'moved' succeeded" in jobs.ended("moved")
-    require_whole(bulk)
+    require_complete(bulk)
 
 
 def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "lost", bulk)
     nodes.replace_head()
-    took = wait_for("nodes outlive their head", lambda: not nodes.num_there())
+    took = wait_for("nodes outlive their head", lambda: not nodes.num_running())
     _log.info(f"the nodes had ended {took:.1f} s after the new head was there")
     assert "does not exist" in jobs.call("status", "lost").stderr
     nodes.replace_lost()
     assert len(run.committed()) < NUM_UNITS
     assert "succeeded" in jobs.submit("--submission-id", "again", "--", *bulk.command())
-    require_whole(bulk)
+    require_complete(bulk)
 
 
 def submit_timed(jobs, name, *arguments):
     """Run a job to its end; return its output."""
     began = time.monotonic()
-    said = jobs.submit("--submission-id", name, *arguments)
-    assert "succeeded" in said, said[-3000:]
+    job_output = jobs.submit("--submission-id", name, *arguments)
+    assert "succeeded" in job_output, job_output[-3000:]
     _log.info(f"{name}: {time.monotonic() - began:.0f} s")
-    return said
+    return job_output
 
 
 def write_config(path, settings):
@@ -148,8 +148,8 @@ def test_training_runs_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_p
         "held_out": 0, "device": "cpu", "workers": 2,
     }  # fmt: skip
     config = write_config(tmp_path / "train.yaml", settings)
-    said = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
-    assert f"head: {output / 'head'}" in said
+    job_output = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
+    assert f"head: {output / 'head'}" in job_output
     assert (output / "head" / "model.safetensors").is_file()
     assert json.loads((output / "run.json").read_text())["documents"] == 16
 
@@ -163,7 +163,7 @@ def test_benchmark_runs_on_a_node_with_cpus(cluster, embedded_target, tmp_path):
         "output": str(output),
     }  # fmt: skip
     config = write_config(tmp_path / "bench.yaml", settings)
-    # The head has no CPU: without this the engine would be in the driver there.
+    # Otherwise the engine would run in the driver on the head, which has no CPUs.
     command = ["--entrypoint-num-cpus", "1", "--", sys.executable, "-m", "jobs.bench", "--config", config]
     submit_timed(jobs, "bench", *command)
     none, drafted = json.loads((output / "report.json").read_text())["cells"]

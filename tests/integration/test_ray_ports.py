@@ -1,4 +1,4 @@
-"""Ray as the documentation starts it, accessed without the token: its ports and what they give."""
+"""Ray as the documentation starts it, accessed without the token: its ports and what they expose."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from strangers import grpc_status, seen_by_a_stranger
+from strangers import exposed_without_token, grpc_status
 
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
@@ -41,8 +41,8 @@ PROCESSES = {
 
 def environment_of(home, *, with_token=True):
     """Return the variables in deploy/ray.env."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "HOME": str(home), "PATH": f"{BIN}:{kept['PATH']}", "PYTHONPATH": str(ROOT)} | (
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**environment, "HOME": str(home), "PATH": f"{BIN}:{environment['PATH']}", "PYTHONPATH": str(ROOT)} | (
         {} if with_token else {"RAY_AUTH_MODE": "disabled"}
     )
 
@@ -54,7 +54,7 @@ class Node:
         self.environment = environment_of(home, with_token=with_token)
         self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
         first, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
-        if not with_token:  # as it was before the token
+        if not with_token:  # as before tokens were required
             first, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
         own = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
@@ -71,11 +71,11 @@ class Node:
 
     def wait(self):
         deadline = time.monotonic() + START_S
-        while "Ray runtime started." not in (said := self._log.read_text(errors="replace")):
-            assert self._shell.poll() is None, said[-3000:]
-            assert time.monotonic() < deadline, said[-3000:]
+        while "Ray runtime started." not in (output := self._log.read_text(errors="replace")):
+            assert self._shell.poll() is None, output[-3000:]
+            assert time.monotonic() < deadline, output[-3000:]
             time.sleep(0.2)
-        self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", said)[1]
+        self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", output)[1]
         self.address = f"{self.host}:{self.ports['gcs']}"
         while None in (self.answer(self.agent), self.answer(self.dashboard)) or not self._has_client_server():
             assert time.monotonic() < deadline, "a server of Ray did not come up"
@@ -108,14 +108,18 @@ class Node:
 
     def sockets(self):
         """Return (process, address, port) of each listening TCP socket of the node's processes."""
-        found = set()
+        result = set()
         for pid in descendants(self._shell.pid):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 title = " ".join(process.cmdline())
                 name = next((name for part, name in PROCESSES.items() if part in title), title)
-                found |= {(name, *one.laddr) for one in process.net_connections("tcp") if one.status == "LISTEN"}
-        return found
+                result |= {
+                    (name, *connection.laddr)
+                    for connection in process.net_connections("tcp")
+                    if connection.status == "LISTEN"
+                }
+        return result
 
     def stop(self):
         kill(*descendants(self._shell.pid), self._shell.pid)
@@ -145,15 +149,15 @@ def open_node(tmp_path_factory):
 
 
 def documented():
-    """Return {process: {(address, what a stranger gets)}} from the table in docs/security.md."""
+    """Return {process: {(address, what is exposed without a token)}} from the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
-    found = {}
+    result = {}
     for line in table:
         process, _, addresses, asks, *_ = (cell.strip() for cell in line.strip("|").split("|"))
         kind = "metrics" if asks.startswith("no: metrics") else asks
-        found.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
-    return found
+        result.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
+    return result
 
 
 def test_listening_ports_are_documented_and_need_the_token(node):
@@ -162,14 +166,14 @@ def test_listening_ports_are_documented_and_need_the_token(node):
             return "all"
         return "loopback" if ip.removeprefix("::ffff:").startswith("127.") else "node"
 
-    found = {}
+    result = {}
     for process, ip, port in node.sockets():
         host = "127.0.0.1" if address(ip) == "loopback" else node.host
-        found.setdefault(process, set()).add((address(ip), seen_by_a_stranger(host, port)))
+        result.setdefault(process, set()).add((address(ip), exposed_without_token(host, port)))
     table = documented()
-    assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= found.keys()
-    assert {process: kinds - table.get(process, set()) for process, kinds in found.items()} == {
-        process: set() for process in found
+    assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
+    assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {
+        process: set() for process in result
     }
 
 
@@ -183,7 +187,7 @@ def test_commands_need_the_token(node, tmp_path):
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """Otherwise the test above would prove nothing."""
+    """Shows that the test above can fail."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60

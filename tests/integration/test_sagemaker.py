@@ -16,8 +16,8 @@ from peagle.ports import free_port
 
 _log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows it
 START_S = 240
-MOST_PING_S = 2.0
-MOST_STOP_S = 30.0
+MAX_PING_S = 2.0
+MAX_STOP_S = 30.0
 # The walk-through's request ("Parallelize speculative decoding with P-EAGLE on Amazon SageMaker AI", AWS, 2026-06-16).
 REQUEST = {
     "model": "qwen3-coder",
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 @pytest.fixture
 def container(peagle, tmp_path, monkeypatch):
-    """Imitate `docker run IMAGE serve` with these variables by a process."""
+    """Imitate `docker run IMAGE serve` with these variables in a process."""
 
     def run(variables):
         port = free_port()
@@ -58,13 +58,13 @@ def ping(client):
 
 
 def ping_s(client):
-    """The seconds that a health check takes."""
+    """Return the duration of a health check in seconds."""
     began_at = time.monotonic()
     assert ping(client) == 200
     return time.monotonic() - began_at
 
 
-def wait_until_well(process, client):
+def wait_until_healthy(process, client):
     """Wait until a ping returns 200. Returns the earlier statuses."""
     before = set()
     until = time.monotonic() + START_S
@@ -77,31 +77,31 @@ def wait_until_well(process, client):
 
 
 def invoke(client, body, **attributes):
-    said = ",".join(f"{name}={value}" for name, value in attributes.items())
-    headers = {"x-amzn-sagemaker-custom-attributes": said} if said else {}
+    attribute_header = ",".join(f"{name}={value}" for name, value in attributes.items())
+    headers = {"x-amzn-sagemaker-custom-attributes": attribute_header} if attribute_header else {}
     return client.post("/invocations", content=json.dumps(body), headers=headers)
 
 
 def stopped(process, client):
-    """Stop it during a stream. Returns the seconds that it takes, and the last event."""
+    """Stop it during a stream. Return the duration in seconds and the last event."""
     with client.stream("POST", "/invocations", json=REQUEST | {"stream": True, "ignore_eos": True}) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         began_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
         *_, last = lines
-    code = process.wait(2 * MOST_STOP_S)
+    code = process.wait(2 * MAX_STOP_S)
     return SimpleNamespace(took_s=time.monotonic() - began_at, code=code, last=last)
 
 
-def test_the_contract(container, tmp_path):
+def test_container_contract(container, tmp_path):
     traits = {"token_s": TOKEN_S, "start_s": 3, "die_on": "poison"}
     process, client = container(
         {"SM_VLLM_MODEL": "any", "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder", "PEAGLE_ENGINE": "fake"}
         | {"PEAGLE_FAKE": json.dumps(traits), "SM_VLLM_MAX_MODEL_LEN": "1024", "PEAGLE_DRAIN_S": "5"}
     )
     with client:
-        assert 200 not in wait_until_well(process, client)
+        assert 200 not in wait_until_healthy(process, client)
         short = REQUEST | {"max_tokens": 8}
         chat = invoke(client, short).raise_for_status()
         assert (chat.json()["object"], chat.json()["model"]) == ("chat.completion", "qwen3-coder")
@@ -113,17 +113,19 @@ def test_the_contract(container, tmp_path):
         events = invoke(client, short | {"stream": True}).text
         assert (events.startswith("data: "), events.endswith("data: [DONE]\n\n")) == (True, True)
         assert invoke(client, {}, route="/v1/cost", method="GET").json()["total"]["num_requests"] == 4
-        assert min(ping_s(client) for _ in range(5)) < MOST_PING_S  # the least, for a machine that is busy otherwise
-        check_an_engine_that_dies(process, client)
+        assert (
+            min(ping_s(client) for _ in range(5)) < MAX_PING_S
+        )  # the minimum, because other processes use the machine
+        check_engine_crash(process, client)
         end = stopped(process, client)
-    assert json.loads(end.last[6:])["error"]["type"] == "overloaded_error"  # its drain_s were over
-    assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
+    assert json.loads(end.last[6:])["error"]["type"] == "overloaded_error"  # drain_s has expired
+    assert (end.code, end.took_s < MAX_STOP_S) == (0, True), end
     requests = RequestReader(tmp_path / "state" / "ledger").new()
     assert [request.model for request in requests] == ["qwen3-coder"] * len(requests)
     assert sum(request.outcome == "ok" for request in requests) == 5
 
 
-def check_an_engine_that_dies(process, client):
+def check_engine_crash(process, client):
     """The health check fails until another engine is running."""
     refused = invoke(client, {"prompt": "poison", "max_tokens": 1})
     assert refused.status_code == 503
@@ -131,7 +133,7 @@ def check_an_engine_that_dies(process, client):
     while ping(client) == 200:
         assert time.monotonic() < until, "a dead engine is well"
         time.sleep(0.1)
-    wait_until_well(process, client)
+    wait_until_healthy(process, client)
     invoke(client, REQUEST | {"max_tokens": 1}).raise_for_status()
 
 
@@ -157,28 +159,28 @@ def test_container_stops_in_time_despite_hanging_clients(container):
         | {"PEAGLE_FAKE": json.dumps({"token_s": 0.0002, "hang_on": "silence"})}
     )
     with client, contextlib.ExitStack() as connections:
-        wait_until_well(process, client)
+        wait_until_healthy(process, client)
         address = (client.base_url.host, client.base_url.port)
         connections.enter_context(socket.create_connection(address))
         deaf = connections.enter_context(socket.socket())
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         send(deaf, address, {"prompt": "count", "max_tokens": 8000, "n": 16, "ignore_eos": True, "stream": True})
-        time.sleep(15)  # until all buffers between the engine and that client are full
+        time.sleep(15)  # until all buffers between the engine and the client are full
         unanswered = connections.enter_context(socket.socket())
         send(unanswered, address, {"prompt": "silence", "max_tokens": 8, "stream": True})
-        time.sleep(2)  # until the engine has it: it says nothing, the status of an answer neither
+        time.sleep(2)  # until the engine has the request: no byte of the response arrives
         began_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(2 * MOST_STOP_S) == 0
+        assert process.wait(2 * MAX_STOP_S) == 0
         took_s = time.monotonic() - began_at
     _log.info(f"gone {took_s:.1f} s after SIGTERM")
-    assert took_s < MOST_STOP_S
+    assert took_s < MAX_STOP_S
 
 
 @pytest.mark.soak
 def test_jumpstart_variables_with_the_embedded_model(container, embedded_target, shipped_head, tmp_path):
     speculation = {
-        "model": str(shipped_head),  # /opt/ml/additional-model-data-sources/eagle there
+        "model": str(shipped_head),  # /opt/ml/additional-model-data-sources/eagle in the container
         "method": "eagle3",
         "num_speculative_tokens": 3,
         "parallel_drafting": True,
@@ -189,15 +191,15 @@ def test_jumpstart_variables_with_the_embedded_model(container, embedded_target,
         | {"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_BLOCK_SIZE": "32"}
     )
     with client:
-        assert 200 not in wait_until_well(process, client)
+        assert 200 not in wait_until_healthy(process, client)
         answer = invoke(client, REQUEST).raise_for_status()
         assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
         assert float(answer.headers["x-peagle-acceptance-length"]) > 1
         assert answer.json()["choices"][0]["message"]["content"]
         assert "Paris" in invoke(client, {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).text
         end = stopped(process, client)
-    assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
+    assert (end.code, end.took_s < MAX_STOP_S) == (0, True), end
     whole, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
     assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
     # Serve kills an engine with unfinished requests after `drain_s`, so their usage is lost.
-    assert [one.outcome for one in last] in ([], ["ok"], ["cut"])
+    assert [record.outcome for record in last] in ([], ["ok"], ["cut"])

@@ -1,4 +1,4 @@
-"""`peagle serve` on real Ray Serve and a real vLLM engine, asked by OpenAI's own client."""
+"""`peagle serve` on real Ray Serve and a real vLLM engine, used by OpenAI's own client."""
 
 import json
 import math
@@ -25,9 +25,11 @@ MODEL = "smollm2-135m"
 START_S = 240
 NUM_SAMPLED = 8
 NUM_IN_BATCH = 32
-NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED + 4  # seven, one and the sampled ones in check_sampling, four in check_cache
+NUM_ANSWERED = (
+    7 + 7 + 1 + 2 * NUM_SAMPLED + 4
+)  # requests: seven, one and the sampled ones in check_sampling, four in check_cache
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
-# The third likeliest token is well behind the second here, and after each of these.
+# The third likeliest token is much less likely than the second here, and after each of these.
 CODE = "class Stack:\n    def __init__(self"
 SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_token_ids": True}}
 
@@ -71,8 +73,8 @@ def bodies():
     """Greedy requests with the likeliest tokens at each position."""
     problems = list(read_problems().values())[:NUM_IN_BATCH]
     chats = [[{"role": "user", "content": f"Complete this function:\n{problem['prompt']}"}] for problem in problems]
-    asked = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
-    return [{**asked, "messages": chat} for chat in chats]
+    params = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
+    return [{**params, "messages": chat} for chat in chats]
 
 
 def compared(bulk, online):
@@ -80,10 +82,10 @@ def compared(bulk, online):
     choices = [answer["choices"][0] for answer in (bulk, online)]
     both = [choice["logprobs"]["content"] for choice in choices]
     assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
-    for one, other in zip(*both, strict=False):
-        if one["token"] != other["token"]:
-            there = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
-            margin = other["logprob"] - there.get(one["token"], -math.inf)
+    for position, other in zip(*both, strict=False):
+        if position["token"] != other["token"]:
+            other_logprobs = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
+            margin = other["logprob"] - other_logprobs.get(position["token"], -math.inf)
             return "tie" if margin <= tie_margin(Precision(dtype="bfloat16")) else "different"
     is_same = choices[0]["finish_reason"] == choices[1]["finish_reason"] and len(both[0]) == len(both[1])
     return "same" if is_same else "different"
@@ -113,12 +115,12 @@ def test_killed_vllm_engine_is_replaced(peagle, embedded_target, tmp_path):
         assert broken.value.code == "overloaded", broken.value
         assert all(chunk.choices[0].finish_reason is None for chunk in seen)
         assert whole.exception(START_S) is None or whole.exception().status_code == 503, whole.exception()
-        patient = client.with_options(max_retries=START_S // 5)  # 503 says to come again after five seconds
+        patient = client.with_options(max_retries=START_S // 5)  # 503 has Retry-After: 5
         answer = patient.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
         assert "Paris" in answer.choices[0].message.content
     stop(process)
     bills = Counter(request.request_id for request in RequestReader(tmp_path / "state" / "ledger").new())
-    assert len(bills) == 1 + (whole.exception() is None), bills  # the cut-off stream is free
+    assert len(bills) == 1 + (whole.exception() is None), bills  # the interrupted stream is free
     assert set(bills.values()) == {1}
     killed, again = read_sessions(tmp_path / "state" / "ledger")
     assert killed.session_id != again.session_id
@@ -147,12 +149,12 @@ def stop(process):
 
 def wait_until_up(process):
     """Addresses of the API and of the Prometheus exporter."""
-    said = []
+    messages = []
     for line in process.stdout:
-        said.append(line)
+        messages.append(line)
         if line.startswith("http://"):
-            return line.strip(), said[-2].strip().removeprefix("metrics: ")
-    raise AssertionError("".join(said))
+            return line.strip(), messages[-2].strip().removeprefix("metrics: ")
+    raise AssertionError("".join(messages))
 
 
 def check_models(client):
@@ -176,36 +178,36 @@ def check_whole_answers(client):
 
 
 def check_streams(client):
-    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "stream": True}
-    plain = list(client.chat.completions.create(**asked))
+    params = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "stream": True}
+    plain = list(client.chat.completions.create(**params))
     assert all(chunk.choices and chunk.usage is None for chunk in plain)
-    with_usage = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    with_usage = list(client.chat.completions.create(**params, stream_options={"include_usage": True}))
     assert with_usage[-1].usage.completion_tokens > 0
     assert with_usage[-1].choices == []
     texts = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices) for chunks in (plain, with_usage)]
     assert texts[0] == texts[1]
     assert "Paris" in texts[0]
-    with client.chat.completions.create(**{**asked, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
-        next(iter(stream))  # and leave
+    with client.chat.completions.create(**{**params, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
+        next(iter(stream))  # and disconnect
 
 
 def check_formats(client):
     """Answers with a schema, a tool call and logprobs."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip
-    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    params = {"model": MODEL, "messages": QUESTION, "temperature": 0}
     answer = client.chat.completions.create(
-        **asked, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+        **params, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
     )
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
     tool = {"type": "function", "function": {"name": "capital", "parameters": schema}}
     answer = client.chat.completions.create(
-        **asked, max_tokens=80, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}
+        **params, max_tokens=80, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}
     )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "capital"
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    answer = client.chat.completions.create(**asked, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = client.chat.completions.create(**params, max_tokens=4, logprobs=True, top_logprobs=2)
     for token in answer.choices[0].logprobs.content:
         assert len(token.top_logprobs) == 2
         assert token.logprob == token.top_logprobs[0].logprob <= 0
@@ -221,14 +223,14 @@ def check_sampling(client, tokenizer):
             for so_far, chance in chances.items()
             for token, share in next_tokens(client, [*prompt, *so_far]).items()
         }
-    alone = client.chat.completions.create(**greedy).choices[0].message.content
+    expected = client.chat.completions.create(**greedy).choices[0].message.content
     sampled = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "n": 16, "logprobs": 0, **SAMPLING}
     with ThreadPoolExecutor(2) as pool:
         calls = [
             (pool.submit(client.completions.create, **sampled), pool.submit(client.chat.completions.create, **greedy))
             for _ in range(NUM_SAMPLED)
         ]
-    assert {beside.result().choices[0].message.content for _, beside in calls} == {alone}
+    assert {concurrent.result().choices[0].message.content for _, concurrent in calls} == {expected}
     seen = Counter(token_ids(choice) for answer, _ in calls for choice in answer.result().choices)
     assert sum(seen[tokens] for tokens in chances) > 0.95 * seen.total(), (seen, chances)
     for tokens, chance in chances.items():  # five standard deviations, and 0.05 for the rounding of bf16
@@ -285,7 +287,7 @@ def check_constraints(client):
     lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
     repeated = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
     tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
-    # The quick ones first: after 10 s of slow trials a key gets 429.
+    # Fast ones first: after 10 s of slow trials a key gets 429.
     attacks = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
         {"extra_body": {"structured_outputs": {"grammar": 'root ::= root "a"'}}},
@@ -298,17 +300,17 @@ def check_constraints(client):
             }
         },
     ]
-    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
+    params = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
     for attack in attacks:
         for is_stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="constraint is refused"):
-                client.chat.completions.create(**asked, **attack, stream=is_stream)
+                client.chat.completions.create(**params, **attack, stream=is_stream)
     for extra in ({"chat_template": "{{ 1 }}"}, {"prompt_logprobs": 20, "n": 128}):
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(**asked, extra_body=extra)
+            client.chat.completions.create(**params, extra_body=extra)
     image = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}
     with pytest.raises(openai.BadRequestError, match="this model only takes text"):
-        client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [image]}]})
+        client.chat.completions.create(**{**params, "messages": [{"role": "user", "content": [image]}]})
 
 
 def check_batch(client):
@@ -393,5 +395,5 @@ def check_ledger(folder):
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
-    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # which no request is billed for:
+    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # not billed to any request:
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

@@ -33,7 +33,7 @@ def environment():
 
 @pytest.fixture
 def cluster(environment, tmp_path):
-    """A Ray node: the addresses of the node and of its dashboard."""
+    """Start a Ray node; return the addresses of the node and its dashboard."""
     port, dashboard = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """deploy/serve.yaml with another port and other models: the file, and the API's address."""
+    """Write deploy/serve.yaml with another port and models; return the file and the API's address."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
     (application,) = content["applications"]
@@ -76,12 +76,14 @@ def answers(url):
             try:
                 models = [model.id for model in client.models.list().data]
                 break
-            except openai.APIError as error:  # refused connections, or no application yet
+            except openai.APIError as error:  # connection refused, or no application yet
                 if time.monotonic() > deadline:
                     raise AssertionError("the endpoint did not come up") from error
                 time.sleep(0.5)
-        asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-        return {model: client.chat.completions.create(model=model, **asked).usage.completion_tokens for model in models}
+        params = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        return {
+            model: client.chat.completions.create(model=model, **params).usage.completion_tokens for model in models
+        }
 
 
 def test_serve_deploy(cluster, environment, config):
@@ -94,15 +96,15 @@ def test_serve_deploy(cluster, environment, config):
 
 def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
     path, url = config
-    said = tmp_path / "run.log"
-    with said.open("wb") as sink:
+    log_file = tmp_path / "run.log"
+    with log_file.open("wb") as sink:
         process = subprocess.Popen(
             [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
         )
     try:
-        assert answers(url) == {"one": 4, "other": 4}, said.read_text()[-2000:]
+        assert answers(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]
         process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 0, said.read_text()[-2000:]
+        assert process.wait(90) == 0, log_file.read_text()[-2000:]
     finally:
         process.kill()
         process.wait()

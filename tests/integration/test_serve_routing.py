@@ -14,11 +14,11 @@ CONTENTS = ["", [{"type": "text", "text": ""}], [{"type": "text", "text": "add "
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_every_form_of_prompt_is_routed(tmp_path):
-    asked = [("completions", {"prompt": prompt}) for prompt in PROMPTS + REFUSED_PROMPTS]
-    asked += [("chat/completions", {"messages": [{"role": "user", "content": content}]}) for content in CONTENTS]
+    bodies = [("completions", {"prompt": prompt}) for prompt in PROMPTS + REFUSED_PROMPTS]
+    bodies += [("chat/completions", {"messages": [{"role": "user", "content": content}]}) for content in CONTENTS]
     with serving(tmp_path, SIZE.flags(), start_s=200) as endpoint:
-        assert endpoint.wait_until_whole(SIZE.max_replicas, 200) is not None
-        for route, body in asked * 2:  # more than the queue holds: unrouted requests would fill it
+        assert endpoint.wait_until_complete(SIZE.max_replicas, 200) is not None
+        for route, body in bodies * 2:  # more than the queue's capacity, so unrouted requests would fill it
             body = {"model": MODEL, "max_tokens": SIZE.tokens, **body}
             answer = httpx.post(f"{endpoint.url}/v1/{route}", json=body, timeout=20)
             assert answer.status_code == (400 if body.get("prompt") in REFUSED_PROMPTS else 200), (

@@ -10,8 +10,8 @@ from pipelines.online.config import ServeConfig
 
 
 @serve.deployment
-class Another:
-    """Another application."""
+class OtherApplication:
+    """An application of another user."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def address(ray_cluster):
 
 
 def test_running_endpoint_is_not_replaced(address, tmp_path):
-    serve.run(Another.bind(), name="peagle", route_prefix="/")
+    serve.run(OtherApplication.bind(), name="peagle", route_prefix="/")
     with pytest.raises(ConfigError, match=r"an application `peagle` \(RUNNING\)"):
         _deploy(ServeConfig(state=tmp_path, **address), None, [], is_remote=True)
     assert serve.status().applications["peagle"].status == "RUNNING"
@@ -33,7 +33,7 @@ def test_running_endpoint_is_not_replaced(address, tmp_path):
 @pytest.mark.parametrize("other", [{"host": "0.0.0.0"}, {"port": 1}])
 def test_address_must_be_serves(address, tmp_path, other):
     config = ServeConfig(state=tmp_path, **(address | other))
-    there = f"{address['host']}:{address['port']}"
-    with pytest.raises(ConfigError, match=f"listens on {there}, not on {config.host}:{config.port}"):
+    address_text = f"{address['host']}:{address['port']}"
+    with pytest.raises(ConfigError, match=f"listens on {address_text}, not on {config.host}:{config.port}"):
         _deploy(config, None, [], is_remote=True)
     assert serve.status().applications == {}

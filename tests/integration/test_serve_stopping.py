@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.soak]
 
 @pytest.fixture
 def served(peagle, tmp_path):
-    """Start an endpoint; the process, and its address once it is up."""
+    """Return a function that starts an endpoint and returns its process and address."""
 
     def start(drain_s):
         port = free_port()
@@ -40,7 +40,7 @@ def lines_of(answer):
 
 
 @contextlib.contextmanager
-def stopped_while_it_answers(process, url):
+def stopped_during_stream(process, url):
     """Start a stream and then stop the endpoint. Yields the first line and the remaining ones."""
     body = {"model": "fake", "messages": QUESTION, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
@@ -52,7 +52,7 @@ def stopped_while_it_answers(process, url):
 
 def test_running_stream_finishes_during_shutdown(served):
     process, url = served(drain_s=60)
-    with stopped_while_it_answers(process, url) as (first, lines):
+    with stopped_during_stream(process, url) as (first, lines):
         until = time.monotonic() + 5
         while (refused := httpx.get(f"{url}/models")).status_code == 200:
             assert time.monotonic() < until
@@ -64,15 +64,15 @@ def test_running_stream_finishes_during_shutdown(served):
     assert whole[-1] == "data: [DONE]"
     words = [choice["delta"]["content"] for line in whole[:-1] for choice in json.loads(line[6:])["choices"]]
     assert len("".join(words).split()) == NUM_TOKENS
-    said, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     # Without output of Ray.
-    assert said == "stopping: waiting for running requests; repeat to stop immediately\n"
+    assert stdout == "stopping: waiting for running requests; repeat to stop immediately\n"
 
 
 def test_stream_beyond_drain_s_ends_with_an_error_event(served):
     process, url = served(drain_s=3)
-    with stopped_while_it_answers(process, url) as (_, lines):
+    with stopped_during_stream(process, url) as (_, lines):
         *_, last = lines
     assert json.loads(last[6:])["error"]["type"] == "overloaded_error"
     assert process.wait(60) == 0
@@ -80,10 +80,10 @@ def test_stream_beyond_drain_s_ends_with_an_error_event(served):
 
 def test_second_signal_stops_immediately(served):
     process, url = served(drain_s=60)
-    with stopped_while_it_answers(process, url):
+    with stopped_during_stream(process, url):
         for line in process.stdout:
             if line.startswith("stopping"):
                 break
-        time.sleep(1.1)  # an earlier signal counts as the same
+        time.sleep(1.1)  # signals within a second count as one
         process.send_signal(signal.SIGINT)
         assert process.wait(5) == 3

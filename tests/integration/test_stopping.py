@@ -68,21 +68,21 @@ def test_stopped_run_continues_with_the_same_command(
         os.killpg(first.pid, number)
         time.sleep(0.2)
     first.send_signal(number)
-    said, _ = first.communicate(timeout=120)
+    output, _ = first.communicate(timeout=120)
     if number == signal.SIGKILL:
         assert first.returncode == -signal.SIGKILL
     else:
-        assert first.returncode == 3, said
-        assert "the same command continues the run: peagle generate --engine fake" in said
-        assert f"{NUM_ROWS - len(run.committed())} of {NUM_ROWS} rows are left" in said
+        assert first.returncode == 3, output
+        assert "the same command continues the run: peagle generate --engine fake" in output
+        assert f"{NUM_ROWS - len(run.committed())} of {NUM_ROWS} rows are left" in output
         assert StatusReader(run).read().state == "stopped"
     assert not leftover_processes(ray_processes_of(first.pid))
     before = run.committed()
     assert 3 <= len(before) < NUM_ROWS
 
     second = peagle(*arguments, "--fake", "{}")
-    said, _ = second.communicate(timeout=200)
-    assert second.returncode == 0, said
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output
     assert ids(run) == [f"{n:09d}" for n in range(NUM_ROWS)]
     assert before <= run.committed()
     assert not list(run.data.glob(".*"))
@@ -98,16 +98,16 @@ def test_second_driver_is_refused_and_second_ctrl_c_stops_immediately(peagle, le
         time.sleep(0.1)
     assert StatusReader(run).read().state == "running"
     other = peagle(*arguments)
-    said, _ = other.communicate(timeout=120)
-    assert other.returncode == 1, said
-    assert f"is in use by {read_lease(run.root).describe()}" in said
+    output, _ = other.communicate(timeout=120)
+    assert other.returncode == 1, output
+    assert f"is in use by {read_lease(run.root).describe()}" in output
     os.kill(process.pid, signal.SIGINT)
     time.sleep(2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped immediately" in said
-    assert "continues the run: peagle generate" in said
+    assert "stopped immediately" in output
+    assert "continues the run: peagle generate" in output
     assert StatusReader(run).read().state == "silent"
     assert not leftover_processes(ray_processes_of(process.pid))

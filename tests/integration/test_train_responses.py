@@ -19,13 +19,13 @@ NUM_PROMPTS = 24
 
 
 @pytest.fixture
-def config(speaking_target, write_jsonl, tmp_path):
+def config(chat_target, write_jsonl, tmp_path):
     leak = {"id": "leak", "prompt": humaneval_references()[0]}
     prompts = write_jsonl([*({"id": f"p{n}", "prompt": f"count to {n}"} for n in range(NUM_PROMPTS)), leak])
     values = {"draft_vocab_size": 40, "num_depths": 3, "epochs": 1, "precision": "fp32", "device": "cpu"}
 
     def make(**changes):
-        source = {"target": str(speaking_target), "prompts": [prompts], "output": tmp_path / "out"}
+        source = {"target": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
         return TrainConfig(**{**source, **values, **changes})
 
     return make
@@ -41,13 +41,13 @@ def rows_of(config, way):
 
 
 def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
-    config, said = config(), tmp_path / "said.txt"
-    with said.open("w") as stream:
+    config, output_file = config(), tmp_path / "said.txt"
+    with output_file.open("w") as stream:
         answer(config, Console(file=stream, width=200))
-    assert "overlaps humaneval: leak" in said.read_text()
+    assert "overlaps humaneval: leak" in output_file.read_text()
     ways = {way: rows_of(config, way) for way in ("greedy", "sampled")}
-    asked = [row["input_id"] for rows in ways.values() for row in rows]
-    assert sorted(asked) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
+    ids = [row["input_id"] for rows in ways.values() for row in rows]
+    assert sorted(ids) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
     assert all(len(rows) >= 3 for rows in ways.values())
     runs = {way: RunDirectory(config.answers(way)).manifest()["config"] for way in ways}
     assert {way: (run["temperature"], run["top_p"], run["seed"], run["drafter"]) for way, run in runs.items()} == {
@@ -77,10 +77,10 @@ def test_killed_response_run_continues_and_finished_one_is_kept(config):
 
 def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
     prompts = write_jsonl([{"prompt": "fine"}, {"prompt": "x" * 3000}, {"prompt": None}], name="odd.jsonl")
-    config, said = config(prompts=[prompts], sampled_share=0), tmp_path / "said.txt"
-    with said.open("w") as stream:
+    config, output_file = config(prompts=[prompts], sampled_share=0), tmp_path / "said.txt"
+    with output_file.open("w") as stream:
         answer(config, Console(file=stream, width=200))
-    assert "2 of 3 prompts have no response; the first: the prompt has 3018 tokens" in said.read_text()
+    assert "2 of 3 prompts have no response; the first: the prompt has 3018 tokens" in output_file.read_text()
     assert config.response_sources == [str(config.answers("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 

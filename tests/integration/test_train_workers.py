@@ -22,7 +22,7 @@ NUM_STEPS = 24
 
 
 @pytest.fixture
-def config(speaking_target, write_jsonl):
+def config(chat_target, write_jsonl):
     responses = write_jsonl(
         [{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i % 7 + 2)} for i in range(40)]
     )
@@ -33,7 +33,11 @@ def config(speaking_target, write_jsonl):
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
         return TrainConfig(
-            target=str(speaking_target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+            target=str(chat_target),
+            prompts=[responses],
+            responses="given",
+            output=output,
+            **{**values, **changes},
         )
 
     return make
@@ -45,17 +49,17 @@ def curve(output):
 
 def test_two_workers_train_like_one(ray_cluster, config, tmp_path):
     steps, on_interrupt = [], signal.getsignal(signal.SIGINT)
-    alone = train_head(config(tmp_path / "alone"), Listener())
+    single = train_head(config(tmp_path / "single"), Listener())
     together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
 
-    one, two = curve(tmp_path / "alone"), curve(tmp_path / "together")
-    assert len(one) == len(two) >= NUM_STEPS - 4
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-4)
-    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one]
+    one_worker, two = curve(tmp_path / "single"), curve(tmp_path / "together")
+    assert len(one_worker) == len(two) >= NUM_STEPS - 4
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one_worker], abs=1e-4)
+    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one_worker]
     assert [step.step for step in steps] == [line["step"] for line in two]
-    assert signal.getsignal(signal.SIGINT) is on_interrupt  # Ray Train would keep it
+    assert signal.getsignal(signal.SIGINT) is on_interrupt  # otherwise Ray Train would keep it
     assert together["finished"]
-    assert together["tokens_seen"] == alone["tokens_seen"]
+    assert together["tokens_seen"] == single["tokens_seen"]
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
 
 
@@ -91,8 +95,8 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
     settings = tmp_path / "train.yaml"
     settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
     command = [sys.executable, "-m", "jobs.train", "--config", str(settings)]
-    with (tmp_path / "said").open("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, text=True, start_new_session=True)
+    with (tmp_path / "said").open("w+") as output_file:
+        process = subprocess.Popen(command, stdout=output_file, stderr=output_file, text=True, start_new_session=True)
         try:
             metrics = output / "training" / "metrics.jsonl"
             while not (metrics.exists() and metrics.read_bytes()):
@@ -120,7 +124,7 @@ def test_training_continues_with_other_workers_and_after_a_kill(ray_cluster, con
 
     changes = {"epochs": 25}
     train_head(config(tmp_path / "whole", **changes), Listener())
-    train_head(config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to go on from
+    train_head(config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to resume from
     result = train_on_workers(config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
     assert killed
     assert killed[0] not in train_workers()

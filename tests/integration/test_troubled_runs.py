@@ -19,10 +19,10 @@ def generate(corpus, output, *flags):
 def outcomes(output):
     """Return where each id is: in a row, or in a dead letter with its reason; every id must occur once."""
     table = ds.dataset(output / "data", format="parquet").to_table(columns=["id"])
-    found = [(int(row["id"]), "done") for row in table.to_pylist()]
-    found += [(int(letter["id"]), letter["reason"]) for letter in RunDirectory(output).dead_letters()]
-    assert len(dict(found)) == len(found)
-    return dict(found)
+    result = [(int(row["id"]), "done") for row in table.to_pylist()]
+    result += [(int(letter["id"]), letter["reason"]) for letter in RunDirectory(output).dead_letters()]
+    assert len(dict(result)) == len(result)
+    return dict(result)
 
 
 @pytest.mark.parametrize("trait", ["die_on", "kill_on", "hang_on"])
@@ -42,9 +42,9 @@ def test_run_ends_after_repeated_engine_crashes(write_jsonl, tmp_path, capsys):
     output = tmp_path / "run"
     flags = ["--rows-per-unit", 2, "--max-num-seqs", 4]
     assert generate(corpus, output, "--fake", '{"die_on": "arsenic"}', *flags) == 1
-    said = capsys.readouterr().err
-    assert "without finishing a single row" in said
-    assert "logs/" in said
+    stderr = capsys.readouterr().err
+    assert "without finishing a single row" in stderr
+    assert "logs/" in stderr
     assert len(RunDirectory(output).sessions()) < 15
 
 
@@ -63,9 +63,9 @@ def test_timed_out_rows_are_dead_letters_and_can_be_retried(write_jsonl, tmp_pat
     exported = ds.dataset(output / "export" / "jsonl" / "output.jsonl", format="json").to_table()
     assert exported.column("prompt").to_pylist() == [str(n) for n in range(9)]
     assert generate(corpus, output, *flags, "--retry-failed") == 0
-    said = capsys.readouterr().out
-    assert "there are no failed rows to retry" in said
-    assert "is already finished" in said
+    stdout = capsys.readouterr().out
+    assert "there are no failed rows to retry" in stdout
+    assert "is already finished" in stdout
 
 
 def test_run_stops_at_its_budget_and_can_be_continued(write_jsonl, tmp_path, capsys):
@@ -76,14 +76,14 @@ def test_run_stops_at_its_budget_and_can_be_continued(write_jsonl, tmp_path, cap
         "--usd-per-hour", 3600 * usd_per_s, "--budget-usd", budget_usd, "--grace-s", 1,
     ]  # fmt: skip
     assert generate(corpus, output, *flags) == 3
-    said = capsys.readouterr().err
-    assert "the budget of $24.00 is reached" in said
+    stderr = capsys.readouterr().err
+    assert "the budget of $24.00 is reached" in stderr
     run = RunDirectory(output)
     assert 0 < len(run.committed()) < 60
     assert (
         sum(s.last_seen_at - s.started_at for s in run.sessions()) * usd_per_s <= budget_usd + heartbeat_s * usd_per_s
     )
-    command = shlex.split(said.rpartition("this continues the run: ")[2])
+    command = shlex.split(stderr.rpartition("this continues the run: ")[2])
     assert cli.run([*command[1:], "--fake", "{}"]) == 0
     assert outcomes(output) == dict.fromkeys(range(60), "done")
 
@@ -93,7 +93,7 @@ def test_run_with_too_many_failed_rows_stops(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl(rows), tmp_path / "run"
     flags = ["--rows-per-unit", 1, "--max-num-seqs", 1, "--fake", '{"token_s": 0.1}', "--grace-s", 1]
     assert generate(corpus, output, *flags, "--max-failed-rows", 3) == 1
-    said = capsys.readouterr().err
-    assert "more than --max-failed-rows 3" in said
-    assert "invalid_prompt; for example row 0000000" in said
+    stderr = capsys.readouterr().err
+    assert "more than --max-failed-rows 3" in stderr
+    assert "invalid_prompt; for example row 0000000" in stderr
     assert len(RunDirectory(output).committed()) < 80

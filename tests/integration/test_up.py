@@ -18,9 +18,9 @@ def run(peagle, tmp_path, monkeypatch):
 
     def run(*arguments):
         process = peagle(*arguments, "--json", tmp_path / "result.json")
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
-        return json.loads((tmp_path / "result.json").read_text()), said
+        stdout, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, stdout
+        return json.loads((tmp_path / "result.json").read_text()), stdout
 
     yield run
     for path in (tmp_path / "home" / "endpoints").glob("*/endpoint.json"):
@@ -31,18 +31,18 @@ def run(peagle, tmp_path, monkeypatch):
 
 def test_up_list_down_and_idle_timeout(run):
     fake = ("--engine", "fake", "--usd-per-hour", 3600, "--heartbeat-s", 1, "--drain-s", 1)
-    one, said = run("up", *fake, "--name", "one")
-    assert (one["status"], f"one is up at {one['url']}" in said) == ("up", True)
+    started, output = run("up", *fake, "--name", "one")
+    assert (started["status"], f"one is up at {started['url']}" in output) == ("up", True)
     body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
-    httpx.post(f"{one['url']}/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{started['url']}/chat/completions", json=body, timeout=60).raise_for_status()
     (listed,) = run("up", "--list")[0]["endpoints"]
     assert (listed["name"], listed["status"], listed["usd"] > 0) == ("one", "up", True)
     idle, _ = run("up", *fake, "--name", "two", "--idle-timeout", "8s")
-    assert idle["url"] != one["url"]
-    ended, said = run("down", "one")
-    assert (ended["status"], "its engines cost $" in said) == ("ended", True)
+    assert idle["url"] != started["url"]
+    ended, output = run("down", "one")
+    assert (ended["status"], "its engines cost $" in output) == ("ended", True)
     until = time.monotonic() + 120
-    while {each["status"] for each in run("up", "--list")[0]["endpoints"]} != {"ended"}:
+    while {endpoint["status"] for endpoint in run("up", "--list")[0]["endpoints"]} != {"ended"}:
         assert time.monotonic() < until
     *_, reason, stopping, cost = Path(idle["log"]).read_text().splitlines()
     assert reason == "no requests for 8.0 s: stopping the endpoint"

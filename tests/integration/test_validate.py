@@ -28,9 +28,9 @@ def test_prediction_uses_the_nearest_cell(run):
     account, num_engines = report["account"], report["run"]["num_engines"]
     tokens, wall_s, speed = (account[name] for name in ("num_output_tokens", "wall_s", "output_tokens_per_s"))
     cells = [cell("none", 0, 8, 1.0), cell("peagle", 3, 1, 1.0), cell("peagle", 3, 6, speed), cell("peagle", 5, 8, 1.0)]
-    found = dict(zip(("run", "method", "at once", "tokens", "wall", "predicted"), compare(run, cells), strict=False))
+    result = dict(zip(("run", "method", "at once", "tokens", "wall", "predicted"), compare(run, cells), strict=False))
     predicted_s = 2 + tokens / speed / num_engines
-    assert found == {
+    assert result == {
         "run": "first", "method": "peagle K=3", "at once": "8 (6)", "tokens": f"{tokens:,}", "wall": f"{wall_s:.1f}",
         "predicted": f"{predicted_s:.1f} ({predicted_s / wall_s - 1:+.0%})",
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """An engine whose worker has a wrong kernel, and the results of its self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
 
-One at the start, another, and one with the fault. It is a separate process, because vLLM leaves sockets open.
+There are three: at the start, repeated, and with the fault. It is a separate process, because vLLM leaves sockets open.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 class Wrong:
     """`worker_extension_cls` of an engine; each method is called by `collective_rpc`."""
 
-    def go_wrong_in_verifying(self) -> None:
+    def break_verification(self) -> None:
         """Drafts are verified against logits of other tokens."""
         import vllm.v1.sample.rejection_sampler as sampler
 
@@ -25,8 +25,8 @@ class Wrong:
 
         sampler.rejection_sample = rejection_sample
 
-    def go_wrong_in_sampling(self) -> None:
-        """A token without a draft is any but the likeliest."""
+    def break_sampling(self) -> None:
+        """A token without a draft is never the likeliest one."""
         from vllm.v1.sample.sampler import Sampler
 
         Sampler.greedy_sample = staticmethod(lambda logits: logits.topk(2, dim=-1).indices[:, 1].view(-1))

@@ -9,7 +9,7 @@ attention back ends and CUDA graphs this gives, and how much KV cache a request 
 
     cards.py     the cards
     shapes.py    config.json of the models and heads, in a cache of Hugging Face's client
-    pretend.py   makes vLLM believe in a card; this spoils the process, so each card has its own
+    pretend.py   makes vLLM believe in a card; the process is unusable afterwards, so each card has its own
     cell.py      one model, drafter and number of requests on the card of the process
     queued.py    the commands of benchmarks/GPU_QUEUE.md
     table.py     the page

@@ -19,35 +19,35 @@ from tests.rehearsal.table import page
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "rehearsal.md"
 DRAFTERS = ("none", "eagle3", "peagle")
-AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def grid(card: Card, at_once: Sequence[int]) -> list[dict[str, Any]]:
+def grid(card: Card, concurrency: Sequence[int]) -> list[dict[str, Any]]:
     """Return the cells of a card: every model, and 16-bit models again in INT8 where the card supports it."""
     models = [(model.name, {}) for model in load_catalog()]
     if card.hardware.supports_int8:
         in_16_bits = [model.name for model in load_catalog() if model.precision.native_quantization is None]
         models += [(name, {"precision": "int8"}) for name in in_16_bits]
     return [
-        {"model": model, "drafter": drafter, "at_once": number, "more": more}
+        {"model": model, "drafter": drafter, "concurrency": number, "more": more}
         for model, more in models
         for drafter in DRAFTERS
-        for number in at_once
+        for number in concurrency
     ]
 
 
 def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rehearse some cells in a process that believes it has eight of a card.
+    """Rehearse some cells in a process that imitates eight of these cards.
 
     Args:
-        cells: `model`, `drafter` and `at_once` of each, or `queue` for the commands of the GPU queue.
+        cells: `model`, `drafter` and `concurrency` of each, or `queue` for the commands of the GPU queue.
 
     Returns:
         The cells with their `outcome`: accepted, refused, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
-        asked.write_text(json.dumps(cells))
+        jobs_file, results_file = Path(folder, "asked.json"), Path(folder, "told.json")
+        jobs_file.write_text(json.dumps(cells))
         path = os.pathsep.join((str(_ROOT), str(_ROOT / "tests")))
         environment = os.environ | {
             "HF_HUB_CACHE": str(Path(folder, "hub")),
@@ -56,29 +56,29 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(asked), str(told)]
+        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(jobs_file), str(results_file)]
         done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode or not told.exists():
+        if done.returncode or not results_file.exists():
             raise RuntimeError(f"the rehearsal on {name} failed:\n{done.stderr[-4000:]}")
-        return list(json.loads(told.read_text()))
+        return list(json.loads(results_file.read_text()))
 
 
 def main() -> None:
     """Rehearse, print the failures, and write the page if the grid is complete."""
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
-    parser.add_argument("--at-once", nargs="+", type=int, default=list(AT_ONCE))
+    parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
     args = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for name in args.cards:
-        found[name] = rehearse_card(name, grid(CARDS[name], args.at_once))
-        counts = {outcome: sum(cell["outcome"] == outcome for cell in found[name]) for outcome in _OUTCOMES}
+        result[name] = rehearse_card(name, grid(CARDS[name], args.concurrency))
+        counts = {outcome: sum(cell["outcome"] == outcome for cell in result[name]) for outcome in _OUTCOMES}
         say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    failed = [(name, cell) for name, some in found.items() for cell in some if cell["outcome"] == "failed"]
+    failed = [(name, cell) for name, some in result.items() for cell in some if cell["outcome"] == "failed"]
     for name, cell in failed:
-        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['at_once']} {cell['more']}: {cell['message']}")
-    text = page(found, datetime.date.today())
-    if args.cards == list(CARDS) and args.at_once == list(AT_ONCE):
+        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['concurrency']} {cell['more']}: {cell['message']}")
+    text = page(result, datetime.date.today())
+    if args.cards == list(CARDS) and args.concurrency == list(CONCURRENCIES):
         PAGE.write_text(text)
         say(f"written: {PAGE.relative_to(_ROOT)}")
     else:

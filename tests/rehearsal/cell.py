@@ -1,4 +1,4 @@
-"""One cell of the rehearsal: our decision, and what vLLM makes of it.
+"""One cell of the rehearsal: our decision, and vLLM's configuration for it.
 
 A cell is a model, a drafter and a number of concurrent requests on the card of this process; call `pretend` first.
 
@@ -47,10 +47,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What vLLM makes of a cell.
+    """vLLM's configuration of a cell.
 
     Attributes:
-        flags: flags beside model, drafter and requests that it needed to fit.
+        flags: flags that it needed to fit, in addition to model, drafter and requests.
         back_ends, draft_back_ends: names, each once.
         verify, draft: how the widest steps run: FULL, PIECEWISE, NONE (eagerly), or - without such a step.
         graphs_to: concurrent requests up to which both run as graphs.
@@ -89,7 +89,7 @@ class Refused:
     hint: str
 
 
-def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
+def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
     """Rehearse one cell; if it is refused for lack of memory, also what the hint suggests.
 
     Raises:
@@ -98,8 +98,8 @@ def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more:
     flags: list[str] = []
     while True:
         config = GenerateConfig(
-            input="prompts.jsonl", output="/run", model=model, drafter=drafter, max_num_seqs=at_once, usd_per_hour=1,
-            **more, **_keys(flags),
+            input="prompts.jsonl", output="/run", model=model, drafter=drafter, max_num_seqs=concurrency,
+            usd_per_hour=1, **more, **_keys(flags),
         )  # fmt: skip
         try:
             run = resolve_run(config, machine=hardware)
@@ -142,8 +142,8 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
         flags=flags,
         runner="V2" if config.use_v2_model_runner else "V1",
         precision=spec_precision(spec, hardware).describe(),
-        back_ends=sorted({one.get_name() for one in backends.values()}),
-        draft_back_ends=sorted({one.get_name() for one in draft_backends.values()}),
+        back_ends=sorted({value.get_name() for value in backends.values()}),
+        draft_back_ends=sorted({value.get_name() for value in draft_backends.values()}),
         kv_cache_dtype=config.cache_config.cache_dtype,
         draft_kv_cache_dtype=draft_config.cache_config.cache_dtype if draft else "-",
         num_sizes=len(compilation.cudagraph_capture_sizes),
@@ -175,8 +175,8 @@ def as_dict(cell: Accepted | Refused) -> dict[str, Any]:
 
 
 def _first_flag(hint: str) -> tuple[str, str] | None:
-    found = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
-    return (f"--{found[1]}", found[2]) if found else None
+    result = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
+    return (f"--{result[1]}", result[2]) if result else None
 
 
 def _keys(flags: list[str]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _target_layers(config: Any) -> Iterator[Layer]:
     is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
     for kind in dict.fromkeys(kinds):
         is_full = kind == "full_attention"
-        # Gemma's global layers have heads of their own, and its configuration is asked layer by layer.
+        # Gemma's global layers have other heads, so its configuration is read per layer.
         layer = text.per_layer_config[kinds.index(kind)] if is_gemma else text
         yield Layer(
             name=f"model.layers.{kinds.index(kind)}",
@@ -256,7 +256,7 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
     tp, block_size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for layer in layers:
         first = int(layer.name.rpartition(".")[2])
         dtype = _dtype(layer, config)
@@ -269,8 +269,8 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
         }
         spec = SlidingWindowSpec(sliding_window=layer.window, **shape) if layer.window else FullAttentionSpec(**shape)
         spec = backends[layer.name].customize_spec(spec)
-        found |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
-    return found
+        result |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
+    return result
 
 
 def _cache(
@@ -321,44 +321,44 @@ def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple
         tensor_parallel_size=config.parallel_config.tensor_parallel_size,
     )  # fmt: skip
     dispatch = _dispatch_v2 if config.use_v2_model_runner else _dispatch_v1
-    at_once = config.scheduler_config.max_num_seqs
-    verify, draft = dispatch(config, mode, at_once)
-    covered = next((num for num in range(at_once, 0, -1) if "NONE" not in dispatch(config, mode, num)), 0)
+    concurrency = config.scheduler_config.max_num_seqs
+    verify, draft = dispatch(config, mode, concurrency)
+    covered = next((num for num in range(concurrency, 0, -1) if "NONE" not in dispatch(config, mode, num)), 0)
     return verify, draft, covered
 
 
-def _dispatch_v1(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
-    """Return how a step with so many decoding requests runs in model runner V1: target and drafter."""
+def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
+    """Return how a step with `concurrency` decoding requests runs in model runner V1: target and drafter."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
     target, drafter = CudagraphDispatcher(config), CudagraphDispatcher(config)
     width, spec = 1 + config.num_speculative_tokens, config.speculative_config
     target.initialize_cudagraph_keys(mode, width)
-    verify, _ = target.dispatch(at_once * width, uniform_decode=True)
+    verify, _ = target.dispatch(concurrency * width, uniform_decode=True)
     if spec is None:
         return verify.name, "-"
     has_pieces = mode.mixed_mode() in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
     drafter.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE if has_pieces else CUDAGraphMode.NONE)
-    draft, _ = drafter.dispatch(at_once * (width + spec.max_num_new_slots_for_drafting))
+    draft, _ = drafter.dispatch(concurrency * (width + spec.max_num_new_slots_for_drafting))
     return verify.name, draft.name
 
 
-def _dispatch_v2(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
+def _dispatch_v2(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
     """Return the same for model runner V2, whose drafter handles a request's last token after its first pass."""
     width = 1 + config.num_speculative_tokens
-    verify = _v2_mode(config, mode, width, at_once)
-    return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, at_once)
+    verify = _v2_mode(config, mode, width, concurrency)
+    return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, concurrency)
 
 
-def _v2_mode(config: Any, mode: Any, width: int, at_once: int) -> str:
+def _v2_mode(config: Any, mode: Any, width: int, concurrency: int) -> str:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    manager = object.__new__(CudaGraphManager)  # its __init__ asks for the process groups of a worker
+    manager = object.__new__(CudaGraphManager)  # its __init__ needs a worker's process groups
     manager.vllm_config, manager.compilation_config = config, config.compilation_config
     manager.max_num_reqs, manager.cudagraph_mode = config.scheduler_config.max_num_seqs, mode
     manager.decode_query_len, manager.varlen_decode, manager.lora_capture_cases = width, False, [0]
     manager._lora_dispatch_map, manager._max_lora_case = {}, 0
     manager._candidates, manager._capture_descs, manager._graphs_captured = {}, {}, True
     manager._init_candidates()
-    return manager.dispatch(at_once, at_once * width, width, 0, max_query_len=width).cg_mode.name
+    return manager.dispatch(concurrency, concurrency * width, width, 0, max_query_len=width).cg_mode.name

@@ -1,4 +1,4 @@
-"""The process that believes in a card: `python -m tests.rehearsal.child CARD ASKED TOLD`."""
+"""The process that imitates a card: `python -m tests.rehearsal.child CARD CELLS RESULTS`."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from tests.rehearsal.cards import CARDS
 from tests.rehearsal.pretend import pretend
 
 
-def main(name: str, asked: Path, told: Path) -> None:
-    """Rehearse the cells in ASKED, and write the results to TOLD."""
+def main(name: str, jobs_file: Path, results_file: Path) -> None:
+    """Rehearse the cells in CELLS, and write the results to RESULTS."""
     warnings.simplefilter("ignore")
     pretend(CARDS[name])
     from tests.rehearsal import queued, shapes
@@ -22,7 +22,7 @@ def main(name: str, asked: Path, told: Path) -> None:
     folders = hub.parent / "heads"
     shapes.write_all(hub, folders)
     cells: list[dict[str, Any]] = []
-    for cell in json.loads(asked.read_text()):
+    for cell in json.loads(jobs_file.read_text()):
         if "queue" in cell:
             cells += queued.rehearse_queue(CARDS[name].hardware, hub.parent)
             continue
@@ -30,15 +30,15 @@ def main(name: str, asked: Path, told: Path) -> None:
         own = shapes.head_folder(folders, cell["model"], drafter)
         try:
             more = cell.get("more", {})
-            found = rehearse(
-                cell["model"], str(own) if own.exists() else drafter, cell["at_once"], CARDS[name].hardware, **more
+            result = rehearse(
+                cell["model"], str(own) if own.exists() else drafter, cell["concurrency"], CARDS[name].hardware, **more
             )
         except Exception as error:  # vLLM raises whatever its parts raise, and a cell that fails is a finding
             cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})
             continue
-        outcome = "accepted" if isinstance(found, Accepted) else "refused"
-        cells.append(cell | as_dict(found) | {"outcome": outcome})
-    told.write_text(json.dumps(cells))
+        outcome = "accepted" if isinstance(result, Accepted) else "refused"
+        cells.append(cell | as_dict(result) | {"outcome": outcome})
+    results_file.write_text(json.dumps(cells))
 
 
 if __name__ == "__main__":

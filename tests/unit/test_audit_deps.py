@@ -1,4 +1,4 @@
-"""`make audit-deps` with a fake pip-audit: an unreachable service must not count as "no faults"."""
+"""`make audit-deps` with a fake pip-audit: an unreachable service must not count as "no vulnerabilities"."""
 
 import subprocess
 from pathlib import Path
@@ -11,34 +11,34 @@ ROOT = Path(__file__).parents[2]
 def audit(tmp_path, script):
     program = tmp_path / "audit" / "bin" / "pip-audit"
     program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{script}\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{script}\n')
     program.chmod(0o755)
     command = ["make", "audit-deps", f"VENV={tmp_path}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_both_lock_files_are_audited(tmp_path):
-    done = audit(tmp_path, "echo 'No known vulnerabilities found'")
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in (tmp_path / "asked").read_text().splitlines()] == [
+    completed = audit(tmp_path, "echo 'No known vulnerabilities found'")
+    assert completed.returncode == 0, completed.stderr
+    assert [line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()] == [
         f"{tmp_path}/audit/cpu.txt",
         f"{tmp_path}/audit/cuda.txt",
     ]
     for name in ("cpu", "cuda"):
         locked = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-        asked = (tmp_path / "audit" / f"{name}.txt").read_text().splitlines()
-        assert len(asked) == len(locked)
-        assert not [line for line in asked if "+" in line.partition(" ")[0]]
+        audited = (tmp_path / "audit" / f"{name}.txt").read_text().splitlines()
+        assert len(audited) == len(locked)
+        assert not [line for line in audited if "+" in line.partition(" ")[0]]
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("echo 'requests.exceptions.ConnectionError: no such host' >&2; exit 1", "nothing was audited"),
         ("echo 'Found 1 known vulnerability in 1 package' >&2; exit 1", "Found 1 known vulnerability"),
     ],
 )
-def test_failed_audit_fails(tmp_path, script, said):
-    done = audit(tmp_path, script)
-    assert done.returncode != 0
-    assert said in done.stderr
+def test_failed_audit_fails(tmp_path, script, message):
+    completed = audit(tmp_path, script)
+    assert completed.returncode != 0
+    assert message in completed.stderr

@@ -50,8 +50,8 @@ def test_gpu_workers_are_autoscaled(cluster):
 
 
 def test_machines_match_the_price(cluster, job):
-    here, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
-    price = resolve_price(job, here)
+    hardware, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
+    price = resolve_price(job, hardware)
     node = cluster["available_node_types"]["engines"]
     assert (price.instance_type, price.market) == (
         node["node_config"]["InstanceType"],
@@ -70,18 +70,18 @@ def test_run_fits_the_machines(cluster, job):
     assert str(job.output).startswith("s3://")
 
 
-def test_command_in_cluster_yaml_runs_dry(speaking_target, write_jsonl, tmp_path, monkeypatch, capsys):
+def test_command_in_cluster_yaml_runs_dry(chat_target, write_jsonl, tmp_path, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     arguments = re.search(r"python -m jobs\.(generate .*)$", TEXT, re.MULTILINE)[1].split()
     corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
-    ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(speaking_target)]
-    assert cli.run([*arguments, *ours, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "8 x H100 80GB HBM3" in said
-    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in said
-    assert "budget" in said
+    own_flags = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
+    assert cli.run([*arguments, *own_flags, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "8 x H100 80GB HBM3" in output
+    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in output
+    assert "budget" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -119,7 +119,7 @@ def test_instance_credentials_are_not_reachable_from_containers(node_configs):
 
 
 def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
-    """SSH open to everybody, all rights to EC2 and S3, unencrypted disks."""
+    """Ray's defaults: SSH open to everyone, all rights to EC2 and S3, unencrypted disks."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
         assert node["IamInstanceProfile"]["Arn"].endswith(("/peagle-head", "/peagle-worker"))

@@ -1,4 +1,4 @@
-"""`deploy/Containerfile`: its sources exist, and what it runs is in the wheel and the lock files."""
+"""`deploy/Containerfile`: its sources exist; its commands are in the wheel and the lock files."""
 
 import json
 import re
@@ -20,41 +20,41 @@ def instructions():
     return [tuple(line.split(maxsplit=1)) for line in lines.splitlines() if line.strip()]
 
 
-def those(name):
+def texts_of(name):
     return [text for instruction, text in instructions() if instruction == name]
 
 
-def locked(lock):
+def locked_versions(lock):
     return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_copied_sources_exist(lock):
-    carried = {
+    included = {
         line.removeprefix("!") for line in (ROOT / ".containerignore").read_text().splitlines() if line[:1] == "!"
     }
-    sources = [word.replace("${LOCK}", lock) for text in those("COPY") for word in text.split()[:-1]]
-    assert {source.partition("/")[0] for source in sources} == carried
+    sources = [word.replace("${LOCK}", lock) for text in texts_of("COPY") for word in text.split()[:-1]]
+    assert {source.partition("/")[0] for source in sources} == included
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
 def test_wheel_sources_are_copied():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = [name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
-    copied = {word for text in those("COPY") for word in text.split()[:-1]}
+    copied = {word for text in texts_of("COPY") for word in text.split()[:-1]}
     assert copied >= {"pyproject.toml", project["project"]["readme"], "LICENSE", *packages}
 
 
 def test_entrypoint_and_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (entrypoint,), (command,) = (json.loads(text) for name in ("ENTRYPOINT", "CMD") for text in those(name))
+    (entrypoint,), (command,) = (json.loads(text) for name in ("ENTRYPOINT", "CMD") for text in texts_of(name))
     assert entrypoint in project["scripts"]
     assert command in COMMANDS
     assert command == "serve"  # SageMaker: docker run IMAGE serve
 
 
 def test_image_has_a_numeric_non_root_user():
-    (user,) = those("USER")
+    (user,) = texts_of("USER")
     assert int(user) > 0
     assert re.search(rf"useradd .*--uid {user}\b", TEXT)
     names = [name for name, _ in instructions()]
@@ -63,11 +63,11 @@ def test_image_has_a_numeric_non_root_user():
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_compilers_are_installed(lock):
-    assert {"ninja", "setuptools"} <= locked(lock).keys()
-    (packages,) = (text for text in those("RUN") if "apt-get install" in text)
+    assert {"ninja", "setuptools"} <= locked_versions(lock).keys()
+    (packages,) = (text for text in texts_of("RUN") if "apt-get install" in text)
     assert {"g++", "python3-dev", "libnuma1"} <= set(packages.split())
 
 
 def test_cuda_release_matches_torch():
     (base,) = re.findall(r"nvidia/cuda:(\d+\.\d+)\.\d+-devel-", TEXT)
-    assert locked("cuda")["cuda-toolkit"].startswith(f"{base}.")
+    assert locked_versions("cuda")["cuda-toolkit"].startswith(f"{base}.")

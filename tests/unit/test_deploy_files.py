@@ -41,22 +41,24 @@ def statements(name):
 
 
 def test_head_can_only_terminate_its_own_machines():
-    found = {one["Sid"]: one for one in statements("peagle-head.json")}
-    ending = found["EndMachinesOfThisCluster"]
+    by_sid = {statement["Sid"]: statement for statement in statements("peagle-head.json")}
+    ending = by_sid["EndMachinesOfThisCluster"]
     assert ending["Condition"] == {"StringLike": {"aws:ResourceTag/ray-cluster-name": "peagle-*"}}
     cluster = yaml.safe_load((DEPLOY.parent / "cluster.yaml").read_text())
     assert cluster["cluster_name"].startswith("peagle-")
     role = cluster["available_node_types"]["engines"]["node_config"]["IamInstanceProfile"]["Arn"].rpartition("/")[2]
-    assert found["GiveWorkersTheirRole"]["Resource"].endswith(f":role/{role}")
-    everywhere = [action for one in found.values() if one["Resource"] == "*" for action in one["Action"]]
+    assert by_sid["GiveWorkersTheirRole"]["Resource"].endswith(f":role/{role}")
+    everywhere = [
+        action for statement in by_sid.values() if statement["Resource"] == "*" for action in statement["Action"]
+    ]
     assert all(action.startswith("ec2:Describe") for action in everywhere)
-    assert not [action for one in found.values() for action in one["Action"] if "*" in action]
+    assert not [action for statement in by_sid.values() for action in statement["Action"] if "*" in action]
 
 
 def test_s3_permissions_are_limited_to_the_bucket():
-    found = statements("bucket.json")
-    assert {one["Resource"] for one in found} == {"arn:aws:s3:::BUCKET/*", "arn:aws:s3:::BUCKET"}
-    actions = {action for one in found for action in one["Action"]}
+    permissions = statements("bucket.json")
+    assert {statement["Resource"] for statement in permissions} == {"arn:aws:s3:::BUCKET/*", "arn:aws:s3:::BUCKET"}
+    actions = {action for statement in permissions for action in statement["Action"]}
     needed = {
         "GetObject",
         "PutObject",

@@ -13,7 +13,7 @@ from peagle.engine_options import EngineOptions, compose_engine, footprint_of
 from peagle.errors import CapacityError, ConfigError, PrecisionError
 from peagle.hardware import Hardware
 
-HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
+CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
 GPU = Hardware(
     platform="cuda", accelerator="GPU", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
     free_memory_gib=80, num_cpus=8,
@@ -52,7 +52,7 @@ def test_unsupported_checkpoint_is_refused():
     }
     published = replace(MODEL, config={**MODEL.config, "quantization_config": w8a8})
     with pytest.raises(PrecisionError, match="needs a CPU with VNNI"):
-        compose_engine(EngineOptions(), HERE, published, NO_HEAD)
+        compose_engine(EngineOptions(), CPU, published, NO_HEAD)
 
 
 def test_too_large_model_in_store_is_refused():
@@ -68,8 +68,8 @@ def test_too_large_model_in_store_is_refused():
 
 def test_accelerators_of_an_engine():
     keys = EngineOptions(tensor_parallel_size=2, pipeline_parallel_size=3)
-    assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6
-    assert compose_engine(EngineOptions(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
+    assert compose_engine(keys, CPU, MODEL, NO_HEAD).spec.num_accelerators == 6
+    assert compose_engine(EngineOptions(tensor_parallel_size=2), CPU, MODEL, HEAD).spec.drafter == HEAD.spec
 
 
 def test_break_even():
@@ -79,51 +79,51 @@ def test_break_even():
     head = replace(HEAD, spec=spec, name=name)
 
     def engine(keys=None, model=model, head=head):
-        return compose_engine(keys or EngineOptions(precision="bf16"), HERE, model, head)
+        return compose_engine(keys or EngineOptions(precision="bf16"), CPU, model, head)
 
-    assert engine().break_even(HERE) == card.steps[0].break_even("eagle3", 3)
-    assert engine().drafter_watch(HERE, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
+    assert engine().break_even(CPU) == card.steps[0].break_even("eagle3", 3)
+    assert engine().drafter_watch(CPU, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
-    assert engine(EngineOptions(precision="float32")).break_even(HERE) == {}
-    assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(HERE) == {}
-    assert engine(head=replace(head, name="a head of one's own")).break_even(HERE) == {}
-    assert engine(model=MODEL).break_even(HERE) == {}
-    assert engine(head=NO_HEAD).drafter_watch(HERE) is None
+    assert engine(EngineOptions(precision="float32")).break_even(CPU) == {}
+    assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(CPU) == {}
+    assert engine(head=replace(head, name="custom head")).break_even(CPU) == {}
+    assert engine(model=MODEL).break_even(CPU) == {}
+    assert engine(head=NO_HEAD).drafter_watch(CPU) is None
 
 
 def test_baseline_needs_same_hardware():
     card = load_catalog().get("smollm2-135m")
     model, name = replace(MODEL, card=card), card.heads["eagle3"].id
     head = replace(HEAD, spec=DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3), name=name)
-    measured_on = replace(HERE, cpu_name="AMD EPYC", num_cpus=2, memory_gib=23.5)
+    measured_on = replace(CPU, cpu_name="AMD EPYC", num_cpus=2, memory_gib=23.5)
 
     def baseline(hardware, head=head):
         return compose_engine(EngineOptions(precision="bf16"), hardware, model, head).baseline(hardware)
 
-    found = baseline(measured_on)
+    matching = baseline(measured_on)
     needed = card.steps[0].break_even("eagle3", 3)
-    assert {step.concurrency: step.break_even for step in found.steps} == pytest.approx(needed)
+    assert {step.concurrency: step.break_even for step in matching.steps} == pytest.approx(needed)
     assert [step.break_even for step in baseline(measured_on, NO_HEAD).steps] == [1.0] * 4
-    assert baseline(HERE) is None
-    assert baseline(measured_on, replace(head, name="a head of one's own")) is None
+    assert baseline(CPU) is None
+    assert baseline(measured_on, replace(head, name="custom head")) is None
 
 
 def test_draft_lookup():
-    engine = compose_engine(EngineOptions(draft_lookup="on"), HERE, MODEL, HEAD)
+    engine = compose_engine(EngineOptions(draft_lookup="on"), CPU, MODEL, HEAD)
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
-    assert not compose_engine(EngineOptions(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
+    assert not compose_engine(EngineOptions(draft_lookup="on"), CPU, MODEL, NO_HEAD).spec.drafter
     with pytest.raises(ValueError, match="draft_lookup requires a head"):
         EngineOptions(draft_lookup="on", drafter="none")
 
 
 def test_revision():
-    spec = compose_engine(EngineOptions(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
-    arguments = engine_args(spec, HERE)
+    spec = compose_engine(EngineOptions(), CPU, replace(MODEL, revision="v2"), NO_HEAD).spec
+    arguments = engine_args(spec, CPU)
     assert (arguments["revision"], arguments["tokenizer_revision"]) == ("v2", "v2")
-    assert "revision" not in engine_args(compose_engine(EngineOptions(), HERE, MODEL, NO_HEAD).spec, HERE)
+    assert "revision" not in engine_args(compose_engine(EngineOptions(), CPU, MODEL, NO_HEAD).spec, CPU)
     with pytest.raises(ConfigError, match="'revision' is managed by peagle"):
-        engine_args(replace(spec, extra={"revision": "v3"}), HERE)
+        engine_args(replace(spec, extra={"revision": "v3"}), CPU)
 
 
 def test_precision_is_equal_on_every_node():
@@ -144,13 +144,13 @@ def test_precision_is_equal_on_every_node():
 
 def test_drafter_with_pipeline_stages_is_refused():
     with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
-        compose_engine(EngineOptions(pipeline_parallel_size=2), HERE, MODEL, HEAD)
+        compose_engine(EngineOptions(pipeline_parallel_size=2), CPU, MODEL, HEAD)
 
 
 def test_eager_pipeline_stages_on_cpu_are_refused():
     with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
-        compose_engine(EngineOptions(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
-    assert compose_engine(EngineOptions(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
+        compose_engine(EngineOptions(pipeline_parallel_size=2, enforce_eager=True), CPU, MODEL, NO_HEAD)
+    assert compose_engine(EngineOptions(pipeline_parallel_size=2), CPU, MODEL, NO_HEAD).spec.num_accelerators == 2
 
 
 def test_draft_and_engine_arguments():
@@ -158,7 +158,7 @@ def test_draft_and_engine_arguments():
         kv_cache_precision="bf16", draft_kv_cache_precision="bf16", draft_attention_backend="triton_attn",
         engine_args=["block_size=32", "load_format=dummy"],
     )  # fmt: skip
-    arguments = engine_args(compose_engine(keys, HERE, MODEL, HEAD).spec, HERE)
+    arguments = engine_args(compose_engine(keys, CPU, MODEL, HEAD).spec, CPU)
     assert arguments["speculative_config"]["kv_cache_dtype"] == "bfloat16"
     assert arguments["speculative_config"]["attention_backend"] == "TRITON_ATTN"
     assert (arguments["block_size"], arguments["load_format"], arguments["kv_cache_dtype"]) == (32, "dummy", "auto")
@@ -166,7 +166,7 @@ def test_draft_and_engine_arguments():
 
 def test_unknown_engine_argument_is_refused():
     with pytest.raises(ConfigError, match="vLLM has no engine argument 'blok_size'"):
-        compose_engine(EngineOptions(engine_args={"blok_size": 32}), HERE, MODEL, NO_HEAD)
+        compose_engine(EngineOptions(engine_args={"blok_size": 32}), CPU, MODEL, NO_HEAD)
 
 
 @pytest.mark.parametrize("key", ["draft_kv_cache_precision", "draft_attention_backend"])

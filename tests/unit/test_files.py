@@ -32,21 +32,21 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_write_once_has_one_winner(tmp_path):
-    path, won = tmp_path / "unit", []
+    path, winners = tmp_path / "unit", []
     barrier = threading.Barrier(8)
 
     def write(number):
         barrier.wait()
         if files.write_once(path, str(number).encode()):
-            won.append(number)
+            winners.append(number)
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(won) == 1
-    assert path.read_bytes() == str(won[0]).encode()
+    assert len(winners) == 1
+    assert path.read_bytes() == str(winners[0]).encode()
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -61,13 +61,13 @@ def test_atomic_file(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
-    def break_off():
+    def write_and_fail():
         with files.atomic_file(path) as file:
             file.write(b"half")
             raise ValueError("broken off")
 
     with pytest.raises(ValueError, match="broken off"):
-        break_off()
+        write_and_fail()
     assert path.read_bytes() == b"old"
     with files.atomic_file(path) as file:
         file.write(b"one ")
@@ -77,37 +77,37 @@ def test_atomic_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- answers that get lost, as on NFS: the operation is done, its repetition says that it could not be
+# --- lost responses, as on NFS: the operation succeeds, and its automatic repetition fails
 
 
-def losing_the_answer(operation, error):
-    def done_twice(*args):
+def with_lost_response(operation, error):
+    def operate(*args):
         operation(*args)
-        raise error(17, "the answer of a request that was sent again")
+        raise error(17, "the response to a repeated request")
 
-    return done_twice
+    return operate
 
 
 def test_write_once_with_lost_link_response(tmp_path, monkeypatch):
     path = tmp_path / "unit"
     with monkeypatch.context() as nfs:
-        nfs.setattr(files.os, "link", losing_the_answer(os.link, FileExistsError))
-        assert files.write_once(path, b"mine")
+        nfs.setattr(files.os, "link", with_lost_response(os.link, FileExistsError))
+        assert files.write_once(path, b"own")
     assert not files.write_once(path, b"another's")
-    assert path.read_bytes() == b"mine"
+    assert path.read_bytes() == b"own"
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("error", [OSError, TimeoutError])
 def test_write_once_with_failed_but_completed_link(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(files.os, "link", losing_the_answer(os.link, error))
-    assert files.write_once(tmp_path / "unit", b"mine")
+    monkeypatch.setattr(files.os, "link", with_lost_response(os.link, error))
+    assert files.write_once(tmp_path / "unit", b"own")
 
 
 def test_write_atomic_with_lost_rename_response(tmp_path, monkeypatch):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    monkeypatch.setattr(files.os, "replace", losing_the_answer(os.replace, FileNotFoundError))
+    monkeypatch.setattr(files.os, "replace", with_lost_response(os.replace, FileNotFoundError))
     files.write_atomic(path, b"new")
     with files.atomic_file(path) as file:
         file.write(b"newer")
@@ -128,29 +128,29 @@ def test_failed_operation_is_an_error(tmp_path, monkeypatch, operation):
 
 @pytest.mark.parametrize(("write", "operation"), [(files.write_once, "link"), (files.write_atomic, "replace")])
 def test_removed_temporary_file_is_rewritten(tmp_path, monkeypatch, write, operation):
-    path, before, swept = tmp_path / "a", getattr(os, operation), []
+    path, before, removed = tmp_path / "a", getattr(os, operation), []
 
-    def swept_once(temporary, target):
-        if not swept:
-            swept.append(files.remove_temporaries(tmp_path))
+    def remove_once_before(temporary, target):
+        if not removed:
+            removed.append(files.remove_temporaries(tmp_path))
         before(temporary, target)
 
-    monkeypatch.setattr(files.os, operation, swept_once)
+    monkeypatch.setattr(files.os, operation, remove_once_before)
     write(path, b"all of it")
-    assert swept == [1]
+    assert removed == [1]
     assert path.read_bytes() == b"all of it"
 
 
 def test_removed_unfinished_file_is_an_error(tmp_path):
-    def write_while_somebody_sweeps():
+    def write_during_cleanup():
         with files.atomic_file(tmp_path / "a"):
             files.remove_temporaries(tmp_path)
 
     with pytest.raises(FileNotFoundError):
-        write_while_somebody_sweeps()
+        write_during_cleanup()
 
 
-# --- what a file system has to offer
+# --- required features of a file system
 
 
 def test_require_links(tmp_path):
@@ -206,11 +206,11 @@ class Disk:
 
     def __init__(self, monkeypatch):
         self.num_syncs, self.error = 0, None
-        self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.started, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
         monkeypatch.setattr(os, "fdatasync", self._sync)
 
     def _sync(self, _):
-        self.begun.release()
+        self.started.release()
         assert self.may_end.acquire(timeout=20)
         self.num_syncs += 1
         if self.error:
@@ -231,12 +231,12 @@ def ledger(tmp_path):
 
 def test_group_sync_shares_calls(disk, ledger):
     first = ledger.sync()
-    disk.begun.acquire()
+    disk.started.acquire()
     others = [ledger.sync() for _ in range(20)]
     disk.may_end.release()
     first.result(20)
-    disk.begun.acquire()
-    assert not any(other.done() for other in others)  # what they wrote came after the first sync had begun
+    disk.started.acquire()
+    assert not any(other.done() for other in others)  # their lines were written after the first sync started
     disk.may_end.release()
     for other in others:
         other.result(20)
@@ -255,12 +255,12 @@ def test_group_sync_reports_errors_and_recovers(disk, ledger):
 
 def test_group_sync_with_cancelled_waiter(disk, ledger):
     ledger.sync()
-    disk.begun.acquire()
-    gone, stays = ledger.sync(), ledger.sync()
-    assert gone.cancel()
+    disk.started.acquire()
+    cancelled, waiting = ledger.sync(), ledger.sync()
+    assert cancelled.cancel()
     for _ in range(2):
         disk.may_end.release()
-    stays.result(20)
+    waiting.result(20)
 
 
 def test_group_sync_syncs_the_folder_once(tmp_path, monkeypatch):

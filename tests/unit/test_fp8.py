@@ -9,7 +9,7 @@ import torch
 from peagle.errors import DrafterError
 from peagle.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
 
-HALF_A_STEP = 2**-4  # E4M3 has 3 mantissa bits: neighbours are 2^-3 apart, so rounding errs by half of that
+MAX_ROUNDING_ERROR = 2**-4  # half of the distance 2^-3 of E4M3's values, which have 3 mantissa bits
 
 
 def test_quantize_example() -> None:
@@ -27,8 +27,8 @@ def test_rounding_error_is_bounded(make: Callable[..., torch.Tensor]) -> None:
     assert (stored.dtype, scale.dtype, tuple(scale.shape)) == (FP8, torch.float32, (64, 1))
     exact, difference = weight.float(), (dequantize(stored, scale) - weight.float()).abs()
     is_normal = exact.abs() >= 2**-6 * scale
-    assert (difference <= HALF_A_STEP * exact.abs() * (1 + 1e-6))[is_normal].all()
-    assert (difference <= 2**-10 * scale * (1 + 1e-6))[~is_normal].all()  # below it steps are 2^-9 of the scale
+    assert (difference <= MAX_ROUNDING_ERROR * exact.abs() * (1 + 1e-6))[is_normal].all()
+    assert (difference <= 2**-10 * scale * (1 + 1e-6))[~is_normal].all()  # subnormal values are 2^-9 of the scale apart
 
 
 def test_error_is_independent_of_magnitude() -> None:
@@ -36,14 +36,14 @@ def test_error_is_independent_of_magnitude() -> None:
     weight = torch.randn(3, 64) * torch.tensor([[1e-10], [1.0], [1e10]])
     stored, scale = quantize("w", weight)
     rows = [weight_error("w", weight[i : i + 1], dequantize(stored, scale)[i : i + 1], scale[i]) for i in range(3)]
-    assert all(0.01 < row.rms_relative < HALF_A_STEP for row in rows)
+    assert all(0.01 < row.rms_relative < MAX_ROUNDING_ERROR for row in rows)
 
 
 def test_weight_error() -> None:
     original, stored = torch.tensor([[1.0, 2.0, 1e-9]]), torch.tensor([[1.1, 2.0, 0.0]])
     error = weight_error("w", original, stored, torch.tensor([[2 / 448]]))
     assert error.max_relative == pytest.approx(0.1)
-    assert error.mean_relative == pytest.approx(0.05)  # the third is below what FP8 holds with all its bits
+    assert error.mean_relative == pytest.approx(0.05)  # the third value is subnormal in FP8
     assert error.rms_relative == pytest.approx(0.1 / 5**0.5)
 
 
@@ -82,7 +82,7 @@ HEAD = {
 }
 
 
-def kept(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
+def kept_layers(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
     return {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep))}
 
 
@@ -100,30 +100,30 @@ def schemes(config: dict[str, Any]) -> dict[str, bool]:
         "lm_head": "ParallelLMHead",
         "model.embed_tokens": "VocabParallelEmbedding",
     }
-    found = {}
+    is_fp8 = {}
     for name, kind in layers.items():
         scheme = reader.get_scheme_dict(type(kind, (torch.nn.Module,), {})(), name)
         if scheme is not None:
             assert reader._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
             assert (scheme["weights"].strategy, scheme["input_activations"].strategy) == ("channel", "token")
             assert scheme["format"] == "float-quantized"
-        found[name.rpartition(".")[2]] = scheme is not None
-    return found
+        is_fp8[name.rpartition(".")[2]] = scheme is not None
+    return is_fp8
 
 
 PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "embed_tokens": False}
 
 
 def test_vllm_loads_the_fp8_layers() -> None:
-    config = quantization_config(HEAD, kept(HEAD))
+    config = quantization_config(HEAD, kept_layers(HEAD))
     assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
 
 
 def test_vllm_ignores_kept_layers() -> None:
-    config = quantization_config(HEAD, kept(HEAD, "fc", "lm_head"))
+    config = quantization_config(HEAD, kept_layers(HEAD, "fc", "lm_head"))
     assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
 
 
 def test_vllm_ignores_shared_lm_head() -> None:
     shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
-    assert schemes(quantization_config(shared, kept(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
+    assert schemes(quantization_config(shared, kept_layers(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}

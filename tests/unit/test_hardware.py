@@ -38,11 +38,11 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def test_detect_cpu_node(root: Path) -> None:
-    found = detect(root=root)
-    assert (found.platform, found.cpu_name, found.num_cpus) == ("cpu", "Testium 9000", 4)
-    assert found.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
-    assert (found.memory_gib, found.free_memory_gib) == (8.0, 6.0)
-    assert not found.is_cpu_quota
+    detected = detect(root=root)
+    assert (detected.platform, detected.cpu_name, detected.num_cpus) == ("cpu", "Testium 9000", 4)
+    assert detected.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
+    assert (detected.memory_gib, detected.free_memory_gib) == (8.0, 6.0)
+    assert not detected.is_cpu_quota
 
 
 def test_core_ids(root: Path) -> None:
@@ -51,8 +51,8 @@ def test_core_ids(root: Path) -> None:
 
 def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1})
-    found = detect(root=root)
-    assert (found.num_cpus, found.core_ids) == (1, (1,))
+    detected = detect(root=root)
+    assert (detected.num_cpus, detected.core_ids) == (1, (1,))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> None:
     for name, text in files.items():
         write(root, name, text)
-    found = detect(root=root)
-    assert found.num_cpus == num_cpus
-    assert found.is_cpu_quota == (num_cpus < 4)
+    detected = detect(root=root)
+    assert detected.num_cpus == num_cpus
+    assert detected.is_cpu_quota == (num_cpus < 4)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> N
 def test_cgroup_memory_limit(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         write(root, name, text)
-    found = detect(root=root)
-    assert (found.memory_gib, found.free_memory_gib) == (2.0, 1.0)
+    detected = detect(root=root)
+    assert (detected.memory_gib, detected.free_memory_gib) == (2.0, 1.0)
 
 
 TWO_GPUS = """\
@@ -105,22 +105,22 @@ NVIDIA L4, 23034, 22000, 8.9, GPU-bb22, [N/A], 580.65.06
 
 def test_mixed_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(TWO_GPUS, None))
-    found = detect(root=root)
-    assert (found.platform, found.num_accelerators, found.accelerator) == ("cuda", 2, "L4")
-    assert found.compute_capability == (8, 9)
-    assert found.memory_gib == pytest.approx(22.49, abs=0.01)
-    assert found.num_cpus == 4
-    assert "2 x L4" in found.describe()
-    assert found.accelerator_kinds == {"H100 80GB HBM3": "0", "L4": "1"}
-    assert (found.driver, found.has_mig) == ("580.65.06", False)
-    assert hardware.Hardware.from_dict(found.to_dict()) == found
+    detected = detect(root=root)
+    assert (detected.platform, detected.num_accelerators, detected.accelerator) == ("cuda", 2, "L4")
+    assert detected.compute_capability == (8, 9)
+    assert detected.memory_gib == pytest.approx(22.49, abs=0.01)
+    assert detected.num_cpus == 4
+    assert "2 x L4" in detected.describe()
+    assert detected.accelerator_kinds == {"H100 80GB HBM3": "0", "L4": "1"}
+    assert (detected.driver, detected.has_mig) == ("580.65.06", False)
+    assert hardware.Hardware.from_dict(detected.to_dict()) == detected
 
 
 def test_gpu_with_shared_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVIDIA GB10, [N/A], [N/A], 12.1, GPU-aa, [N/A], 580.95.05\n"
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(line, None))
-    found, host = detect(root=root), hardware._host_memory_gib(root)
-    assert (found.accelerator, found.memory_gib, found.free_memory_gib) == ("GB10", *host)
+    detected, host = detect(root=root), hardware._host_memory_gib(root)
+    assert (detected.accelerator, detected.memory_gib, detected.free_memory_gib) == ("GB10", *host)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_cuda_visible_devices(visible: str | None, names: list[str]) -> None:
 
 
 def test_mig_slice() -> None:
-    (found,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
-    assert (found.name, found.is_sliced) == ("H100 80GB HBM3", True)
+    (detected,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
+    assert (detected.name, detected.is_sliced) == ("H100 80GB HBM3", True)
 
 
 def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,13 @@ def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", old)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (found,) = hardware._nvidia_smi()
-    assert (found.name, found.capability, found.is_sliced, found.driver) == ("Tesla T4", (0, 0), False, "440.33.01")
+    (detected,) = hardware._nvidia_smi()
+    assert (detected.name, detected.capability, detected.is_sliced, detected.driver) == (
+        "Tesla T4",
+        (0, 0),
+        False,
+        "440.33.01",
+    )
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,15 +197,15 @@ def test_fp8_kv_cache_needs_avx512() -> None:
     ("flags", "int8"), [(("avx2",), False), (("avx512f",), False), (("avx512_vnni",), True), (("avx_vnni",), True)]
 )
 def test_int8_needs_vnni(flags: tuple[str, ...], int8: bool) -> None:
-    here = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset(flags))
-    assert here.supports_int8 == int8
+    cpu = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset(flags))
+    assert cpu.supports_int8 == int8
 
 
 def test_detect_this_machine() -> None:
-    found = detect()
-    assert found.num_cpus >= 1
-    assert found.memory_gib >= found.free_memory_gib > 0
-    assert json.loads(json.dumps(found.to_dict()))["num_cpus"] == found.num_cpus
+    detected = detect()
+    assert detected.num_cpus >= 1
+    assert detected.memory_gib >= detected.free_memory_gib > 0
+    assert json.loads(json.dumps(detected.to_dict()))["num_cpus"] == detected.num_cpus
 
 
 def test_hardware_json_round_trip() -> None:

@@ -13,7 +13,7 @@ MAX_LINES = 600
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Return the modules of this repository that a module imports: anywhere, also in functions and for types."""
+    """Return the modules of this repository that a module imports: anywhere, including functions and type checking."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,4 +1,4 @@
-"""The machine's instance type; folders replace the firmware's tables, a local server the metadata server."""
+"""The machine's instance type, from replaced firmware tables and a local metadata server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,15 +25,15 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """A metadata server by its answers: path -> required header, status, text. It records requests."""
+    """Start a metadata server with answers (path -> required header, status, text) that records requests."""
     started = []
 
     def start(answers):
-        asked = []
+        requests = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                asked.append(self.path)
+                requests.append(self.path)
                 header, status, text = answers.get(self.path, ("Host", 404, ""))
                 self.send_response(status if self.headers[header] else 403)
                 self.end_headers()
@@ -46,7 +46,7 @@ def metadata():
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         started.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}", asked
+        return f"http://127.0.0.1:{server.server_port}", requests
 
     yield start
     for server, thread in started:
@@ -79,9 +79,9 @@ def test_detect_machine(monkeypatch, name, names):
 )
 def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, text, expected):
     monkeypatch.setenv("http_proxy", NOWHERE)
-    url, asked = metadata({path: (header, 200, text)})
+    url, requests = metadata({path: (header, 200, text)})
     assert instance_type(root=firmware(*system), metadata=url) == expected
-    assert asked == [path]
+    assert requests == [path]
 
 
 @pytest.mark.parametrize("answer", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
@@ -92,9 +92,9 @@ def test_invalid_metadata_response(firmware, metadata, answer):
 
 @pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
 def test_other_machines_are_not_queried(firmware, metadata, system):
-    url, asked = metadata({})
+    url, requests = metadata({})
     assert instance_type(root=firmware(*system), metadata=url) is None
-    assert asked == []
+    assert requests == []
 
 
 def test_no_firmware_tables(tmp_path):
@@ -105,5 +105,5 @@ def test_metadata_server_timeout(monkeypatch, firmware):
     root = firmware(*AZURE)
     assert instance_type(root=root, metadata=NOWHERE) is None
     monkeypatch.setattr(machine, "_TIMEOUT_S", 0.05)
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # it takes connections and never answers
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # accepts connections and never answers
         assert instance_type(root=root, metadata=f"http://127.0.0.1:{silent.server_port}") is None

@@ -37,18 +37,21 @@ needs_promtool = pytest.mark.skipif(
 
 def series():
     """Return the labels of each series in Prometheus: exported, or recorded by a rule."""
-    found = {}
+    labels_by_series = {}
     for metric in METRICS.values():
         labels = set(metric.labels)
         if metric.kind == "histogram":
-            found |= {f"{PREFIX}{metric.name}_{end}": labels for end in ("sum", "count")}
-            found[f"{PREFIX}{metric.name}_bucket"] = labels | {"le"}
+            labels_by_series |= {f"{PREFIX}{metric.name}_{end}": labels for end in ("sum", "count")}
+            labels_by_series[f"{PREFIX}{metric.name}_bucket"] = labels | {"le"}
         else:
-            found[PREFIX + metric.name] = labels
+            labels_by_series[PREFIX + metric.name] = labels
     for rule in RULES:
         if "record" in rule:
-            found[rule["record"]] = found.get(rule["record"], set()) | {"model_name", *rule.get("labels", {})}
-    return found
+            labels_by_series[rule["record"]] = labels_by_series.get(rule["record"], set()) | {
+                "model_name",
+                *rule.get("labels", {}),
+            }
+    return labels_by_series
 
 
 def names_in(expression):
@@ -63,22 +66,24 @@ def labels_in(expression):
 
 @pytest.mark.parametrize("where", EXPRESSIONS)
 def test_expressions_use_existing_series_and_labels(where):
-    expression, known = EXPRESSIONS[where], series()
+    expression, known_series = EXPRESSIONS[where], series()
     names = names_in(expression)
     assert names
-    assert names - known.keys() == set()
-    assert labels_in(expression) - set().union(*(known[name] for name in names)) == set()
+    assert names - known_series.keys() == set()
+    assert labels_in(expression) - set().union(*(known_series[name] for name in names)) == set()
 
 
 def test_every_metric_is_used():
     used = set().union(*map(names_in, EXPRESSIONS.values()))
-    exported = {name: {one for one in used if one.startswith(PREFIX + name)} for name in METRICS}
+    exported = {
+        name: {series_name for series_name in used if series_name.startswith(PREFIX + name)} for name in METRICS
+    }
     assert [name for name, seen in exported.items() if not seen] == []
 
 
 def test_every_alert_has_a_test():
     tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
-    fired = {one["alertname"] for test in tests for one in test["alert_rule_test"] if one["exp_alerts"]}
+    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     assert fired == set(ALERTS)
 
 

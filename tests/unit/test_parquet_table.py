@@ -11,20 +11,20 @@ from peagle.parquet_table import read_table
 
 TABLE = pa.table(
     {"n": range(5000), "text": [f"{n}" * 20 for n in range(5000)], "list": [[n] for n in range(5000)]}
-).replace_schema_metadata({"ours": "kept"})
+).replace_schema_metadata({"key": "value"})
 
 
-def written() -> io.BytesIO:
+def table_file() -> io.BytesIO:
     sink = io.BytesIO()
     pq.write_table(TABLE, sink, row_group_size=100)
     return io.BytesIO(sink.getvalue())
 
 
 def test_read_table():
-    theirs = pq.read_table(written())
-    assert theirs.equals(TABLE)
-    assert read_table(written()).equals(theirs, check_metadata=True)
-    assert read_table(written(), ["n", "list"]).equals(TABLE.select(["n", "list"]))
+    reference = pq.read_table(table_file())
+    assert reference.equals(TABLE)
+    assert read_table(table_file()).equals(reference, check_metadata=True)
+    assert read_table(table_file(), ["n", "list"]).equals(TABLE.select(["n", "list"]))
 
 
 def test_invalid_file():
@@ -33,15 +33,15 @@ def test_invalid_file():
 
 
 def test_file_is_released_after_reading():
-    """Arrow's own function leaves the file to threads (12 of 60 processes aborted on a busy machine).
+    """Arrow's own function leaves the file to its threads (12 of 60 processes aborted on a busy machine).
 
     In a separate process, because threads of other tests may hold the file, too.
     """
     script = """if True:
         import sys
         from peagle.parquet_table import read_table
-        from tests.unit.test_parquet_table import written
-        source = written()
+        from tests.unit.test_parquet_table import table_file
+        source = table_file()
         before = sys.getrefcount(source)
         for _ in range(1000):
             source.seek(0)

@@ -19,14 +19,14 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.keys import KeyRecord
 
-NONE = [math.nan, math.inf, -math.inf]
+NON_FINITE = [math.nan, math.inf, -math.inf]
 
 
 def strict(text):
-    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
 
 
-@pytest.mark.parametrize("number", [*NONE, np.float64("nan"), np.float32("inf")])
+@pytest.mark.parametrize("number", [*NON_FINITE, np.float64("nan"), np.float32("inf")])
 def test_non_finite_numbers_become_null(number, tmp_path):
     value = {"a": number, "b": [1.5, (number,)], "c": np.array([number, 1.0])}
     assert strict(to_json(value)) == {"a": None, "b": [1.5, [None]], "c": [None, 1.0]}
@@ -86,7 +86,7 @@ def floats():
 
 
 @pytest.mark.parametrize(("kind", "name"), [*floats()])
-@pytest.mark.parametrize("number", [*NONE, "nan", "inf"])
+@pytest.mark.parametrize("number", [*NON_FINITE, "nan", "inf"])
 def test_configurations_refuse_non_finite_numbers(kind, name, number):
     with pytest.raises(pydantic.ValidationError) as caught:
         kind(**{name: number})

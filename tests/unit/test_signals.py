@@ -25,8 +25,8 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """The exit codes with which the process would have ended immediately."""
+def exit_codes(monkeypatch):
+    """The exit codes of immediate exits."""
     codes = []
     monkeypatch.setattr(signals.os, "_exit", codes.append)
     return codes
@@ -50,23 +50,23 @@ def test_interrupted_by_signal(number):
 
 
 @BOTH
-def test_repeated_signal_within_a_second_is_ignored(clock, ended, number):
+def test_repeated_signal_within_a_second_is_ignored(clock, exit_codes, number):
     stop = threading.Event()
     with stop_on_signal(stop, message=""):
         signal.raise_signal(number)
         clock[0] += 0.9
         signal.raise_signal(signal.SIGTERM)
-        assert not ended
+        assert not exit_codes
         clock[0] += 0.2
         signal.raise_signal(number)
-        assert ended == [3]
+        assert exit_codes == [3]
 
 
 def test_repeated_signal_is_ignored_by_next_handler(clock):
     with interrupted_by_signal():
         with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # the end is under way
+        signal.raise_signal(signal.SIGTERM)  # shutdown has started
         clock[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -86,11 +86,11 @@ def test_ignored_signal_stays_ignored():
 def test_other_threads_do_not_change_handlers():
     seen = []
 
-    def look():
+    def enter_handlers():
         with interrupted_by_signal(), stop_on_signal(threading.Event(), message=""):
             seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=enter_handlers)
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
@@ -105,18 +105,18 @@ def test_event_loop_cleans_up(number):
             signal.raise_signal(number)
             await asyncio.sleep(60)
         finally:
-            done.append("in order")
+            done.append("cleaned up")
 
     with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
         asyncio.run(wait())
-    assert done == ["in order"]
+    assert done == ["cleaned up"]
 
 
 _STOPS = """
 import threading
 from peagle.signals import interrupt_on_signal, stop_on_signal
 interrupt_on_signal()
-with stop_on_signal(threading.Event(), message="stopped at once"):
+with stop_on_signal(threading.Event(), message="stopped immediately"):
     print("ready", flush=True)
     threading.Event().wait()
 """
@@ -128,9 +128,9 @@ def test_second_signal_exits_with_message():
     for _ in range(2):
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(1.2)
-    said, _ = process.communicate(timeout=20)
+    stdout, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped at once" in said
+    assert "stopped immediately" in stdout
 
 
 _ENDS = """
@@ -149,7 +149,7 @@ cli.main([])
 
 @BOTH
 def test_simultaneous_signals_keep_exit_code(number):
-    """`timeout` signals its child, and the group of both."""
+    """`timeout` signals its child and then their process group."""
     process = subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):

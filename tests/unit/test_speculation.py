@@ -63,10 +63,10 @@ def test_addition():
 def test_speculation_json_round_trip():
     original = stats(10, 6, 3, 1)
     assert SpeculationStats.from_dict(json.loads(json.dumps(original.to_dict()))) == original
-    assert "num_lookup_tokens" not in original.to_dict()  # as records are that were made without a lookup
-    looked_up = replace(original, num_lookup_tokens=4)
-    assert SpeculationStats.from_dict(json.loads(json.dumps(looked_up.to_dict()))) == looked_up
-    assert (looked_up + looked_up + original).num_lookup_tokens == 8
+    assert "num_lookup_tokens" not in original.to_dict()  # like in records without lookup
+    with_lookup = replace(original, num_lookup_tokens=4)
+    assert SpeculationStats.from_dict(json.loads(json.dumps(with_lookup.to_dict()))) == with_lookup
+    assert (with_lookup + with_lookup + original).num_lookup_tokens == 8
 
 
 def test_invalid_lookup_tokens():

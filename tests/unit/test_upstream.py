@@ -13,13 +13,13 @@ from source_tree import MODULES, ROOT, trees
 
 TABLE = ROOT / "docs" / "upstream.md"
 HOMES = (
-    "peagle.engine.vllm_internals",  # what a process that has an engine needs of vLLM
-    "peagle.engine.vllm_plugin",  # what is changed inside vLLM's own processes
+    "peagle.engine.vllm_internals",  # for processes with an engine
+    "peagle.engine.vllm_plugin",  # changes inside vLLM's processes
     "pipelines.cluster",  # Ray
     "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
 )
-OURS = {"peagle", "pipelines", "jobs"}
-# Below these, names change without a word. vLLM marks nothing as private, so all but its documented modules count.
+OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
+# Names in these modules change without notice. vLLM marks nothing as private; only its documented modules are public.
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 PUBLIC_OF_VLLM = {
     "vllm",
@@ -30,7 +30,7 @@ PUBLIC_OF_VLLM = {
     "vllm.sampling_params",
     "vllm.tool_parsers",
 }
-# With an underscore, and documented all the same: Python's, and jinja2's for those who derive from `Undefined`.
+# Documented despite the underscore: Python's, and jinja2's for subclasses of `Undefined`.
 DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
 PUBLIC_VARIABLES = {
     "RAY_ADDRESS",
@@ -53,7 +53,7 @@ def is_private(name: str) -> bool:
 
 def is_foreign(module: str) -> bool:
     top = module.partition(".")[0]
-    return top not in OURS and top not in sys.stdlib_module_names
+    return top not in OWN_PACKAGES and top not in sys.stdlib_module_names
 
 
 def is_internal(module: str) -> bool:
@@ -62,7 +62,7 @@ def is_internal(module: str) -> bool:
     if module.split(".")[0] == "vllm":
         return module not in PUBLIC_OF_VLLM
     return any(map(is_private, module.split("."))) or any(
-        module == one or module.startswith(f"{one}.") for one in INTERNAL
+        module == internal or module.startswith(f"{internal}.") for internal in INTERNAL
     )
 
 
@@ -99,8 +99,8 @@ def members(tree: ast.Module) -> set[str]:
     return own
 
 
-def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str]) -> Iterator[str]:
-    """Return the private or replaced names of others in this node.
+def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str]) -> Iterator[str]:
+    """Return the private or replaced names of other packages in this node.
 
     Args:
         foreign: names of foreign objects in this module.
@@ -112,7 +112,7 @@ def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str])
         yield node.id
     elif isinstance(node, ast.Attribute):
         is_others = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
-        if is_others or node.attr == "__mro__":  # for a class that is told by its name
+        if is_others or node.attr == "__mro__":  # for a class that is recognised by its name
             yield ast.unparse(node)
         elif isinstance(node.ctx, ast.Store) and root_of(node) in foreign:
             yield f"{ast.unparse(node)} ="
@@ -128,12 +128,12 @@ def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str])
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Return the top-level function, class or name, and what it uses."""
-    known = [one for node in ast.walk(tree) for one in imports(node)]
-    foreign, private = {name for name, *_ in known}, {name for name, _, is_private_ in known if is_private_}
+    imported = [item for node in ast.walk(tree) for item in imports(node)]
+    foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
     own = members(tree)
     for statement in tree.body:
         for node in ast.walk(statement):
-            yield from ((name_of(statement), what) for what in found_in(node, foreign, private, own))
+            yield from ((name_of(statement), what) for what in private_names_in(node, foreign, private, own))
 
 
 @functools.cache
@@ -163,9 +163,9 @@ def rows() -> list[dict[str, str]]:
 def named(column: str) -> list[tuple[str, str]]:
     """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
-    found = [(row["what"], pattern.findall(row[column])) for row in rows()]
-    assert [what for what, names in found if not names] == []
-    return [name for _, names in found for name in names]
+    names_by_row = [(row["what"], pattern.findall(row[column])) for row in rows()]
+    assert [what for what, names in names_by_row if not names] == []
+    return [name for _, names in names_by_row for name in names]
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -209,5 +209,5 @@ def test_every_private_use_is_in_the_table() -> None:
 
 def test_every_workaround_module_is_in_the_table() -> None:
     """Except `pipelines.cluster`, which also has other modules."""
-    there = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
-    assert there - {module for module, _ in named("where")} == set()
+    modules = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
+    assert modules - {module for module, _ in named("where")} == set()

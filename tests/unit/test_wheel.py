@@ -9,7 +9,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 
 def files():
-    """Return files of the packages, such as `peagle/errors.py`; the wheel has no compiled ones."""
+    """Return the files of the packages, such as `peagle/errors.py`, without compiled files."""
     for name in SETUPTOOLS["packages"]["find"]["include"]:
         for path in (ROOT / name.removesuffix("*")).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -28,7 +28,7 @@ def test_modules_are_in_packages():
 
 
 def test_other_files_are_package_data():
-    carried = {
+    packaged = {
         path.relative_to(ROOT)
         for package, patterns in SETUPTOOLS["package-data"].items()
         for pattern in patterns
@@ -36,4 +36,4 @@ def test_other_files_are_package_data():
     }
     data = {path for path in files() if path.suffix != ".py"}
     assert {path.suffix for path in data} >= {".safetensors", ".yaml", ".csv", ".j2", ".html", ".js"}
-    assert sorted(map(str, data - carried)) == []
+    assert sorted(map(str, data - packaged)) == []

@@ -36,7 +36,7 @@ class SlowReaders(asyncio.Protocol):
     """Limits the answers that wait for slow clients. A base class for uvicorn's protocols.
 
     Attributes:
-        holders: the client's address, and the API key of its request.
+        owners: the client's address, and the API key of its request.
         queued_bytes: bytes of the answer that wait for space in the connection's buffer.
         paused_at: loop time at which the buffer filled up; None if the client keeps up.
     """
@@ -44,7 +44,7 @@ class SlowReaders(asyncio.Protocol):
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
-    holders: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
     queued_bytes = 0
     paused_at: float | None = None
     _check_timer: asyncio.TimerHandle | None = None
@@ -53,7 +53,7 @@ class SlowReaders(asyncio.Protocol):
         super().connection_made(transport)
         if self.client is not None:
             _CONNECTIONS[self.client] = self
-            self.holders = (self.client[0],)
+            self.owners = (self.client[0],)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -134,10 +134,10 @@ class _Unread:
             if connection.paused_at is not None and connection.paused_at <= loop.time() - SLOW_S
         ]
         slow.sort(key=lambda connection: connection.paused_at or 0.0)
-        for holder in {holder for connection in slow for holder in connection.holders}:
-            unread_bytes = sum(connection.unread_bytes for connection in self._watched if holder in connection.holders)
+        for owner in {owner for connection in slow for owner in connection.owners}:
+            unread_bytes = sum(connection.unread_bytes for connection in self._watched if owner in connection.owners)
             for connection in slow:
-                if unread_bytes > UNREAD_LIMIT_BYTES and holder in connection.holders:
+                if unread_bytes > UNREAD_LIMIT_BYTES and owner in connection.owners:
                     unread_bytes -= connection.unread_bytes
                     connection.abort()
         if self._watched:
@@ -163,8 +163,8 @@ class PatientSend:
         self._send, self._connection = send, connection
         self._queue: deque[Message] = deque()
         self._writer: asyncio.Task[None] | None = None
-        address = connection.holders[:1]
-        connection.holders = (*address, key) if key else address
+        address = connection.owners[:1]
+        connection.owners = (*address, key) if key else address
 
     async def __call__(self, message: Message) -> None:
         if self._writer is None and self._connection.paused_at is None:

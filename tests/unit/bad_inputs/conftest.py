@@ -14,8 +14,8 @@ from peagle.hardware import Hardware
 from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "bad-inputs.md"
-LONGEST = 160  # characters of a message that the page shows
-# Refusals may name the machine: the page is made on this one, wherever the tests run.
+MAX_MESSAGE_LENGTH = 160  # characters that the page shows
+# Refusals may name the machine, so the page always describes this one.
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
     core_ids=(0, 1, 2, 3),
@@ -24,7 +24,7 @@ MACHINE = Hardware(
 
 @pytest.fixture(scope="module")
 def machine():
-    """Detect always the same small machine; fail if a Ray cluster starts."""
+    """Always detect the same small machine; fail if a Ray cluster starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.hardware.detect", lambda: MACHINE)
         patch.setattr("pipelines.cluster.ray.ray_cluster", lambda **_: pytest.fail("a cluster was started"))
@@ -35,12 +35,12 @@ def machine():
 
 
 @pytest.fixture(scope="session")
-def shown():
+def format_message():
     """Return a message as the page shows it: its first line, as code."""
 
     def show(message):
         line = message.splitlines()[0]
-        return f"``{line if len(line) <= LONGEST else line[: LONGEST - 3] + '...'}``"
+        return f"``{line if len(line) <= MAX_MESSAGE_LENGTH else line[: MAX_MESSAGE_LENGTH - 3] + '...'}``"
 
     return show
 
@@ -54,9 +54,9 @@ def check_section():
         section = f"## {heading}\n\n" + "\n".join(markdown(rows)) + "\n"
         pattern = re.compile(rf"## {re.escape(heading)}\n.*?(?=\n## |\Z)", re.DOTALL)
         assert pattern.search(page), f"{PAGE.name} has no section {heading!r}"
-        written = pattern.sub(lambda _: section, page)
+        updated = pattern.sub(lambda _: section, page)
         if os.environ.get("WRITE_DOCS"):
-            PAGE.write_text(written)
-        assert PAGE.read_text() == written, "docs/bad-inputs.md is not what happens now: make docs-bad-inputs"
+            PAGE.write_text(updated)
+        assert PAGE.read_text() == updated, "docs/bad-inputs.md is out of date: make docs-bad-inputs"
 
     return check

@@ -1,4 +1,4 @@
-"""Invalid rows: each becomes a dead letter, and the valid row beside it is unaffected."""
+"""Invalid rows: each becomes a dead letter, and the valid row next to it is unaffected."""
 
 import io
 import json
@@ -25,43 +25,47 @@ CHAT = [{"role": "user", "content": "hi"}]
 class Bad:
     """One invalid row (it follows a valid one in a file of this name), the expected result, and keys of the run."""
 
-    what: str
+    description: str
     row: Any
     reason: str
-    says: str
+    message: str
     keys: dict[str, Any] = field(default_factory=dict)
     name: str = "a.jsonl"
     good: Any = None
 
 
-def parameters(what, own, says):
-    return Bad(what, {"prompt": "x", "sampling": own}, "invalid", says, good={"prompt": "a", "sampling": {}})
+def parameters(description, sampling, message):
+    return Bad(
+        description, {"prompt": "x", "sampling": sampling}, "invalid", message, good={"prompt": "a", "sampling": {}}
+    )
 
 
-def messages(what, value, reason, says, **keys):
-    return Bad(what, {"messages": value}, reason, says, keys, good={"messages": CHAT})
+def messages(description, value, reason, message, **keys):
+    return Bad(description, {"messages": value}, reason, message, keys, good={"messages": CHAT})
 
 
-def template(what, template, row, says):
-    return Bad(what, row, "template_error", says, {"prompt_template": template}, good={"prompt": "a", "x": {"y": 1}})
+def template(description, template, row, message):
+    return Bad(
+        description, row, "template_error", message, {"prompt_template": template}, good={"prompt": "a", "x": {"y": 1}}
+    )
 
 
-def envelope(what, says, reason="invalid", **changes):
+def envelope(description, message, reason="invalid", **changes):
     request = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT}}
-    return Bad(what, {**request, **changes}, reason, says, good={**request, "custom_id": "a"})
+    return Bad(description, {**request, **changes}, reason, message, good={**request, "custom_id": "a"})
 
 
-def body(what, says, reason="invalid", url="/v1/chat/completions", **changes):
+def body(description, message, reason="invalid", url="/v1/chat/completions", **changes):
     source = {"messages": CHAT} if "prompt" not in changes else {}
-    return envelope(f"an OpenAI request {what}", says, reason, url=url, body={**source, **changes})
+    return envelope(f"an OpenAI request {description}", message, reason, url=url, body={**source, **changes})
 
 
-def of_file(what, name, good, row, reason, says):
-    return Bad(what, row, reason, says, {}, name, good)
+def of_file(description, name, good, row, reason, message):
+    return Bad(description, row, reason, message, {}, name, good)
 
 
 CASES = [
-    # no rows at all
+    # unreadable rows
     Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
     Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
     Bad("a JSON string", "x", "invalid_row", "a JSON str, not an object"),
@@ -123,17 +127,17 @@ CASES = [
     body("without messages", "the request has no messages", messages=None),
     body("with an unknown parameter", "did you mean temperature?", temprature=1),
     body("for a stream", "body.stream: True is not supported", stream=True),
-    body("that wants tools called", "require tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
+    body("that needs tool calls", "need tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
     body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
     body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
     body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
-    body("with top_logprobs alone", "requires logprobs: true", top_logprobs=2),
+    body("with only top_logprobs", "requires logprobs: true", top_logprobs=2),
     body("with an image", "both text", "invalid_messages", messages=[{"role": "user", "content": [{"type": "image"}]}]),
 ]  # fmt: skip
 
 
-class Strict(ByteTokenizer):
+class StrictTokenizer(ByteTokenizer):
     """A tokenizer whose chat template refuses two consecutive messages of one role, like many models."""
 
     def apply_chat_template(self, conversation, **options):
@@ -158,7 +162,7 @@ def write(case, folder):
     return path
 
 
-def prepared(case, folder, machine):
+def prepare(case, folder, machine):
     """Return the corpus as it reaches an engine."""
     config = GenerateConfig(
         input=str(write(case, folder)),
@@ -177,20 +181,20 @@ def prepared(case, folder, machine):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Prompts and dead letters of each case."""
-    found = {}
+    by_case = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: Strict())
+        patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: StrictTokenizer())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
-            unit = prepared(case, folder, machine)
-            letters = [{**one, "message": one["message"].replace(f"{folder}/", "")} for one in unit.letters()]
-            found[case.what] = unit.prompts, letters
-    return found
+            unit = prepare(case, folder, machine)
+            letters = [{**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()]
+            by_case[case.description] = unit.prompts, letters
+    return by_case
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])
 def test_bad_row_becomes_dead_letter_and_good_row_stays(results, case):
-    prompts, letters = results[case.what]
+    prompts, letters = results[case.description]
     if case.name.endswith(".parquet") and isinstance(case.row, bytes):
         assert prompts == [None, None]  # the column has one type, so both rows are bytes
     else:
@@ -199,11 +203,14 @@ def test_bad_row_becomes_dead_letter_and_good_row_stays(results, case):
         assert prompts[1] is None
     letter = letters[-1]
     assert (letter["id"], letter["reason"]) == ("000000001", case.reason)
-    assert case.says in letter["message"]
+    assert case.message in letter["message"]
     assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
 
 
-def test_page_lists_every_case(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, format_message):
     rows = [("row", "reason", "message")]
-    rows += [(case.what, f"`{case.reason}`", shown(results[case.what][1][-1]["message"])) for case in CASES]
+    rows += [
+        (case.description, f"`{case.reason}`", format_message(results[case.description][1][-1]["message"]))
+        for case in CASES
+    ]
     check_section("Rows that become dead letters", rows)

@@ -17,7 +17,7 @@ import pytest
 from jobs import cli
 from peagle.runs.directory import PLAN_FILE
 
-NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
+NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # creates the run directory and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
 MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
 PIPE = object()
@@ -62,30 +62,30 @@ class Bad:
 
     Attributes:
         flags: replace or extend input, output, price and the fake engine.
-        files: beside `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
-        says: part of the message.
+        files: next to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
+        message: part of the message.
         code: the exit code.
         has_run: whether the directory already has a run of `prompts.jsonl`.
     """
 
-    what: str
-    says: str
+    description: str
+    message: str
     flags: str = ""
     files: dict[str, object] = field(default_factory=dict)
     code: int = 2
     has_run: bool = False
 
 
-def bad(what, flags, says, code=2, files=None):
-    return Bad(what=what, flags=flags, says=says, code=code, files=files or {})
+def bad(description, flags, message, code=2, files=None):
+    return Bad(description=description, flags=flags, message=message, code=code, files=files or {})
 
 
-def of_file(what, name, data, says, flags=""):
-    return bad(what, f"--input {name} {flags}".strip(), says, files={name: data})
+def of_file(description, name, data, message, flags=""):
+    return bad(description, f"--input {name} {flags}".strip(), message, files={name: data})
 
 
-def of_run(what, says, flags="", files=None):
-    return Bad(what=what, flags=flags, says=says, files=files or {}, has_run=True)
+def of_run(description, message, flags="", files=None):
+    return Bad(description=description, flags=flags, message=message, files=files or {}, has_run=True)
 
 
 CASES = [
@@ -227,26 +227,30 @@ CASES = [
 
 def argv(flags):
     """Return the command line."""
-    named = shlex.split(flags)
-    always = {"--input": "prompts.jsonl", "--output": "run", "--engine": "fake", "--usd-per-hour": "1"}
-    if {"--instance-type", "--prices"} & set(named):
-        always.pop("--usd-per-hour")
-    return ["generate", *(part for name in always.keys() - set(named) for part in (name, always[name])), *named]
+    given_flags = shlex.split(flags)
+    defaults = {"--input": "prompts.jsonl", "--output": "run", "--engine": "fake", "--usd-per-hour": "1"}
+    if {"--instance-type", "--prices"} & set(given_flags):
+        defaults.pop("--usd-per-hour")
+    return [
+        "generate",
+        *(part for name in defaults.keys() - set(given_flags) for part in (name, defaults[name])),
+        *given_flags,
+    ]
 
 
 def generate(flags):
     """Return exit code and standard error."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
             code = cli.run(argv(flags))
         except SystemExit as stopped:  # argparse
             code = stopped.code
-    return code, said.getvalue()
+    return code, stderr.getvalue()
 
 
 def contents(folder):
-    """Return every file except leases, which each attempt takes."""
+    """Return every file except leases, which each attempt changes."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lease" not in path.parts}
 
 
@@ -269,40 +273,45 @@ def set_up(case, folder):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Exit code, message, and the files before and after, of each case."""
-    found = {}
+    by_case = {}
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             patch.chdir(folder)
             set_up(case, folder)
             before = contents(folder)
-            code, said = generate(case.flags)
-            said = PLAN_FILE.sub("plan.ID.parquet", said.replace(f"{folder}/", ""))
-            found[case.what] = (code, said, before, contents(folder))
-    return found
+            code, stderr = generate(case.flags)
+            stderr = PLAN_FILE.sub("plan.ID.parquet", stderr.replace(f"{folder}/", ""))
+            by_case[case.description] = (code, stderr, before, contents(folder))
+    return by_case
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])
 def test_bad_input_is_refused_and_changes_nothing(results, case):
-    code, said, before, after = results[case.what]
-    assert (code, "Traceback" in said) == (case.code, False), said
-    assert case.says in said
-    if code == 3:  # the run exists, and has done nothing
+    code, stderr, before, after = results[case.description]
+    assert (code, "Traceback" in stderr) == (case.code, False), stderr
+    assert case.message in stderr
+    if code == 3:  # the run exists without results
         after = {path: data for path, data in after.items() if "run" not in path.parts}
     assert after == before
 
 
-def test_page_lists_every_case(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, format_message):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
-        code, said, *_ = results[case.what]
+        code, stderr, *_ = results[case.description]
         rows.append(
-            (case.what, f"`{case.flags}`" if case.flags else "the same command", str(code), shown(message_of(said)))
+            (
+                case.description,
+                f"`{case.flags}`" if case.flags else "the same command",
+                str(code),
+                format_message(message_of(stderr)),
+            )
         )
     assert len(CASES) >= 40
     check_section("Refused as a whole", rows)
 
 
-def message_of(said):
+def message_of(stderr):
     """Return the message without the command's name and argparse's usage."""
-    return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", said)
+    return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", stderr)

@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import skip_waiting, write_head, write_target
 from usage_records import drafts
 
 from peagle.bench.plan import make_setup
@@ -12,8 +12,8 @@ from peagle.speculation import SpeculationStats
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    """No waiting for counters; an empty home."""
-    measure_at_once(monkeypatch)
+    """Do not wait for counters; use an empty PEAGLE_HOME."""
+    skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
 
@@ -54,7 +54,7 @@ def record(
     values: dict[str, Any] = {
         "start_s": 20.0, "num_refused": 0, "peak_memory_gib": 1.5, "measured_at": "2026-11-21T10:00:00Z",
     }  # fmt: skip
-    known = drafts(10, 6, 3, 1) if method != "none" else SpeculationStats.empty()
+    default = drafts(10, 6, 3, 1) if method != "none" else SpeculationStats.empty()
     return PassRecord(
         method=method,
         k=0 if method == "none" else k,
@@ -62,6 +62,6 @@ def record(
         repeat=repeat,
         wall_s=wall_s,
         requests=requests,
-        speculation=known if speculation is None else speculation,
+        speculation=default if speculation is None else speculation,
         **(values | changes),
     )

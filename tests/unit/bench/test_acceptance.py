@@ -41,11 +41,11 @@ class RecordingEngine(FakeEngine):
     """Records its number of concurrent requests and its shutdown."""
 
     is_down = False
-    num_running = most_running = 0
+    num_running = max_running = 0
 
     async def generate(self, *args):
         self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
+        self.max_running = max(self.max_running, self.num_running)
         try:
             return await super().generate(*args)
         finally:
@@ -83,9 +83,9 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     assert [(d.method, d.model, d.num_speculative_tokens) for d in drafters] == [
         ("peagle", str(peagle), 2), ("peagle", str(peagle), 4), ("eagle3", str(eagle3), 2), ("eagle3", str(eagle3), 4),
     ]  # fmt: skip
-    assert all(engine.is_down and engine.most_running == 3 for engine in start.engines)
+    assert all(engine.is_down and engine.max_running == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
-    # The fake has the first token of every draft accepted and no other.
+    # The fake engine accepts only the first token of each draft.
     assert [(c["drafter"], c["k"], c["acceptance_length"]) for c in report["cells"]] == [
         ("a/head", 2, 2.0), ("a/head", 4, 2.0), ("b/head", 2, 2.0), ("b/head", 4, 2.0),
     ]  # fmt: skip
@@ -93,36 +93,36 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     assert cell["acceptance_rates"] == [1.0, 0.0, 0.0, 0.0]
     assert (cell["num_responses"], cell["num_refused"]) == (6, 0)
     assert cell["drafted_tokens_per_s"] == pytest.approx(4 * cell["accepted_tokens_per_s"])
-    assert {name: found["num_responses"] for name, found in cell["by_category"].items()} == {"even": 3, "odd": 3}
-    assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
+    assert {name: result["num_responses"] for name, result in cell["by_category"].items()} == {"even": 3, "odd": 3}
+    assert sum(result["num_drafts"] for result in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_finished_cells_are_kept_and_others_added(run, head):
+def test_only_missing_cells_are_measured(run, head):
     first, second, third = Starter(), Starter(), Starter()
-    mine = str(head("a/head"))
-    before = run(first, drafter=mine, num_speculative_tokens=2)
-    assert run(second, drafter=mine, num_speculative_tokens=2) == before
+    own_head = str(head("a/head"))
+    before = run(first, drafter=own_head, num_speculative_tokens=2)
+    assert run(second, drafter=own_head, num_speculative_tokens=2) == before
     assert second.specs == []
-    after = run(third, drafter=[mine, str(head("b/head"))], num_speculative_tokens="2,3")
+    after = run(third, drafter=[own_head, str(head("b/head"))], num_speculative_tokens="2,3")
     assert [(spec.drafter.model, spec.drafter.num_speculative_tokens) for spec in third.specs] == [
-        (mine, 3), (mine.replace("/a/", "/b/"), 2), (mine.replace("/a/", "/b/"), 3),
+        (own_head, 3), (own_head.replace("/a/", "/b/"), 2), (own_head.replace("/a/", "/b/"), 3),
     ]  # fmt: skip
     assert after["cells"][0] == {**before["cells"][0], "drafter": "a/head"}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"concurrency": 2}, "concurrency: was 1, now 2"),
         ({"category_column": "level"}, "dataset.category_column: was 'category', now 'level'"),
     ],
 )
-def test_another_fingerprint_is_refused(change, named, run, head):
-    refused = Starter()
+def test_another_fingerprint_is_refused(change, message, run, head):
+    starter = Starter()
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match=named):
-        run(refused, drafter=str(head()), num_speculative_tokens=2, **change)
-    assert refused.specs == []
+    with pytest.raises(ConfigError, match=message):
+        run(starter, drafter=str(head()), num_speculative_tokens=2, **change)
+    assert starter.specs == []
 
 
 def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
@@ -132,7 +132,7 @@ def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
     assert list((tmp_path / "out" / "cells").iterdir()) == []
 
 
-def test_figures_of_a_cell_by_hand():
+def test_cell_metrics_match_hand_calculation():
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
     setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
     code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
@@ -143,7 +143,7 @@ def test_figures_of_a_cell_by_hand():
     assert cell["by_category"]["code"]["acceptance_length"] == 2.0
 
 
-class Dying(Starter):
+class FailingStarter(Starter):
     """Its second engine fails."""
 
     def __init__(self, error):
@@ -151,39 +151,39 @@ class Dying(Starter):
         self._error = error
 
     def __call__(self, spec, hardware):
-        async def dies(*_):
+        async def fail(*_):
             raise self._error
 
         engine = super().__call__(spec, hardware)
         if len(self.engines) == 2:
-            engine.generate = dies  # type: ignore[method-assign]
+            engine.generate = fail  # type: ignore[method-assign]
         return engine
 
 
 def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
-    dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
-    report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
-    assert all(engine.is_down for engine in dying.engines)
+    failing, retry = FailingStarter(EngineError("the vLLM engine process died")), Starter()
+    report = run(failing, drafter=str(head()), num_speculative_tokens="2,3,4")
+    assert all(engine.is_down for engine in failing.engines)
     assert [cell["k"] for cell in report["cells"]] == [2, 4]
     assert report["failed"] == {"head K=3": "the vLLM engine process died"}
-    words = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
-    assert report["notes"] == [words]
-    assert words in (tmp_path / "out" / "report.md").read_text()
-    after = run(again, drafter=str(head()), num_speculative_tokens="2,3,4")
-    assert [spec.drafter.num_speculative_tokens for spec in again.specs if spec.drafter] == [3]
+    note = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
+    assert report["notes"] == [note]
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    after = run(retry, drafter=str(head()), num_speculative_tokens="2,3,4")
+    assert [spec.drafter.num_speculative_tokens for spec in retry.specs if spec.drafter] == [3]
     assert (after["failed"], after["notes"]) == ({}, [])
 
 
 def test_an_interrupt_leaves_a_report(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
-    left = json.loads((tmp_path / "out" / "report.json").read_bytes())
-    assert [cell["k"] for cell in left["cells"]] == [2]
-    assert left["notes"] == ["Not finished: 1 cells remain."]
+        run(FailingStarter(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
+    report = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [cell["k"] for cell in report["cells"]] == [2]
+    assert report["notes"] == ["Not finished: 1 cells remain."]
 
 
 def test_acceptance_without_drafts_per_request(run, head):
-    class Older(FakeEngine):
+    class WithoutRequestDrafts(FakeEngine):
         """Like vLLM 0.24: drafts are counted, but not per request."""
 
         async def generate(self, *args):
@@ -193,7 +193,9 @@ def test_acceptance_without_drafts_per_request(run, head):
 
     start = Starter()
     by_request = run(start, drafter=str(head()), num_speculative_tokens=3)
-    by_engine = run(lambda *_: Older(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3)
+    by_engine = run(
+        lambda *_: WithoutRequestDrafts(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3
+    )
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
         assert by_engine["cells"][0][name] == by_request["cells"][0][name]
     assert by_engine["cells"][0]["by_category"] == {}
@@ -218,8 +220,8 @@ def test_invalid_options_are_refused_before_an_engine_starts(keys, error, messag
 
 def test_engine_options_reach_the_engines(run, head):
     start = Starter()
-    finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
-    report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)
+    engine_options = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
+    report = run(start, drafter=str(head()), num_speculative_tokens="2", **engine_options)
     assert start.specs[0].extra["block_size"] == 32
     assert start.specs[0].drafter is not None
     assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
@@ -253,12 +255,12 @@ def report():
     }  # fmt: skip
 
 
-def test_text_table_by_hand(report):
+def test_text_table(report):
     lines = text_report(report).splitlines()
-    head, one, three = (line.split() for line in lines[2:5])
+    head, k1, k3 = (line.split() for line in lines[2:5])
     assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
-    assert one == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
-    assert three == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
+    assert k1 == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
+    assert k3 == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
     assert len({len(line) for line in lines[2:6]}) == 1
     assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")
 

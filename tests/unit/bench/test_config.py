@@ -20,11 +20,11 @@ from peagle.tuning.config import TuneConfig
 
 
 @pytest.mark.parametrize(
-    ("given", "numbers"),
+    ("value", "numbers"),
     [("8, 1", [1, 8]), (["4,2", 2], [2, 4]), (["3,5", "5,8"], [3, 5, 8]), ([1, 2], [1, 2]), (4, [4])],
 )
-def test_numbers_from_flags_environment_and_yaml(given, numbers):
-    assert whole_numbers(given, "N", 8) == numbers
+def test_numbers_from_flags_environment_and_yaml(value, numbers):
+    assert whole_numbers(value, "N", 8) == numbers
 
 
 @pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])

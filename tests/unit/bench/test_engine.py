@@ -36,25 +36,27 @@ def failing(*lines):
     ],
 )
 def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; put back afterwards
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # a start sets it; monkeypatch restores it
     log = tmp_path / "none-k0.log"
-    for start, told in (
+    for start, expected in (
         (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
         (failing(*lines), message),
     ):
         with pytest.raises(EngineError) as failed:
-            with_engine(EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("it is not up"))
-        assert failed.value.message == told
+            with_engine(
+                EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("the engine did not start")
+            )
+        assert failed.value.message == expected
     assert "KV cache" in log.read_text(), "earlier prints are kept"
 
 
 def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    ended = []
+    checks = []
 
     class Fake(FakeEngine):
         def shutdown(self):
-            ended.append(self.self_check)
+            checks.append(self.self_check)
 
     async def use(engine, _):
         return engine.self_check
@@ -73,10 +75,10 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
     is_wrong = True
     with pytest.raises(EngineError, match="failed its self-check"):
         outcome()
-    assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
-    said = capfd.readouterr().err
-    assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + said
-    assert said.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
+    assert [check.outcome for check in checks] == ["passed", "failed"], "a failed engine is shut down, too"
+    stderr = capfd.readouterr().err
+    assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + stderr
+    assert stderr.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
 
 
 PAGE_GIB = os.sysconf("SC_PAGE_SIZE") / 1024**3
@@ -130,21 +132,21 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
-class Watched(FakeEngine):
+class RecordingEngine(FakeEngine):
     """Records the requests and their concurrency; refuses one."""
 
     def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)
-        self.asked: list[tuple[str, int]] = []
-        self.most_running = self._running = 0
+        self.requests: list[tuple[str, int]] = []
+        self.max_running = self._running = 0
         self._refused = refused
 
     async def generate(self, request_id, prompt, sampling):
         if request_id == self._refused:
             raise RequestRefused("not this one")
-        self.asked.append((request_id, sampling["max_tokens"]))
+        self.requests.append((request_id, sampling["max_tokens"]))
         self._running += 1
-        self.most_running = max(self.most_running, self._running)
+        self.max_running = max(self.max_running, self._running)
         try:
             return await super().generate(request_id, prompt, sampling)
         finally:
@@ -152,41 +154,41 @@ class Watched(FakeEngine):
 
 
 def run(engine, concurrency=2, num_warm_up=1):
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     loop = asyncio.run(
         run_loop(
             engine,
             PROMPTS,
             sampling=SAMPLING,
             concurrency=concurrency,
-            progress=lambda done, total: seen.append((done, total)),
+            progress=lambda done, total: progress.append((done, total)),
             num_warm_up=num_warm_up,
         )
     )
-    return loop, seen
+    return loop, progress
 
 
 def test_the_loop_keeps_the_concurrency():
-    engine = Watched()
-    loop, seen = run(engine, concurrency=3)
-    assert engine.most_running == 3
-    assert [request for request, _ in engine.asked[1:]] == [str(i) for i in range(6)]
+    engine = RecordingEngine()
+    loop, progress = run(engine, concurrency=3)
+    assert engine.max_running == 3
+    assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
     assert len(loop.responses) == 6
-    assert seen == [(i, 6) for i in range(1, 7)]
+    assert progress == [(i, 6) for i in range(1, 7)]
 
 
 def test_the_warm_up_is_not_measured():
-    engine = Watched()
+    engine = RecordingEngine()
     loop, _ = run(engine, concurrency=4, num_warm_up=4)
-    assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
+    assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
     assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
 
 
 def test_a_refused_request_has_no_answer():
-    loop, seen = run(Watched(refused="2"))
+    loop, progress = run(RecordingEngine(refused="2"))
     assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
     assert loop.generations[2] is None
-    assert seen[-1] == (6, 6)
+    assert progress[-1] == (6, 6)
 
 
 def test_difference_of_two_readings():

@@ -22,13 +22,13 @@ from .conftest import record, setup
 A, B, C = setup("none"), setup("eagle3"), setup("peagle")
 
 
-def shown(repeats, rounds):
-    planned = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda one: one.setup)
-    return [(setup.method, [(p.repeat, p.concurrency) for p in passes]) for setup, passes in planned]
+def pass_order(repeats, rounds):
+    by_setup = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda planned: planned.setup)
+    return [(setup.method, [(p.repeat, p.concurrency) for p in passes]) for setup, passes in by_setup]
 
 
 def test_rounds_alternate_in_order():
-    assert shown(repeats=2, rounds=2) == [
+    assert pass_order(repeats=2, rounds=2) == [
         ("none", [(0, 1), (0, 4)]),
         ("eagle3", [(0, 1), (0, 4)]),
         ("peagle", [(0, 1), (0, 4), (1, 1), (1, 4)]),
@@ -40,19 +40,25 @@ def test_rounds_alternate_in_order():
 def test_a_steady_drift_affects_all_engines_equally():
     passes = all_passes([A, B, C], [1], repeats=2, rounds=2)
     assert len(set(passes)) == len(passes) == 6
-    places = sorted((p.setup.method, i) for i, p in enumerate(passes))
-    sums = {method: sum(i for _, i in group) for method, group in groupby(places, key=lambda place: place[0])}
+    positions = sorted((p.setup.method, i) for i, p in enumerate(passes))
+    sums = {method: sum(i for _, i in group) for method, group in groupby(positions, key=lambda position: position[0])}
     assert len(set(sums.values())) == 1
 
 
-def test_time_left_by_hand():
-    left = all_passes([A, B], [1, 4], repeats=1, rounds=1)
-    done = [record(concurrency=1, wall_s=10.0), record(concurrency=1, wall_s=12.0), record(concurrency=4, wall_s=4.0)]
-    assert time_left_s(done, left, is_up=False) == 2 * 20 + 2 * (11 + 4)
-    assert time_left_s(done, left, is_up=True) == 20 + 2 * (11 + 4)
-    assert time_left_s(done[:2], left, is_up=False) == 2 * 20 + 4 * 11  # concurrency 4 is not known yet
-    assert time_left_s([], left, is_up=False) is None
-    assert time_left_s(done, [], is_up=True) == 0
+def test_time_left():
+    remaining = all_passes([A, B], [1, 4], repeats=1, rounds=1)
+    records = [
+        record(concurrency=1, wall_s=10.0),
+        record(concurrency=1, wall_s=12.0),
+        record(concurrency=4, wall_s=4.0),
+    ]
+    assert time_left_s(records, remaining, is_up=False) == 2 * 20 + 2 * (11 + 4)
+    assert time_left_s(records, remaining, is_up=True) == 20 + 2 * (11 + 4)
+    assert (
+        time_left_s(records[:2], remaining, is_up=False) == 2 * 20 + 4 * 11
+    )  # concurrency 4 has not been measured yet
+    assert time_left_s([], remaining, is_up=False) is None
+    assert time_left_s(records, [], is_up=True) == 0
 
 
 CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
@@ -69,13 +75,13 @@ def plan(target, hardware=CPU, **keys):
 
 def test_every_method_and_k_has_an_engine(target, head):
     drafters = [f"peagle={head()}", f"eagle3={head('eagle3')}"]
-    found = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
-    assert [setup.label for setup in found] == [
+    planned = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
+    assert [setup.label for setup in planned] == [
         "no speculation", "P-EAGLE K=2", "P-EAGLE K=4", "EAGLE-3 K=2", "EAGLE-3 K=4", "n-gram K=2", "n-gram K=4",
     ]  # fmt: skip
-    assert found[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
-    assert found[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
-    assert (found[1].fingerprint, found[1].head) == (found[2].fingerprint, "peagle")
+    assert planned[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
+    assert planned[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
+    assert (planned[1].fingerprint, planned[1].head) == (planned[2].fingerprint, "peagle")
 
 
 def test_a_head_of_another_method_is_refused(target, head):
@@ -85,8 +91,8 @@ def test_a_head_of_another_method_is_refused(target, head):
 
 def test_synthetic_acceptance_reaches_every_drafter(target, head):
     keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    found = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
-    assert [setup.drafter.synthetic_rates for setup in found if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
+    planned = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    assert [setup.drafter.synthetic_rates for setup in planned if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
     with pytest.raises(ConfigError, match="has no value for n-gram K=2"):
         plan(target, GPU, **keys, synthetic_acceptance="peagle=2.5")
     with pytest.raises(ConfigError, match="crashes on a CPU with --synthetic-acceptance"):
@@ -101,8 +107,8 @@ def test_engine_size_and_prefix_caching(target):
 
 def test_token_slots_must_leave_room_for_prompts(target, head):
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
-    found = plan(target, **keys, max_num_batched_tokens=512)
-    assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in found.setups] == [512, 512]
+    planned = plan(target, **keys, max_num_batched_tokens=512)
+    assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in planned.setups] == [512, 512]
     with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
         plan(target, **keys, max_num_batched_tokens=32)
 
@@ -114,9 +120,9 @@ def test_price_of_one_engines_devices(target):
 
 
 def test_an_unknown_price_is_a_note_or_an_error(target):
-    unpriced = plan(target, GPU)
-    assert unpriced.usd_per_s is None
-    assert "tokens per dollar are unknown" in unpriced.notes[-1]
+    without_price = plan(target, GPU)
+    assert without_price.usd_per_s is None
+    assert "tokens per dollar are unknown" in without_price.notes[-1]
     with pytest.raises(PriceError, match="no price for the instance type"):
         plan(target, instance_type="c7a.larg")
     with pytest.raises(PriceError, match="is per vcpu, but engines here are billed by the accelerator"):
@@ -126,26 +132,30 @@ def test_an_unknown_price_is_a_note_or_an_error(target):
 def test_file_names_of_an_engine():
     spec = EngineSpec(model="target")
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2)
-    lot = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.5, 0.5))
-    named = [make_setup(spec, None), make_setup(spec, drafter, fingerprint="f"), make_setup(spec, lot, fingerprint="f")]
-    assert [setup.name for setup in named[:2]] == ["none-k0", f"peagle-{digest('f')}-k2"]
-    assert named[2].name == f"peagle-{digest('f')}-lot-{digest('(0.5, 0.5)')}-k2"
-    assert (named[1].spec.drafter, named[1].spec.model) == (drafter, "target")
+    synthetic = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.5, 0.5))
+    setups = [
+        make_setup(spec, None),
+        make_setup(spec, drafter, fingerprint="f"),
+        make_setup(spec, synthetic, fingerprint="f"),
+    ]
+    assert [setup.name for setup in setups[:2]] == ["none-k0", f"peagle-{digest('f')}-k2"]
+    assert setups[2].name == f"peagle-{digest('f')}-lot-{digest('(0.5, 0.5)')}-k2"
+    assert (setups[1].spec.drafter, setups[1].spec.model) == (drafter, "target")
 
 
 def test_engine_options_reach_engines_and_fingerprint(target, head):
     dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    finer: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
-    finer |= {"engine_args": {"block_size": 32}}
-    found = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
-    arguments = [engine_args(setup.spec, GPU) for setup in found.setups]
-    assert [(one["block_size"], one["kv_cache_dtype"]) for one in arguments] == [(32, "fp8"), (32, "fp8")]
-    assert found.setups[1].drafter is not None
-    assert found.setups[1].drafter.attention_backend == "FLASH_ATTN"
+    engine_options: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
+    engine_options |= {"engine_args": {"block_size": 32}}
+    planned = plan(target, GPU, **keys, **engine_options, kv_cache_precision="fp8")
+    arguments = [engine_args(setup.spec, GPU) for setup in planned.setups]
+    assert [(values["block_size"], values["kv_cache_dtype"]) for values in arguments] == [(32, "fp8"), (32, "fp8")]
+    assert planned.setups[1].drafter is not None
+    assert planned.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
-    assert finer.items() <= found.fingerprint(dataset).items()
-    assert not finer.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
+    assert engine_options.items() <= planned.fingerprint(dataset).items()
+    assert not engine_options.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
 
 
 def test_conflicting_engine_args_are_refused(target):
@@ -154,13 +164,13 @@ def test_conflicting_engine_args_are_refused(target):
 
 
 def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch):
-    made = module.make_folder
+    original = module.make_folder
 
     def make_folder(path):
-        made(path)
-        if path.name != tmp_path.name:  # the other command is a moment faster
-            write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "theirs"}})
+        original(path)
+        if path.name != tmp_path.name:  # the other command is slightly faster
+            write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "other"}})
 
     monkeypatch.setattr(module, "make_folder", make_folder)
-    with pytest.raises(ConfigError, match="theirs"):
-        MeasurementFolder(tmp_path, name="run", fingerprint={"model": "ours"})
+    with pytest.raises(ConfigError, match="other"):
+        MeasurementFolder(tmp_path, name="run", fingerprint={"model": "own"})

@@ -48,8 +48,8 @@ def test_rows_without_a_prompt_are_counted_by_reason(write_jsonl):
 
 
 def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl):
-    one, two = [str(write_jsonl([{"prompt": "a"}, {"prompt": p}], f"{p}.jsonl")) for p in "bc"]
-    loaded = [load(dataset=one), load(dataset=two), load(dataset=one, limit=1)]
+    first, second = [str(write_jsonl([{"prompt": "a"}, {"prompt": p}], f"{p}.jsonl")) for p in "bc"]
+    loaded = [load(dataset=first), load(dataset=second), load(dataset=first, limit=1)]
     assert len({dataset.fingerprint for dataset in loaded}) == 3
 
 
@@ -81,8 +81,8 @@ def test_prompts_of_batches_and_tables(tmp_path):
     assert batch.rejected == {"invalid": 1}
 
 
-class Asked(Exception):  # noqa: N818
-    """Ends the test when the tokenizer is loaded."""
+class TokenizerLoaded(Exception):  # noqa: N818
+    """Ends the test as soon as the tokenizer is loaded."""
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, me
     moving_hub.push("org/model", FIRST, TARGET)
     moving_hub.push("org/head", FIRST, HEAD | {"speculators_model_type": "peagle"})
 
-    def tokenizer_of(*of):
-        raise Asked(of)
+    def tokenizer_of(*args):
+        raise TokenizerLoaded(args)
 
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(TokenizerLoaded) as loaded:
         measure(
             config(model="org/model", dataset=str(write_jsonl([{"prompt": "p"}])), **keys),
             MeasurementListener(),
             tokenizer_of=tokenizer_of,
         )
-    assert asked.value.args == (("org/model", FIRST),)
+    assert loaded.value.args == (("org/model", FIRST),)

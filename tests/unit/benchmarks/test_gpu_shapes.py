@@ -70,8 +70,8 @@ def test_vllm_reads_the_configurations(shapes):
         head = SpeculatorsConfig.from_pretrained(shapes / method)
         raw = json.loads((shapes / method / "config.json").read_text())
         assert (head.num_hidden_layers, head.draft_vocab_size) == (layers, raw["draft_vocab_size"])
-        stated = SpeculatorsConfig.extract_vllm_speculative_config(raw)
-        assert stated == {
+        config = SpeculatorsConfig.extract_vllm_speculative_config(raw)
+        assert config == {
             "method": "eagle3",
             "num_speculative_tokens": 7,
             **({"parallel_drafting": True} if method == "peagle" else {}),
@@ -87,5 +87,7 @@ def test_the_tokenizer_covers_the_prompts(shapes):
     prompts = [json.loads(line)["prompt"] for line in (shapes / "prompts.jsonl").read_text().splitlines()]
     ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     assert len(ids) == 128
-    assert all(100 <= len(one) <= 250 and 0 not in one for one in ids), "each word is known"
+    assert all(100 <= len(prompt_ids) <= 250 and 0 not in prompt_ids for prompt_ids in ids), (
+        "all words are in the vocabulary"
+    )
     assert tokenizer.decode(ids[0]) == prompts[0]

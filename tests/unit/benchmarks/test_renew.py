@@ -33,7 +33,9 @@ def clone(tmp_path):
 
 
 def test_prices_come_from_the_newest_version(clone):
-    (offer,) = (one for one in packaged_offers() if one.place == "aws us-east-1" and one.instance_type == "c7a.large")
+    (offer,) = (
+        offer for offer in packaged_offers() if offer.place == "aws us-east-1" and offer.instance_type == "c7a.large"
+    )
     (new,), missing = renew([offer], clone)
     assert (new.usd_per_hour_on_demand, new.usd_per_hour_spot, missing) == (0.2, 0.045, [])
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
@@ -44,9 +46,9 @@ def test_prices_come_from_the_newest_version(clone):
 
 def test_offers_that_are_not_in_the_catalogue_stay(clone, tmp_path):
     (tmp_path / "own.csv").write_text("instance_type,vcpus,usd_per_hour_on_demand\nrack-7,64,1.5\n")
-    gone = [one for one in packaged_offers() if one.provider == "aws" and one.instance_type != "c7a.large"]
-    offers = [*gone, *read_offers(tmp_path / "own.csv")]
-    assert renew(offers, clone) == (offers, gone)
+    missing = [offer for offer in packaged_offers() if offer.provider == "aws" and offer.instance_type != "c7a.large"]
+    offers = [*missing, *read_offers(tmp_path / "own.csv")]
+    assert renew(offers, clone) == (offers, missing)
 
 
 def test_the_csv_is_a_price_table(tmp_path):

@@ -80,7 +80,7 @@ def test_the_copied_head_outlives_its_source(tmp_path, target, peagle_home):
 
 def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     before = load_catalog().get("smollm2-135m")
-    added = add_head(shipped_head)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
+    added = add_head(shipped_head)  # its target is HuggingFaceTB/SmolLM2-135M-Instruct, in the catalog as smollm2-135m
     after = load_catalog().get("smollm2-135m")
     assert after == added.card
     assert added.replaced == "smollm2-135m-peagle"
@@ -90,7 +90,7 @@ def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
     assert {row.method for row in cpu if row.max_concurrency} == {"peagle"}
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
-    assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
+    assert add_head(shipped_head).card.speculation == after.speculation  # not repeated for a second head
 
 
 def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):
@@ -108,11 +108,11 @@ def test_a_head_of_another_method_is_added(tmp_path, target):
     assert set(added.card.heads) == {"peagle", "eagle3"}
     assert added.replaced is None
     model = resolve_model("my-llama")
-    auto, former = resolve_drafter("auto", model, 4, platform="cpu"), resolve_drafter("peagle", model, 4)
+    auto, peagle = resolve_drafter("auto", model, 4, platform="cpu"), resolve_drafter("peagle", model, 4)
     assert auto.spec is not None
-    assert former.spec is not None
+    assert peagle.spec is not None
     assert (auto.spec.method, auto.spec.num_speculative_tokens) == ("eagle3", 3)
-    assert former.spec.method == "peagle"
+    assert peagle.spec.method == "peagle"
 
 
 def test_a_card_with_another_name_is_separate(peagle_home, monkeypatch, tmp_path, target, shipped_head):
@@ -124,7 +124,7 @@ def test_a_card_with_another_name_is_separate(peagle_home, monkeypatch, tmp_path
     converted: list[str] = []
     monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: converted.append(name) or target)
     assert resolve_model("mine").name == "mine"
-    assert converted == ["smollm2-135m"]  # one package, two cards
+    assert converted == ["smollm2-135m"]  # both cards use one package
 
 
 @pytest.mark.parametrize("name", ["add", "My Model", "../outside", "-x"])
@@ -149,18 +149,18 @@ def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home,
 
 
 def test_an_unknown_target_must_be_stated(tmp_path):
-    with pytest.raises(DrafterError, match="does not name its target model") as silent:
+    with pytest.raises(DrafterError, match="does not name its target model") as unstated:
         add_head(published_head(tmp_path / "silent"))
-    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
+    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as missing:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
-    assert "--target" in silent.value.hint
-    assert "--target" in gone.value.hint
+    assert "--target" in unstated.value.hint
+    assert "--target" in missing.value.hint
 
 
 def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):
     added = add_head(published_head(tmp_path / "head"), target=str(target))
     unknown = added.card.architecture.model_copy(update={"hidden_size": None})
-    vague = added.card.model_copy(update={"architecture": unknown})
-    monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
+    incomplete = added.card.model_copy(update={"architecture": unknown})
+    monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": incomplete}))
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 8"):
         add_head(shipped_head, target="my-llama")

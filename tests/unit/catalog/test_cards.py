@@ -65,9 +65,9 @@ CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7)
     ],
 )
 def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expected):
-    found = CARD.speculation_for(concurrency, platform)
-    assert found is not None
-    assert (found.method, found.num_speculative_tokens) == expected
+    speculation = CARD.speculation_for(concurrency, platform)
+    assert speculation is not None
+    assert (speculation.method, speculation.num_speculative_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_card_has_the_name_of_its_file(tmp_path):
 
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
-# As the post states them: best P-EAGLE over best EAGLE-3, and over no speculation.
+# From AWS's post: speedups of the best P-EAGLE over the best EAGLE-3, and over no speculation.
 PUBLISHED_GAINS = {
     "HumanEval": ([1.22, 1.15, 1.12], [3.97, 4.17, 3.94]),
     "SPEED-Bench, Code": ([1.41, 1.33, 1.24, 1.07, 1.02], [2.97, 3.12, 2.95, 2.59, 2.13]),
@@ -192,8 +192,8 @@ def published():
     return [(card, table) for card in load_catalog() for table in card.published]
 
 
-@pytest.mark.parametrize(("card", "table"), published(), ids=lambda one: getattr(one, "dataset", ""))
-def test_k_on_the_card_is_the_published_best(card, table):
+@pytest.mark.parametrize(("card", "table"), published(), ids=lambda value: getattr(value, "dataset", ""))
+def test_recommended_k_is_the_best_published(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         advice = card.speculation_for(concurrency, "cuda")
         assert advice is not None
@@ -211,11 +211,11 @@ def test_gains_equal_the_published_ones():
 
 
 def test_jumpstart_deploys_the_head_with_k_of_3():
-    (one,) = load_catalog().get(QWEN).heads["peagle"].deployments
-    assert (one.num_speculative_tokens, one.instance_type) == (3, "ml.g7e.2xlarge")
-    assert "https://aws.amazon.com/blogs/" in one.source
+    (deployment,) = load_catalog().get(QWEN).heads["peagle"].deployments
+    assert (deployment.num_speculative_tokens, deployment.instance_type) == (3, "ml.g7e.2xlarge")
+    assert "https://aws.amazon.com/blogs/" in deployment.source
     with pytest.raises(ValidationError, match="source"):
-        Deployment.model_validate(one.model_dump(exclude={"source"}))
+        Deployment.model_validate(deployment.model_dump(exclude={"source"}))
 
 
 TABLE: dict[str, Any] = {
@@ -228,7 +228,7 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_break_even_by_hand():
+def test_break_even_is_a_ratio_of_step_times():
     assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
 
 

@@ -91,14 +91,14 @@ def break_the_manifest(folder):
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_a_file, break_the_manifest])
 def test_a_damaged_target_is_converted_again(converter, damage):
     folder = ensure_embedded(NAME)
-    ensure_embedded(NAME)  # has noted the files as good
+    ensure_embedded(NAME)  # records the verified files
     damage(folder)
     assert not is_embedded_ready(NAME)
     assert (ensure_embedded(NAME) / "model.safetensors").read_bytes() == GGUF * 100
     assert converter.num_runs == 2
 
 
-def test_a_read_only_target_is_used(converter, monkeypatch):
+def test_a_target_in_a_read_only_folder_is_used(converter, monkeypatch):
     def refuse(path, value):
         raise PermissionError
 

@@ -37,114 +37,114 @@ def files_of(folder):
 
 
 def test_a_folder_is_fetched_once(s3, model):
-    told = []
-    found = find_stored(URL)
-    assert found.fingerprint() == folder_fingerprint(model)
-    assert found.weights_bytes == 256_000 + 70_000
-    folder = fetch(found, weights=True, announce=told.append)
-    assert folder == peagle_home() / "fetched" / f"mine-{found.revision}"
+    messages = []
+    stored = find_stored(URL)
+    assert stored.fingerprint() == folder_fingerprint(model)
+    assert stored.weights_bytes == 256_000 + 70_000
+    folder = fetch(stored, weights=True, announce=messages.append)
+    assert folder == peagle_home() / "fetched" / f"mine-{stored.revision}"
     assert files_of(folder) == files_of(model)
-    assert told[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
-    assert told[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
+    assert messages[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
+    assert messages[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
     num_requests = len(s3.requests)
-    assert ensure_fetched(URL, found.revision, weights=True, announce=told.append) == folder
+    assert ensure_fetched(URL, stored.revision, weights=True, announce=messages.append) == folder
     assert len(s3.requests) == num_requests
 
 
 def test_missing_or_truncated_files_are_fetched_again(s3, model):
-    found = find_stored(URL)
-    folder = fetch(found, weights=True)
+    stored = find_stored(URL)
+    folder = fetch(stored, weights=True)
     (folder / "model-1.safetensors").unlink()
     (folder / "config.json").write_bytes(b"")
-    assert ensure_fetched(URL, found.revision, weights=True, announce=print) == folder
+    assert ensure_fetched(URL, stored.revision, weights=True, announce=print) == folder
     assert files_of(folder) == files_of(model)
 
 
 def test_the_tokenizer_does_not_wait_for_weights(s3, model):
-    found = find_stored(URL)
-    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    stored = find_stored(URL)
+    path = peagle_home() / "fetched" / f".mine-{stored.revision}.weights.lock"
     path.parent.mkdir(parents=True)
     with locked(path):
-        folder = ensure_fetched(URL, found.revision, weights=False, announce=print)
+        folder = ensure_fetched(URL, stored.revision, weights=False, announce=print)
     assert sorted(files_of(folder)) == ["config.json", "empty.txt", "model.safetensors.index.json"]
 
 
 def test_concurrent_processes_fetch_once(s3, model):
-    found = find_stored(URL)
-    told = []
-    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    stored = find_stored(URL)
+    messages = []
+    path = peagle_home() / "fetched" / f".mine-{stored.revision}.weights.lock"
     path.parent.mkdir(parents=True)
-    waits = threading.Event()
+    is_waiting = threading.Event()
 
     def announce(message):
-        told.append(message)
-        waits.set()
+        messages.append(message)
+        is_waiting.set()
 
     with locked(path):
-        other = threading.Thread(target=fetch, args=[found], kwargs={"weights": True, "announce": announce})
+        other = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
         other.start()
-        assert waits.wait(10)
-        assert told == [f"{URL}: waiting for another process of this node that is fetching it"]
+        assert is_waiting.wait(10)
+        assert messages == [f"{URL}: waiting for another process of this node that is fetching it"]
         fetched._fetch(
-            found.at, list(found.files), other_folder := peagle_home() / "fetched" / f"mine-{found.revision}"
+            stored.at, list(stored.files), other_folder := peagle_home() / "fetched" / f"mine-{stored.revision}"
         )
         s3.requests.clear()
     other.join(10)
-    assert told[1:] == []
+    assert messages[1:] == []
     assert s3.requests == []
     assert files_of(other_folder) == files_of(model)
 
 
-@pytest.mark.parametrize("left", [120_500, 100_000, 100, 0])
-def test_a_killed_fetch_resumes(s3, model, monkeypatch, left):
+@pytest.mark.parametrize("num_bytes", [120_500, 100_000, 100, 0])
+def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_bytes):
     monkeypatch.setattr(s3_folder, "_PIECE_BYTES", 50_000)
-    found = find_stored(URL)
-    folder = fetch(found)
-    file = next(file for file in found.files if file.name == "model-1.safetensors")
-    damaged = model.joinpath(file.name).read_bytes()[: left - left % 50_000] + bytes(left % 50_000)
+    stored = find_stored(URL)
+    folder = fetch(stored)
+    file = next(file for file in stored.files if file.name == "model-1.safetensors")
+    damaged = model.joinpath(file.name).read_bytes()[: num_bytes - num_bytes % 50_000] + bytes(num_bytes % 50_000)
     s3_folder.copy_path(file, folder).write_bytes(damaged)
     s3.requests.clear()
-    told = []
-    fetch(found, weights=True, announce=told.append)
+    messages = []
+    fetch(stored, weights=True, announce=messages.append)
     assert files_of(folder) == files_of(model)
-    begun_at = max(0, left - 1) // 50_000
-    assert s3.count("GET", "model-1.safetensors") == 6 - begun_at
-    assert "0.00 GB are already here" in told[0]
+    first_piece = max(0, num_bytes - 1) // 50_000
+    assert s3.count("GET", "model-1.safetensors") == 6 - first_piece
+    assert "0.00 GB are already here" in messages[0]
     assert not list(folder.glob("*.part"))
 
 
 def test_failed_requests_are_retried(s3, model):
-    found = find_stored(URL)
-    for how in (500, "cut", "half"):
-        s3.fail(how, method="GET", path=".safetensors")
-    assert files_of(fetch(found, weights=True)) == files_of(model)
+    stored = find_stored(URL)
+    for fault in (500, "cut", "half"):
+        s3.fail(fault, method="GET", path=".safetensors")
+    assert files_of(fetch(stored, weights=True)) == files_of(model)
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
-    found = find_stored(URL)
+    stored = find_stored(URL)
     at = storage_path(URL) / "model-1.safetensors"
     if change == "replaced":
         write_atomic(at, b"y" * 256_000)
     else:
         at.unlink()
-    for ask in (found.fingerprint, lambda: fetch(found, weights=True)):
+    for read in (stored.fingerprint, lambda: fetch(stored, weights=True)):
         with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
-            ask()
+            read()
     with pytest.raises(CatalogError, match=r"been replaced|missing files"):
-        ensure_fetched(URL, found.revision, weights=True, announce=print)
+        ensure_fetched(URL, stored.revision, weights=True, announce=print)
 
 
 def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
-    found = find_stored(URL)
+    stored = find_stored(URL)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
     with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, but only 0\.00 GB are free") as caught:
-        fetch(found, weights=True)
+        fetch(stored, weights=True)
     assert "PEAGLE_HOME" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("gone", "message"),
+    ("removed", "message"),
     [
         ({"config.json"}, "has no config.json"),
         ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
@@ -152,9 +152,9 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
         (None, "has no files; it has only the folders original"),
     ],
 )
-def test_incomplete_folders_are_refused(s3, model, gone, message):
+def test_incomplete_folders_are_refused(s3, model, removed, message):
     for path in storage_path(URL).iterdir():
-        if gone is None or path.name in gone:
+        if removed is None or path.name in removed:
             path.unlink()
     with pytest.raises(CatalogError, match=message):
         find_stored(URL)

@@ -49,15 +49,15 @@ def test_a_failed_conversion_names_the_weight(tmp_path, peagle_home):
 
 
 def test_a_hub_model_is_read_from_the_cache(target, peagle_home, monkeypatch):
-    asked = []
+    downloads = []
 
     def download(model_id, **options):
-        asked.append((model_id, options["revision"]))
+        downloads.append((model_id, options["revision"]))
         return str(target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     folder = ensure_int8("org/model", "v1")
-    assert asked == [("org/model", "v1")]
+    assert downloads == [("org/model", "v1")]
     assert folder.name.startswith("model-int8-")
 
 
@@ -120,7 +120,7 @@ def test_linear_layers_are_converted(name):
         "model.layers.0.mlp.gate.weight",  # a router
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.kv_b_proj.weight",  # multi-head latent attention takes it apart
+        "model.layers.0.self_attn.kv_b_proj.weight",  # multi-head latent attention splits it
         "model.vision_tower.encoder.layers.0.self_attn.q_proj.weight",
         "visual.layers.0.mlp.up_proj.weight",
         "model.audio_tower.layers.0.self_attn.k_proj.weight",

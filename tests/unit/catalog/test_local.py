@@ -71,14 +71,14 @@ def test_a_node_fetches_target_and_head_once(s3, tmp_path, capfd):
     drafter = resolve_drafter("s3://bucket/heads/mine", model, 1)
     assert (drafter.name, drafter.fingerprint) == ("mine", folder_fingerprint(head))
     spec = EngineSpec(model=model.path, revision=model.revision, drafter=drafter.spec)
-    here = fetched_spec(spec)
-    assert here.drafter is not None
-    for path, source in ((here.model, target), (here.drafter.model, head)):
+    fetched = fetched_spec(spec)
+    assert fetched.drafter is not None
+    for path, source in ((fetched.model, target), (fetched.drafter.model, head)):
         assert folder_fingerprint(Path(path)) == folder_fingerprint(source)
-    assert (here.revision, here.drafter.revision, here.commits) == (None, None, {})
+    assert (fetched.revision, fetched.drafter.revision, fetched.commits) == (None, None, {})
     assert "fetching s3://bucket/models/mine" in capfd.readouterr().err
     num_requests = len(s3.requests)
-    assert fetched_spec(spec) == fetched_spec(here) == here
+    assert fetched_spec(spec) == fetched_spec(fetched) == fetched
     assert len(s3.requests) == num_requests
 
 
@@ -92,8 +92,8 @@ def test_a_target_replaced_during_a_run_is_an_error(s3, target):
     assert local_spec(replace(spec, revision=None)).model != model.path
 
 
-def test_a_tokenizer_in_a_store_needs_no_weights(s3, speaking_target):
-    upload(speaking_target, "models/mine")
+def test_a_tokenizer_in_a_store_needs_no_weights(s3, chat_target):
+    upload(chat_target, "models/mine")
     revision = resolve_model("s3://bucket/models/mine").revision
     try:
         assert tokenizer_of("s3://bucket/models/mine", revision).chat_template
@@ -106,10 +106,10 @@ def test_a_tokenizer_in_a_store_needs_no_weights(s3, speaking_target):
 
 def test_fetched_model_has_the_weights(s3, target):
     upload(target, "models/mine")
-    told = []
-    model = fetched_model(resolve_model("s3://bucket/models/mine"), told.append)
+    messages = []
+    model = fetched_model(resolve_model("s3://bucket/models/mine"), messages.append)
     assert (model.revision, folder_fingerprint(Path(model.path))) == (None, model.fingerprint)
-    assert told
+    assert messages
     shutil.rmtree(model.path)
     local = resolve_model(str(target))
-    assert fetched_model(local, told.append) is local
+    assert fetched_model(local, messages.append) is local

@@ -66,10 +66,10 @@ def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
     save_file(tensors | quantised, shipped / "model.safetensors")
     (shipped / "config.json").write_text(json.dumps(config | {"quantization_config": {"format": "float-quantized"}}))
     whole = whole_head(shipped)
-    made = load_file(whole / "model.safetensors")
-    assert set(made) == {"fc.weight", "lm_head.weight", "d2t"}
-    assert made["fc.weight"].dtype == torch.bfloat16
-    assert made["fc.weight"].tolist() == [[0.5, -2.0], [448.0, 15.0]]
+    completed = load_file(whole / "model.safetensors")
+    assert set(completed) == {"fc.weight", "lm_head.weight", "d2t"}
+    assert completed["fc.weight"].dtype == torch.bfloat16
+    assert completed["fc.weight"].tolist() == [[0.5, -2.0], [448.0, 15.0]]
     assert json.loads((whole / "config.json").read_text()) == config
 
 

@@ -93,7 +93,7 @@ def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     assert local_path("org/model") == "org/model"
 
 
-def test_a_folder_resolves_to_itself(tmp_path, monkeypatch):
+def test_a_model_folder_is_resolved(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "mine", quantization_config={"quant_method": "compressed-tensors"})
     monkeypatch.chdir(tmp_path)
     for name in (str(folder), "mine", "./mine"):

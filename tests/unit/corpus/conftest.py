@@ -9,7 +9,7 @@ import pytest
 def compress(data, suffix):
     if suffix == ".gz":
         half = len(data) // 2
-        return gzip.compress(data[:half]) + gzip.compress(data[half:])  # as `cat a.gz b.gz` makes it
+        return gzip.compress(data[:half]) + gzip.compress(data[half:])  # two members, like `cat a.gz b.gz`
     if suffix == ".zst":
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, "zstd") as stream:

@@ -23,7 +23,7 @@ def test_auto_rows_per_unit(rows, engines, expected):
 def test_cut_covers_all_rows(rows, engines, seqs):
     cut = auto_cut(rows, engines, seqs)
     assert sum(sizes_of(cut, rows)) == rows
-    assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first is what was left of the corpus
+    assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first has the remainder
     assert all(size <= cut.rows_per_unit for size in cut.small)
     assert sum(cut.small) <= rows
 
@@ -32,9 +32,9 @@ def test_small_units_keep_an_engine_full():
     cut = auto_cut(10**6, 4, 256)
     assert (cut.rows_per_unit, cut.small[-1]) == (256, 32)
     assert calls_per_engine(cut, 256) * cut.small[-1] == 3 * 256 + 32
-    # Each is at most a third of an even share of the rows from it on among what four engines can have in flight.
-    left = itertools.accumulate(reversed(cut.small))
-    assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), left, strict=True))
+    # Each is at most a third of an even share: the remaining rows, divided by what four engines can have in flight.
+    remaining = itertools.accumulate(reversed(cut.small))
+    assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), remaining, strict=True))
 
 
 def test_rows_beyond_enough_rows_make_no_difference():

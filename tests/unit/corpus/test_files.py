@@ -18,20 +18,22 @@ from peagle.errors import InputError
 from peagle.storage import s3_client
 
 
-def found(uri, input_format="auto"):
+def discovered(uri, input_format="auto"):
     return [(Path(file.path).name, file.format) for file in discover(str(uri), input_format)]
 
 
 def test_discover_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
-    everything = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
-    assert found(tmp_path) == everything
-    assert found(tmp_path / "a.jsonl") == everything[:1]
-    assert found(tmp_path / "*js*") == everything[:2]
-    assert found(tmp_path, "csv") == [("c.csv.zst", "csv")]
-    assert found(tmp_path, "text") == [("notes.txt", "text")]
-    assert found(tmp_path, "openai-batch") == [(name, "openai-batch") for name, kind in everything if kind == "jsonl"]
+    all_files = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
+    assert discovered(tmp_path) == all_files
+    assert discovered(tmp_path / "a.jsonl") == all_files[:1]
+    assert discovered(tmp_path / "*js*") == all_files[:2]
+    assert discovered(tmp_path, "csv") == [("c.csv.zst", "csv")]
+    assert discovered(tmp_path, "text") == [("notes.txt", "text")]
+    assert discovered(tmp_path, "openai-batch") == [
+        (name, "openai-batch") for name, kind in all_files if kind == "jsonl"
+    ]
 
 
 def test_suffixes_are_not_case_sensitive(write, tmp_path):
@@ -42,8 +44,8 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
     write("a.JsonL.Zst", pa.compress(b'{"prompt": "a"}\n', codec="zstd", asbytes=True))
     write("E.TXT", b"e\n")
     kinds = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
-    assert found(tmp_path) == list(kinds.items())
-    assert found(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
+    assert discovered(tmp_path) == list(kinds.items())
+    assert discovered(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
     rows = corpus.read_all(discover(str(tmp_path)))
     assert [row["prompt"] for row in rows] == ["b", "a", "c", "d"]
 
@@ -69,9 +71,9 @@ UNKNOWN = (
 def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, notes):
     for name in names:
         write(name, b"x")
-    said = []
-    assert len(discover(str(tmp_path), input_format, announce=said.append)) == 1
-    assert [note.replace(str(tmp_path), "FOLDER") for note in said] == [f"input FOLDER: {note}" for note in notes]
+    announced = []
+    assert len(discover(str(tmp_path), input_format, announce=announced.append)) == 1
+    assert [note.replace(str(tmp_path), "FOLDER") for note in announced] == [f"input FOLDER: {note}" for note in notes]
 
 
 def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
@@ -138,11 +140,11 @@ def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
 def test_folder_of_text_files(write, tmp_path):
     write("a.txt", b"x")
     write("b.txt.gz", b"y")
-    assert found(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
+    assert discovered(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
 
 
 def test_input_format_overrides_suffix(write):
-    assert found(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
+    assert discovered(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def bucket(monkeypatch):
     store.store, store.pseudo_dirs = {}, [""]
 
     class Store:
-        """Paths without a leading slash, like s3fs."""
+        """Returns paths without a leading slash, like s3fs."""
 
         def glob(self, uri, detail):
             return {k: self._bare(v) for k, v in store.glob(self._path(uri), detail=True).items()}
@@ -186,11 +188,11 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
     bucket("prompts/a.parquet", path.read_bytes())
-    on_disk, in_store = (
+    disk_fingerprint, s3_fingerprint = (
         corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
         for uri in (str(path), "s3://prompts/a.parquet")
     )
-    assert in_store == on_disk
+    assert s3_fingerprint == disk_fingerprint
 
 
 def test_s3_files_folders_and_globs(bucket):
@@ -214,9 +216,9 @@ def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
 def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
-    said = []
-    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=said.append)
-    assert said == [
+    announced = []
+    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=announced.append)
+    assert announced == [
         f"input s3://prompts/set: b.json {UNKNOWN}",
         "input s3://prompts/set: y=1/ ignored: subfolders need a glob such as 's3://prompts/set/**/*.parquet'",
     ]
@@ -253,7 +255,7 @@ def _socket(path):
         listener.bind(str(path))
 
 
-THINGS = [
+SPECIAL_FILES = [
     (_pipe, r"a named pipe(.|\n)*prompts\.jsonl"),
     (_socket, "a socket"),
     (lambda path: path.symlink_to("/dev/null"), "a device"),
@@ -263,7 +265,9 @@ THINGS = [
 
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", ""])
-@pytest.mark.parametrize(("make", "message"), THINGS, ids=["pipe", "socket", "device", "broken link", "link to itself"])
+@pytest.mark.parametrize(
+    ("make", "message"), SPECIAL_FILES, ids=["pipe", "socket", "device", "broken link", "link to itself"]
+)
 def test_special_files_are_refused(tmp_path, make, message, pattern):
     make(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"x")
@@ -303,7 +307,7 @@ MARKERS = (
 def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
     for name in ("part-0.jsonl", "_part-1.jsonl", *MARKERS):
         write(f"out/{name}", b"x")
-    assert found(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
+    assert discovered(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +327,7 @@ def test_folder_objects_are_skipped(s3, folder_objects, uri):
         put(Key=name, Body=b"")
     put(Key="data/sub/deep/readme", Body=b"x")
     put(Key="data/a.jsonl", Body=b"x")
-    if uri.endswith("data*"):  # the glob matches no object but the one below
+    if uri.endswith("data*"):  # the glob matches only this object
         put(Key="data.csv", Body=b"x")
         assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
     elif "**" in uri:

@@ -17,8 +17,8 @@ def scan(path, **keys):
 
 
 @pytest.fixture
-def edited(tmp_path):
-    """A file, and the same with one character changed in its middle; length and footer are equal."""
+def file_and_edited_copy(tmp_path):
+    """A file, and a copy with one different character in the middle; length and footer are equal."""
     prompts = [f"{n:06d} a prompt of some length" for n in range(5000)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "a.parquet", compression="none", use_dictionary=False)
     data = (tmp_path / "a.parquet").read_bytes()
@@ -26,8 +26,8 @@ def edited(tmp_path):
     return tmp_path / "a.parquet", tmp_path / "b.parquet"
 
 
-def test_fingerprint_covers_every_byte(edited):
-    before, after = edited
+def test_fingerprint_covers_every_byte(file_and_edited_copy):
+    before, after = file_and_edited_copy
     assert before.stat().st_size == after.stat().st_size
     assert pq.read_metadata(before).equals(pq.read_metadata(after))
     assert pq.read_table(before) != pq.read_table(after)
@@ -35,8 +35,8 @@ def test_fingerprint_covers_every_byte(edited):
     assert scan(before)[2] == scan(before, like=scan(after)[2])[2]
 
 
-def test_older_fingerprints_can_be_compared(edited):
-    path, _ = edited
+def test_older_fingerprints_can_be_compared(file_and_edited_copy):
+    path, _ = file_and_edited_copy
     data = path.read_bytes()
     older = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
     assert scan(path, like=older)[2] == older
@@ -53,7 +53,7 @@ def test_parquet_spans_can_be_read_in_any_order(tmp_path, row_group_size):
 
 
 def latin_1(texts):
-    """Text that is not UTF-8, which Arrow accepts unchecked."""
+    """An array of text that is not UTF-8; Arrow does not check it."""
     array = pa.array([text.encode("latin-1") for text in texts])
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
@@ -132,7 +132,7 @@ def test_nanosecond_times_are_refused_if_they_would_be_rounded(tmp_path, nested)
 
 YEAR_9999, YEAR_1 = datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999), datetime.datetime(1, 1, 1)
 NESTED = {
-    "by itself": lambda array: array,
+    "plain": lambda array: array,
     "in structs": lambda array: pa.StructArray.from_arrays([array], names=["t"]),
     "in lists": lambda array: pa.ListArray.from_arrays(pa.array(range(len(array) + 1)), array),
     "in maps": lambda array: pa.MapArray.from_arrays(pa.array(range(len(array) + 1)), ["k"] * len(array), array),
@@ -158,6 +158,6 @@ def test_int96_timestamps_are_exact_in_all_years(tmp_path, nest):
 
 def test_int96_timestamps_keep_nanoseconds(tmp_path):
     near = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
-    write_int96(tmp_path / "a.parquet", NESTED["by itself"], near)
+    write_int96(tmp_path / "a.parquet", NESTED["plain"], near)
     spans, schema, _ = scan(tmp_path)
     assert to_table(list(corpus.read(spans[0])), schema).column("at").combine_chunks().equals(near)

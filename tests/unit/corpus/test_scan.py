@@ -95,11 +95,11 @@ def test_limit_within_a_file(tmp_path):
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
-    one = write_lines(tmp_path / "a.jsonl", [{"n": 1}])
+    original = write_lines(tmp_path / "a.jsonl", [{"n": 1}])
     same = write_lines(tmp_path / "b.jsonl", [{"n": 1}])
     other = write_lines(tmp_path / "c.jsonl", [{"n": 2}])
-    prints = [scan([file], 10, None)[2] for file in (one, same, other)]
-    assert prints[0] == prints[1] != prints[2]
+    fingerprints = [scan([file], 10, None)[2] for file in (original, same, other)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def test_file_changed_after_planning(tmp_path):

@@ -20,7 +20,7 @@ def write_lines(path, rows):
     return path
 
 
-def stored(*paths):
+def round_trip(*paths):
     """Return the rows of a corpus after a round trip through a unit's file."""
     kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
@@ -49,18 +49,18 @@ def deep_object(levels, value=1):
 )
 def test_values_unsupported_by_parquet_become_text(tmp_path, value):
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "p", "x": value}, {"prompt": "p", "x": None}])
-    first, second = stored(file)
+    first, second = round_trip(file)
     assert (json.loads(first["x"]), second["x"]) == (value, None)
 
 
 def test_empty_object_keeps_type(tmp_path):
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([{}, {"a": 1}])]
-    assert [row["x"] for row in stored(*files)] == [{"a": None}, {"a": 1}]
+    assert [row["x"] for row in round_trip(*files)] == [{"a": None}, {"a": 1}]
 
 
 def test_nan_and_infinity_are_preserved(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"x": float("nan"), "y": float("-inf")}, {"x": "t", "y": 0.0}, {"x": []}])
-    rows = stored(file)
+    rows = round_trip(file)
     assert [row["x"] for row in rows] == ["NaN", "t", "[]"]
     assert [row["y"] for row in rows] == [float("-inf"), 0.0, None]
 
@@ -81,13 +81,13 @@ BIG = 2**60 + 1
     ],
     ids=str,
 )
-@pytest.mark.parametrize("apart", [False, True])
-def test_large_integers_are_never_rounded(tmp_path, early, late, expected, apart):
-    if apart:
+@pytest.mark.parametrize("in_two_files", [False, True])
+def test_large_integers_are_never_rounded(tmp_path, early, late, expected, in_two_files):
+    if in_two_files:
         files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([early, late])]
     else:
         files = [write_lines(tmp_path / "a.jsonl", [{"x": early}, *[{"x": None}] * 5000, {"x": late}])]
-    rows = stored(*files)
+    rows = round_trip(*files)
     assert (rows[0]["x"], rows[-1]["x"]) == expected
 
 
@@ -95,7 +95,7 @@ NEVER = datetime.datetime(9999, 12, 31)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("first", "second", "expected"),
     [
         (pa.array([Decimal("1.50")]), pa.array([1.25]), ['"1.50"', "1.25"]),
         (pa.array([Decimal("1.50")]), pa.array(["x"]), ['"1.50"', "x"]),
@@ -116,24 +116,24 @@ NEVER = datetime.datetime(9999, 12, 31)
     ],
     ids=str,
 )
-def test_conflicting_parquet_types_lose_nothing(tmp_path, one, other, expected):
+def test_conflicting_parquet_types_lose_nothing(tmp_path, first, second, expected):
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
-    for file, values in zip(files, (one, other), strict=True):
+    for file, values in zip(files, (first, second), strict=True):
         pq.write_table(pa.table({"prompt": ["p"], "x": values}), file)
-    assert [row["x"] for row in stored(*files)] == expected
+    assert [row["x"] for row in round_trip(*files)] == expected
 
 
 def test_missing_required_column_is_null(tmp_path):
     required = pa.schema([pa.field("prompt", pa.string()), pa.field("x", pa.int64(), nullable=False)])
     pq.write_table(pa.table({"prompt": ["p"], "x": [1]}, required), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["q"]}), tmp_path / "b.parquet")
-    assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == [1, None]
+    assert [row["x"] for row in round_trip(tmp_path / "a.parquet", tmp_path / "b.parquet")] == [1, None]
 
 
 def test_parquet_without_statistics(tmp_path):
     for name, values in (("a", [3]), ("b", [1.5])):
         pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet", write_statistics=False)
-    assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]
+    assert [row["x"] for row in round_trip(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
@@ -142,4 +142,4 @@ def test_too_deep_row_is_invalid(tmp_path, opening, levels):
     closing = "]" if opening == "[" else "}"
     file = tmp_path / "a.jsonl"
     file.write_text('{"x": "p"}\n{"x": ' + opening * levels + "1" + closing * levels + "}\n")
-    assert stored(file) == [{"x": "p"}, {"x": None}]
+    assert round_trip(file) == [{"x": "p"}, {"x": None}]

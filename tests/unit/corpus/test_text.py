@@ -25,9 +25,9 @@ def test_spans_can_be_read_in_any_order(write, suffix, rows_per_span):
     data = b"".join(json.dumps({"n": n, "text": "x" * (n % 50)}).encode() + b"\n" for n in range(200))
     spans, schema, fingerprint = scan(write(f"a.jsonl{suffix}", data), rows_per_span)
     assert [row.columns["n"] for row in rows_of(spans)] == list(range(200))
-    for some in (spans[::-1][:5], spans[::3]):
-        expected = [n for span in some for n in range(span.first_row, span.first_row + span.num_rows)]
-        assert [row.columns["n"] for row in rows_of(some)] == expected
+    for chosen in (spans[::-1][:5], spans[::3]):
+        expected = [n for span in chosen for n in range(span.first_row, span.first_row + span.num_rows)]
+        assert [row.columns["n"] for row in rows_of(chosen)] == expected
     assert schema.names == ["n", "text"]
     assert fingerprint == scan(write("plain.jsonl", data), rows_per_span)[2]
 

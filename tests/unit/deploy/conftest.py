@@ -7,9 +7,9 @@ from jobs.deploying import read_workload
 def workload(tmp_path):
     """Return the workload of a configuration, in a file called team.yaml."""
 
-    def workload(text):
+    def read(text):
         path = tmp_path / "team.yaml"
         path.write_text(text)
         return read_workload(path, None, max_name_length=50)
 
-    return workload
+    return read

@@ -31,26 +31,26 @@ POD_OPTIONS = PodOptions(
 )
 
 
-def made(path, pods=POD_OPTIONS, **options):
+def make_objects(path, pods=POD_OPTIONS, **options):
     workload = read_workload(path, None, max_name_length=MAX_NAME_LENGTH)
     return manifests(workload, KubeRayOptions(pods=pods, env=ENVIRONMENT, **options))
 
 
 def job(**options):
-    return made(ROOT / "examples/job.yaml", **options)
+    return make_objects(ROOT / "examples/job.yaml", **options)
 
 
 def service(**options):
-    return made(ROOT / "examples/serve.yaml", **options)
+    return make_objects(ROOT / "examples/serve.yaml", **options)
 
 
-def check(one):
-    jsonschema.validate(one, {"$ref": f"#/$defs/{one['kind']}", "$defs": CRDS["$defs"]})
+def validate(item):
+    jsonschema.validate(item, {"$ref": f"#/$defs/{item['kind']}", "$defs": CRDS["$defs"]})
 
 
 def test_objects_match_kuberay_schemas():
-    for one in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
-        check(one)
+    for item in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
+        validate(item)
 
 
 def pods(cluster):
@@ -59,8 +59,8 @@ def pods(cluster):
 
 
 def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
-    config, one = job()
-    cluster = one["spec"]["rayClusterSpec"]
+    config, ray_job = job()
+    cluster = ray_job["spec"]["rayClusterSpec"]
     head, worker = pods(cluster)
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
     assert flags.load_file(GenerateConfig, tmp_path / "job.yaml") == flags.load_file(
@@ -72,7 +72,7 @@ def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
     assert worker["containers"][0]["resources"]["limits"] == {"cpu": "172", "memory": "1740Gi", "nvidia.com/gpu": "8"}
     assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
     assert worker["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
-    assert one["spec"]["shutdownAfterJobFinishes"] is True
+    assert ray_job["spec"]["shutdownAfterJobFinishes"] is True
 
 
 def test_pods_have_shared_memory_volume_and_few_privileges():
@@ -83,19 +83,19 @@ def test_pods_have_shared_memory_volume_and_few_privileges():
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert volumes[mounts["/mnt/peagle"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
         homes = {"HF_HOME": "/mnt/peagle/huggingface", "PEAGLE_HOME": "/mnt/peagle/home"}
-        assert homes.items() <= {one["name"]: one["value"] for one in container["env"]}.items()
+        assert homes.items() <= {variable["name"]: variable["value"] for variable in container["env"]}.items()
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_secrets_are_referenced_but_not_written(tmp_path):
-    for one in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
-        assert one["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
-        assert pods(one)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
+    for cluster in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
+        assert cluster["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
+        assert pods(cluster)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
-    told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
-    assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
-    assert all("-n team" in command for command in told)
+    commands = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
+    assert [command.split()[6] for command in commands] == ["peagle-ray", "peagle-keys", "peagle-aws"]
+    assert all("-n team" in command for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -109,22 +109,22 @@ def test_spot_market_selects_spot_nodes(tmp_path, machine, labels, taints):
     path = tmp_path / "run.yaml"
     text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {machine}\nmarket: "
     path.write_text(text + "spot\n")
-    worker = pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
+    worker = pods(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
     required = worker["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert {term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]} == labels
-    assert {one["key"] for one in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
+    assert {toleration["key"] for toleration in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
     path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if machine.startswith("p5") else "us-east4\n"))
-    assert "affinity" not in pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
+    assert "affinity" not in pods(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
 
 
-def test_ray_version_is_the_installed_one():
+def test_ray_version_is_the_installed_version():
     assert job()[1]["spec"]["rayClusterSpec"]["rayVersion"] == ray.__version__
 
 
 def test_engine_range_enables_autoscaling(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\nengines: 1:4\n")
-    cluster = made(path)[1]["spec"]["rayClusterSpec"]
+    cluster = make_objects(path)[1]["spec"]["rayClusterSpec"]
     group = cluster["workerGroupSpecs"][0]
     assert (cluster["enableInTreeAutoscaling"], group["minReplicas"], group["maxReplicas"]) == (True, 1, 4)
 
@@ -139,27 +139,27 @@ def test_scheduled_run_writes_to_its_own_folder():
 
 
 def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
-    (one,) = service()
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(one["spec"]["serveConfigV2"]))
+    (ray_service,) = service()
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(ray_service["spec"]["serveConfigV2"]))
     (application,) = schema.applications
     config = ServeConfig(**application.args)
     assert [model.served_name for model in config.served] == ["coder", "coder-plain"]
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
-    head, worker = pods(one["spec"]["rayClusterConfig"])
-    assert "ports" not in head["containers"][0]  # else KubeRay's Service would have none of the others
-    for spec in (head, worker):  # the ingress may land on any of them
+    head, worker = pods(ray_service["spec"]["rayClusterConfig"])
+    assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would have no other ports
+    for spec in (head, worker):  # the ingress may run on either
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
-        env = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
+        env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
-    group = one["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    group = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (group["minReplicas"], group["maxReplicas"]) == (4, 4)
     assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "15"]
     assert head["terminationGracePeriodSeconds"] > 15
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("instance_type: g7e.2xlarge\n", "the configuration has no keys"),
         ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress has the certificate"),
@@ -170,22 +170,22 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
         ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: a local path"),
     ],
 )
-def test_local_paths_and_missing_keys_are_refused(tmp_path, text, said):
+def test_local_paths_and_missing_keys_are_refused(tmp_path, text, message):
     (tmp_path / "some.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        made(tmp_path / "some.yaml")
+    with pytest.raises(ConfigError, match=message):
+        make_objects(tmp_path / "some.yaml")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"retries": -1}, "must be 0 or more"),
         ({"time_zone": "Etc/UTC"}, "--time-zone requires --schedule"),
         ({"schedule": "nightly"}, "cron needs five fields"),
     ],
 )
-def test_invalid_options_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         job(**options)
     assert job(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="--schedule is for bulk runs"):
@@ -194,13 +194,13 @@ def test_invalid_options_are_refused(options, said):
 
 @pytest.fixture
 def scripts(tmp_path):
-    """Run the scripts of a job with replaced commands; each call is a line of `calls`."""
+    """Start a script of a job with replaced commands; `calls` returns their calls."""
     data = job(schedule="0 2 * * *")[0]["data"]
     folder = tmp_path / "bin"
     folder.mkdir()
     calls = tmp_path / "calls"
 
-    def stand_in(name, body):
+    def replace_command(name, body):
         path = folder / name
         path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -208,8 +208,8 @@ def scripts(tmp_path):
     for name in ("run.sh", "stop.sh"):
         text = data[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
         (tmp_path / name).write_text(text)
-    stand_in("ray", "")
-    stand_in("sleep", "/bin/sleep 0.1")
+    replace_command("ray", "")
+    replace_command("sleep", "/bin/sleep 0.1")
     env = {
         "PATH": f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin",
         "RAY_CLUSTER_NAME": "job-29400000-x7k2p",
@@ -217,7 +217,7 @@ def scripts(tmp_path):
 
     def start(name, peagle=None):
         if peagle is not None:
-            stand_in("peagle", peagle)
+            replace_command("peagle", peagle)
         return subprocess.Popen(["sh", str(tmp_path / name)], env=env)
 
     start.calls = lambda: calls.read_text().splitlines() if calls.exists() else []

@@ -12,17 +12,17 @@ MODEL = "qwen3-coder-30b-a3b-instruct"
 
 
 def offer(instance_type: str) -> Offer:
-    found = PriceTable.load().offer(instance_type)
-    assert found is not None
-    return found
+    offer_of_type = PriceTable.load().offer(instance_type)
+    assert offer_of_type is not None
+    return offer_of_type
 
 
-def keys(**more: object) -> TargetOptions:
-    return TargetOptions.model_validate({"model": MODEL, **more})
+def keys(**options: object) -> TargetOptions:
+    return TargetOptions.model_validate({"model": MODEL, **options})
 
 
 @pytest.mark.parametrize(
-    ("instance_type", "more", "says"),
+    ("instance_type", "options", "message"),
     [
         ("g6.xlarge", {}, r"g6\.xlarge: .*weights 28\.4.*1 x L4 at 90%"),
         ("g5.xlarge", {}, r"weights 56\.8.*1 x A10G"),  # Ampere has no FP8
@@ -31,9 +31,9 @@ def keys(**more: object) -> TargetOptions:
         ("c7a.large", {}, r"are 56\.8 GiB, and c7a\.large has 4 GiB of memory and no accelerator"),
     ],
 )
-def test_too_small_machine_is_refused(instance_type: str, more: dict[str, object], says: str) -> None:
-    with pytest.raises(CapacityError, match=says) as refused:
-        require_room(offer(instance_type), keys(**more))
+def test_too_small_machine_is_refused(instance_type: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(CapacityError, match=message) as refused:
+        require_room(offer(instance_type), keys(**options))
     assert "name a larger instance type" in refused.value.hint
 
 
@@ -43,21 +43,23 @@ def test_unsupported_precision_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instance_type", "more"),
+    ("instance_type", "options"),
     [
         ("g7e.2xlarge", {}),
-        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two of them is said elsewhere
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two is checked elsewhere
         ("g6.xlarge", {"model": "org/nobody-knows"}),
         ("c7a.large", {"model": "smollm2-135m"}),
     ],
 )
-def test_large_enough_or_unknown_machine_passes(instance_type: str, more: dict[str, object]) -> None:
-    require_room(offer(instance_type), keys(**more))
+def test_large_enough_or_unknown_machine_passes(instance_type: str, options: dict[str, object]) -> None:
+    require_room(offer(instance_type), keys(**options))
 
 
 def test_unknown_accelerator_passes() -> None:
-    strange = Offer(instance_type="x", accelerator="T9", num_accelerators=1, num_vcpus=4, usd_per_hour_on_demand=1.0)
-    require_room(strange, keys())
+    unknown_accelerator = Offer(
+        instance_type="x", accelerator="T9", num_accelerators=1, num_vcpus=4, usd_per_hour_on_demand=1.0
+    )
+    require_room(unknown_accelerator, keys())
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,20 @@ def card_of(name: str) -> ModelCard:
     return load_catalog().get(name)
 
 
-def drafting(found: Preset) -> dict[str, object]:
-    config: dict[str, object] = json.loads(found.variables[VARIABLE])
+def drafting(resolved: Preset) -> dict[str, object]:
+    config: dict[str, object] = json.loads(resolved.variables[VARIABLE])
     return config
 
 
 def test_preset_uses_published_deployment() -> None:
-    found = preset(card_of("qwen3-coder-30b-a3b-instruct"))
-    assert drafting(found) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
-    assert found.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
-    assert "K=3: SageMaker JumpStart (its walk-through), ml.g7e.2xlarge [AWS machine learning blog" in found.drafter
-    assert found.uploads == []
+    resolved = preset(card_of("qwen3-coder-30b-a3b-instruct"))
+    assert drafting(resolved) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
+    assert resolved.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+    assert "K=3: SageMaker JumpStart (its walk-through), ml.g7e.2xlarge [AWS machine learning blog" in resolved.drafter
+    assert resolved.uploads == []
 
 
-def test_preset_for_a_concurrency_uses_the_cards_advice() -> None:
+def test_preset_for_a_concurrency_uses_the_recommended_k() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     assert drafting(preset(card, concurrency=128))["num_speculative_tokens"] == 7
     assert "up to 128 concurrent requests" in preset(card, concurrency=128).drafter
@@ -45,71 +45,76 @@ def test_preset_for_a_concurrency_uses_the_cards_advice() -> None:
 
 def test_preset_prefers_deployment_on_same_instance_type() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
-    (one,) = card.heads["peagle"].deployments
-    other = one.model_copy(update={"instance_type": "ml.p6-b200.48xlarge", "num_speculative_tokens": 11})
-    head = card.heads["peagle"].model_copy(update={"deployments": [one, other]})
+    (published,) = card.heads["peagle"].deployments
+    other = published.model_copy(update={"instance_type": "ml.p6-b200.48xlarge", "num_speculative_tokens": 11})
+    head = card.heads["peagle"].model_copy(update={"deployments": [published, other]})
     card = card.model_copy(update={"heads": {"peagle": head}})
     assert drafting(preset(card))["num_speculative_tokens"] == 3
     assert drafting(preset(card, instance_type="ml.p6-b200.48xlarge"))["num_speculative_tokens"] == 11
 
 
 def test_preset_without_head_explains_why() -> None:
-    found = preset(card_of("gemma-4-31b-it"))
-    assert list(found.variables) == ["SM_VLLM_MODEL"]
-    assert found.drafter == "none, because nothing was measured or published"
+    resolved = preset(card_of("gemma-4-31b-it"))
+    assert list(resolved.variables) == ["SM_VLLM_MODEL"]
+    assert resolved.drafter == "none, because nothing was measured or published"
 
 
 def test_preset_lists_local_folders_to_upload(tmp_path: Path) -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     source = card.source.model_copy(update={"kind": "folder", "id": str(tmp_path / "mine")})
     head = card.heads["peagle"].model_copy(update={"kind": "folder", "id": str(tmp_path / "head")})
-    found = preset(card.model_copy(update={"source": source, "heads": {"peagle": head}}))
-    assert found.variables["SM_VLLM_MODEL"] == "/opt/ml/model"
-    assert drafting(found) == PUBLISHED | {"model": "/opt/ml/additional-model-data-sources/eagle"}
-    assert found.uploads == [
+    resolved = preset(card.model_copy(update={"source": source, "heads": {"peagle": head}}))
+    assert resolved.variables["SM_VLLM_MODEL"] == "/opt/ml/model"
+    assert drafting(resolved) == PUBLISHED | {"model": "/opt/ml/additional-model-data-sources/eagle"}
+    assert resolved.uploads == [
         (tmp_path / "mine", Path("/opt/ml/model")),
         (tmp_path / "head", Path("/opt/ml/additional-model-data-sources/eagle")),
     ]
 
 
 def test_embedded_model_comes_from_hub_and_its_head_is_uploaded(shipped_head: Path) -> None:
-    found = preset(card_of("smollm2-135m"))
-    assert found.variables["SM_VLLM_MODEL"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    ((folder, _),) = found.uploads
+    resolved = preset(card_of("smollm2-135m"))
+    assert resolved.variables["SM_VLLM_MODEL"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ((folder, _),) = resolved.uploads
     assert (folder / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_own_container_reads_every_preset(name: str) -> None:
-    found = preset(card_of(name))
-    keys, drafter = serve_keys(found.variables), drafting(found) if VARIABLE in found.variables else {}
-    assert keys["model"] == found.variables["SM_VLLM_MODEL"]
+    resolved = preset(card_of(name))
+    keys, drafter = serve_keys(resolved.variables), drafting(resolved) if VARIABLE in resolved.variables else {}
+    assert keys["model"] == resolved.variables["SM_VLLM_MODEL"]
     assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
 
-def requested(found: Preset | None = None, **keys: Any) -> Requests:
+def make_test_requests(resolved: Preset | None = None, **keys: Any) -> Requests:
     has = {f"has_{name}": keys.get(name) is not None for name in ("model_data", "head_data")}
-    return make_requests(card_of(MODEL), SageMakerOptions(**NEEDED | keys), found or preset(card_of(MODEL), **has))
+    return make_requests(card_of(MODEL), SageMakerOptions(**NEEDED | keys), resolved or preset(card_of(MODEL), **has))
 
 
 def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
-    made = requested()
-    assert made.name == "qwen3-coder-30b-a3b-instruct"
-    container = made.model["PrimaryContainer"]
-    assert (container["Image"], made.model["ExecutionRoleArn"]) == (IMAGE, NEEDED["role"])
+    created = make_test_requests()
+    assert created.name == "qwen3-coder-30b-a3b-instruct"
+    container = created.model["PrimaryContainer"]
+    assert (container["Image"], created.model["ExecutionRoleArn"]) == (IMAGE, NEEDED["role"])
     variables = container["Environment"]
     assert variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
     assert '"num_speculative_tokens": 3' in variables[VARIABLE]
     assert (variables["PEAGLE_SAGEMAKER"], variables["PEAGLE_USD_PER_HOUR"]) == ("true", "3.36312")
-    (variant,) = made.endpoint_config["ProductionVariants"]
+    (variant,) = created.endpoint_config["ProductionVariants"]
     assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g7e.2xlarge", 1)
-    assert variant["ModelName"] == made.endpoint["EndpointName"] == made.endpoint["EndpointConfigName"] == made.name
-    assert made.price.startswith("EC2's price of g7e.2xlarge")
+    assert (
+        variant["ModelName"]
+        == created.endpoint["EndpointName"]
+        == created.endpoint["EndpointConfigName"]
+        == created.name
+    )
+    assert created.price.startswith("EC2's price of g7e.2xlarge")
 
 
 def test_s3_data_is_mounted_for_the_container() -> None:
-    made = requested(model_data="s3://b/model", head_data="s3://b/head/")
-    container = made.model["PrimaryContainer"]
+    created = make_test_requests(model_data="s3://b/model", head_data="s3://b/head/")
+    container = created.model["PrimaryContainer"]
     assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://b/model/"
     (source,) = container["AdditionalModelDataSources"]
     assert (source["ChannelName"], source["S3DataSource"]["S3Uri"]) == ("eagle", "s3://b/head/")
@@ -118,13 +123,13 @@ def test_s3_data_is_mounted_for_the_container() -> None:
 
 
 def test_options_reach_container_and_instances() -> None:
-    made = requested(
+    created = make_test_requests(
         name="mine", instances=2, usd_per_hour=4.5, max_model_len=32768, ami_version="a", variables=["HF_HOME=/tmp/x=y"]
     )
-    assert (made.usd_per_hour, made.price, made.name) == (9.0, "as stated", "mine")
-    variables = made.model["PrimaryContainer"]["Environment"]
+    assert (created.usd_per_hour, created.price, created.name) == (9.0, "as stated", "mine")
+    variables = created.model["PrimaryContainer"]["Environment"]
     assert (variables["SM_VLLM_MAX_MODEL_LEN"], variables["HF_HOME"]) == ("32768", "/tmp/x=y")
-    assert made.endpoint_config["ProductionVariants"][0]["InferenceAmiVersion"] == "a"
+    assert created.endpoint_config["ProductionVariants"][0]["InferenceAmiVersion"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -147,27 +152,27 @@ def test_invalid_keys_are_refused(keys: dict[str, Any], reason: str) -> None:
 
 def test_unknown_price_must_be_set() -> None:
     with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
-        requested(instance_type="ml.x9.large")
+        make_test_requests(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint
-    assert requested(instance_type="ml.x9.large", usd_per_hour=1).usd_per_hour == 1
+    assert make_test_requests(instance_type="ml.x9.large", usd_per_hour=1).usd_per_hour == 1
 
 
 def test_local_head_is_refused_with_upload_command(tmp_path: Path) -> None:
-    found = Preset(drafter="x", head_folder=tmp_path)
+    resolved = Preset(drafter="x", head_folder=tmp_path)
     with pytest.raises(ConfigError, match="only on this machine") as error:
-        requested(found)
+        make_test_requests(resolved)
     assert "--head-data" in error.value.hint
-    assert requested(found, head_data="s3://b/head").name
+    assert make_test_requests(resolved, head_data="s3://b/head").name
 
 
 def test_too_long_variable_is_refused() -> None:
     with pytest.raises(ConfigError, match="the variable X has 1025 characters"):
-        requested(variables={"X": "x" * 1025})
+        make_test_requests(variables={"X": "x" * 1025})
 
 
 def test_too_small_instances_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as refused:
-        requested(instance_type="ml.g6.xlarge", usd_per_hour=1)
+        make_test_requests(instance_type="ml.g6.xlarge", usd_per_hour=1)
     assert "larger instance type" in refused.value.hint
-    four = {"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}
-    assert requested(instance_type="ml.g6.12xlarge", usd_per_hour=1, variables=four).usd_per_hour == 1
+    variables = {"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}
+    assert make_test_requests(instance_type="ml.g6.12xlarge", usd_per_hour=1, variables=variables).usd_per_hour == 1

@@ -38,34 +38,36 @@ class Clock:
 
 def requests() -> Requests:
     card = load_catalog().get(NAME)
-    keys = SageMakerOptions(
+    options = SageMakerOptions(
         instance_type="ml.g7e.2xlarge", image="i", role="arn:aws:iam::123456789012:role/peagle", usd_per_hour=2
     )
-    return make_requests(card, keys, preset(card))
+    return make_requests(card, options, preset(card))
 
 
-def sagemaker(said: list[str] | None = None, clock: Clock | None = None) -> SageMaker:
+def sagemaker(messages: list[str] | None = None, clock: Clock | None = None) -> SageMaker:
     clock = clock or Clock()
-    return SageMaker(None, say=(said if said is not None else []).append, sleep=clock.sleep, now=lambda: clock.now)
+    return SageMaker(
+        None, say=(messages if messages is not None else []).append, sleep=clock.sleep, now=lambda: clock.now
+    )
 
 
-def there(aws: Any) -> list[str]:
-    """Return what SageMaker has."""
-    found = {
+def existing_kinds(aws: Any) -> list[str]:
+    """Return the kinds of resource that exist."""
+    resources = {
         "model": aws.list_models()["Models"],
         "endpoint configuration": aws.list_endpoint_configs()["EndpointConfigs"],
         "endpoint": aws.list_endpoints()["Endpoints"],
     }
-    return [kind for kind in KINDS if found[kind]]
+    return [kind for kind in KINDS if resources[kind]]
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, one: SageMaker, **methods: Any) -> None:
-    """Replace methods of its client."""
+def patch_client(monkeypatch: pytest.MonkeyPatch, api: SageMaker, **methods: Any) -> None:
+    """Replace methods of the boto3 client of `api`."""
     for name, method in methods.items():
-        monkeypatch.setattr(one._api, name, method)
+        monkeypatch.setattr(api._api, name, method)
 
 
-def refusing(code: str, message: str = "no") -> Any:
+def raise_client_error(code: str, message: str = "no") -> Any:
     def refuse(**_: Any) -> None:
         raise ClientError({"Error": {"Code": code, "Message": message}}, "X")
 
@@ -73,15 +75,15 @@ def refusing(code: str, message: str = "no") -> Any:
 
 
 def test_create_and_remove_endpoint(aws: Any) -> None:
-    said: list[str] = []
-    one = sagemaker(said)
-    assert one.create(requests()).endswith(f"endpoint/{NAME}")
-    assert there(aws) == list(KINDS)
+    messages: list[str] = []
+    api = sagemaker(messages)
+    assert api.create(requests()).endswith(f"endpoint/{NAME}")
+    assert existing_kinds(aws) == list(KINDS)
     variables = aws.describe_model(ModelName=NAME)["PrimaryContainer"]["Environment"]
     assert "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE" in variables["SM_VLLM_SPECULATIVE_CONFIG"]
-    assert said == [f"{kind} {NAME}: created" for kind in KINDS]
-    removed = one.remove(NAME)
-    assert there(aws) == []
+    assert messages == [f"{kind} {NAME}: created" for kind in KINDS]
+    removed = api.remove(NAME)
+    assert existing_kinds(aws) == []
     assert set(removed.kinds) == set(KINDS)
     assert (removed.usd_per_hour, removed.lifetime_s is not None) == (2.0, True)
     assert removed.remains == (
@@ -91,108 +93,108 @@ def test_create_and_remove_endpoint(aws: Any) -> None:
 
 
 def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     clock = Clock()
-    one = sagemaker(said, clock)
-    describe = one._api.describe_endpoint
+    api = sagemaker(messages, clock)
+    describe = api._api.describe_endpoint
 
     def slow(**name: Any) -> Any:
-        found = describe(**name)
-        return found | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
+        description = describe(**name)
+        return description | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
 
-    answers(monkeypatch, one, describe_endpoint=slow)
-    one.create(requests())
-    assert said[3:] == [f"endpoint {NAME}: Creating for 1 min 0 s", f"endpoint {NAME}: Creating for 2 min 0 s"]
+    patch_client(monkeypatch, api, describe_endpoint=slow)
+    api.create(requests())
+    assert messages[3:] == [f"endpoint {NAME}: Creating for 1 min 0 s", f"endpoint {NAME}: Creating for 2 min 0 s"]
 
 
 @pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
 def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    one = sagemaker()
-    answers(monkeypatch, one, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
+    api = sagemaker()
+    patch_client(monkeypatch, api, **{step: raise_client_error("ResourceLimitExceeded", "the limit is 0 Instances")})
     with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
-        one.create(requests())
+        api.create(requests())
     assert "Service Quotas" in error.value.hint
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_failed_start_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    one = sagemaker(said)
+    messages: list[str] = []
+    api = sagemaker(messages)
     failed = {"EndpointStatus": "Failed", "FailureReason": "The container did not pass the ping health check."}
-    describe = one._api.describe_endpoint
-    answers(monkeypatch, one, describe_endpoint=lambda **name: describe(**name) | failed)
+    describe = api._api.describe_endpoint
+    patch_client(monkeypatch, api, describe_endpoint=lambda **name: describe(**name) | failed)
     with pytest.raises(EngineError, match="did not pass the ping health check"):
-        one.create(requests())
-    assert there(aws) == []
-    assert said[-1] == "deleting: model, endpoint configuration, endpoint"
+        api.create(requests())
+    assert existing_kinds(aws) == []
+    assert messages[-1] == "deleting: model, endpoint configuration, endpoint"
 
 
 def test_interrupted_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = sagemaker()
-    make = one._api.create_endpoint
+    api = sagemaker()
+    make = api._api.create_endpoint
 
     def interrupted(**request: Any) -> None:
         make(**request)
         raise KeyboardInterrupt
 
-    answers(monkeypatch, one, create_endpoint=interrupted)
+    patch_client(monkeypatch, api, create_endpoint=interrupted)
     with pytest.raises(KeyboardInterrupt):
-        one.create(requests())
-    assert there(aws) == []
+        api.create(requests())
+    assert existing_kinds(aws) == []
 
 
 def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     clock = Clock()
-    one = sagemaker(said, clock)
-    one.create(requests())
-    delete = one._api.delete_endpoint
+    api = sagemaker(messages, clock)
+    api.create(requests())
+    delete = api._api.delete_endpoint
 
     def busy(**name: Any) -> None:
         if clock.now < 40:
-            refusing("ValidationException", "Cannot update in-progress endpoint")()
+            raise_client_error("ValidationException", "Cannot update in-progress endpoint")()
         delete(**name)
 
-    answers(monkeypatch, one, delete_endpoint=busy)
-    one.remove(NAME)
-    assert there(aws) == []
-    assert said[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
+    patch_client(monkeypatch, api, delete_endpoint=busy)
+    api.remove(NAME)
+    assert existing_kinds(aws) == []
+    assert messages[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
     assert clock.now == 45
 
 
 def test_failed_rollback_names_the_command(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = sagemaker()
-    answers(
+    api = sagemaker()
+    patch_client(
         monkeypatch,
-        one,
-        create_endpoint=refusing("ValidationException", "no such type here"),
-        delete_model=refusing("AccessDeniedException", "not you"),
+        api,
+        create_endpoint=raise_client_error("ValidationException", "no such type here"),
+        delete_model=raise_client_error("AccessDeniedException", "not you"),
     )
     with pytest.raises(EngineError, match="still has its model, which may cost money") as error:
-        one.create(requests())
+        api.create(requests())
     assert error.value.hint == f"peagle deploy sagemaker --down {NAME}"
-    assert there(aws) == ["model"]
+    assert existing_kinds(aws) == ["model"]
 
 
 def test_existing_name_is_refused_and_unchanged(aws: Any) -> None:
-    one = sagemaker()
-    one.create(requests())
+    api = sagemaker()
+    api.create(requests())
     with pytest.raises(ConfigError, match=r"already has the model") as error:
-        one.create(requests())
+        api.create(requests())
     assert "--down" in error.value.hint
-    assert there(aws) == list(KINDS)
+    assert existing_kinds(aws) == list(KINDS)
 
 
 def test_remove_partial_or_missing_endpoint(aws: Any) -> None:
-    one = sagemaker()
+    api = sagemaker()
     with pytest.raises(ConfigError, match="nothing called x") as error:
-        one.remove("x")
+        api.remove("x")
     assert error.value.hint == "there is no endpoint in this region"
-    one.create(requests())
+    api.create(requests())
     aws.delete_endpoint(EndpointName=NAME)
-    removed = one.remove(NAME)
+    removed = api.remove(NAME)
     assert (set(removed.kinds), removed.lifetime_s) == ({"model", "endpoint configuration"}, None)
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
@@ -215,12 +217,12 @@ def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
 def test_aws_errors_are_converted_with_a_hint(
     aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
 ) -> None:
-    one = sagemaker()
-    answers(monkeypatch, one, describe_model=refusing(code, "told"))
-    with pytest.raises(kind, match=rf"told \({code}\)") as error:
-        one.create(requests())
+    api = sagemaker()
+    patch_client(monkeypatch, api, describe_model=raise_client_error(code, "the reason"))
+    with pytest.raises(kind, match=rf"the reason \({code}\)") as error:
+        api.create(requests())
     assert words in error.value.hint
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_missing_region_and_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -231,6 +233,6 @@ def test_missing_region_and_credentials(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(ConfigError, match="no AWS region is set"):
         sagemaker()
-    one = SageMaker("us-east-1", say=print)
+    api = SageMaker("us-east-1", say=print)
     with pytest.raises(ConfigError, match="no AWS credentials were found"):
-        one.create(requests())
+        api.create(requests())

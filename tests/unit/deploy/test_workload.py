@@ -35,8 +35,8 @@ def test_cpu_engine_needs_its_own_machine():
 
 
 def test_machine_of_a_configuration(tmp_path):
-    found = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
-    assert (found.region, found.num_accelerators) == ("us-east-2", 8)
+    workload = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
+    assert (workload.region, workload.num_accelerators) == ("us-east-2", 8)
     with pytest.raises(ConfigError, match="has no instance_type") as error:
         offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
@@ -67,17 +67,22 @@ def test_local_paths_are_refused(tmp_path):
 def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
-    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # of this machine's shell: it is not the others'
+    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # variables of this shell do not apply to other machines
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "My_run.yaml"
     path.write_text(
         "input: s3://b/in\noutput: s3://b/out\nmax_tokens: 5\nengines: 3:9\ninstance_type: g7e.12xlarge\n"
         f"grace_s: 40\nprofile: {tmp_path / 'profile.yaml'}\n"
     )
-    found = read_workload(path, None, max_name_length=20)
-    assert (found.name, found.command, found.num_machines, found.grace_s) == ("peagle-my-run", "generate", (2, 5), 100)
-    assert (found.keys["max_num_seqs"], found.keys["max_tokens"]) == (4, 5)
-    assert {"top_k", "profile"}.isdisjoint(found.keys)
+    workload = read_workload(path, None, max_name_length=20)
+    assert (workload.name, workload.command, workload.num_machines, workload.grace_s) == (
+        "peagle-my-run",
+        "generate",
+        (2, 5),
+        100,
+    )
+    assert (workload.keys["max_num_seqs"], workload.keys["max_tokens"]) == (4, 5)
+    assert {"top_k", "profile"}.isdisjoint(workload.keys)
 
 
 def test_endpoint_has_machines_for_all_models(tmp_path):

@@ -60,7 +60,7 @@ def store(tmp_path_factory, model, samples, spec):
 @pytest.fixture(scope="session")
 def vocabulary(store):
     documents = [store[index] for index in range(len(store))]
-    token_ids = [token for one in documents for token in one.token_ids_T[one.loss_mask_T].tolist()]
+    token_ids = [token for document in documents for token in document.token_ids_T[document.loss_mask_T].tolist()]
     return frequent_vocabulary(token_ids, size=48, target_size=VOCABULARY)
 
 

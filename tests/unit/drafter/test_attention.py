@@ -16,7 +16,7 @@ from peagle.drafter.attention import (
 from peagle.drafter.batch import attention_mask, sample_rows
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
-Form = Callable[[AttentionPlan], DocumentPlan]
+PlanTransform = Callable[[AttentionPlan], DocumentPlan]
 
 
 @pytest.fixture(scope="module")
@@ -48,47 +48,47 @@ def _tensors(rows):
 
 
 @pytest.fixture(params=["blocks", "padded"])
-def form(request):
+def to_form(request):
     """The plans for CPU and GPU."""
     return AttentionPlan.padded if request.param == "padded" else lambda plan: plan
 
 
-def test_parallel_attention_equals_one_full_mask(documents, form):
+def test_parallel_attention_equals_one_full_mask(documents, to_form):
     total = sum(map(len, documents))
     query, key, value = _tensors(total + PADDING)
-    output, _ = document_attention(None, query, key, value, form(parallel_plan(documents)))
+    output, _ = document_attention(None, query, key, value, to_form(parallel_plan(documents)))
     torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
     assert output.shape[1] == total + PADDING
     assert not output[:, total:].any()
 
 
-def test_parallel_gradients_equal_one_full_mask(documents, form):
+def test_parallel_gradients_equal_one_full_mask(documents, to_form):
     total = sum(map(len, documents))
     tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
-    output, _ = document_attention(None, *tensors, form(parallel_plan(documents)))
+    output, _ = document_attention(None, *tensors, to_form(parallel_plan(documents)))
     torch.testing.assert_close(
         _gradients(output, tensors), _gradients(_reference(documents, *tensors).contiguous(), tensors)
     )
 
 
-def test_bf16_gradients_equal_float32_within_rounding(documents, form):
+def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
-    plan = form(parallel_plan(documents))
+    plan = to_form(parallel_plan(documents))
     bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
-    ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
-    for own, other in zip(ours, exact, strict=True):
-        assert own.dtype == torch.bfloat16
-        assert float((own.float() - other).norm() / other.norm()) < bound
+    gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
+    for gradient, other in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert float((gradient.float() - other).norm() / other.norm()) < bound
 
 
-def test_sequential_gradients_reach_earlier_depths(documents, form):
+def test_sequential_gradients_reach_earlier_depths(documents, to_form):
     tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     depth_S = torch.cat([rows.depth_S for rows in documents])
     rows = torch.nonzero(depth_S == 2).flatten()
     cached = torch.cat([torch.nonzero(depth_S == depth).flatten() for depth in range(3)])
     query, key, value = tensors
-    plan = form(sequential_plan(documents, 2))
+    plan = to_form(sequential_plan(documents, 2))
     output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
     expected = _reference(documents, query, key, value)[:, rows]
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
@@ -97,26 +97,26 @@ def test_sequential_gradients_reach_earlier_depths(documents, form):
 def test_no_block_is_saved_for_the_gradient():
     rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    saved_sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         document_attention(None, query, key, value, parallel_plan([rows]))
-    assert sum(kept) == query.numel() + key.numel() + value.numel()
+    assert sum(saved_sizes) == query.numel() + key.numel() + value.numel()
 
 
-def test_sequential_attention_equals_one_full_mask(documents, form):
+def test_sequential_attention_equals_one_full_mask(documents, to_form):
     query, key, value = _tensors(sum(map(len, documents)))
     expected = _reference(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
     by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
     for depth, rows in enumerate(by_depth):
         cached = torch.cat(by_depth[: depth + 1])
-        plan = form(sequential_plan(documents, depth))
+        plan = to_form(sequential_plan(documents, depth))
         output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
         torch.testing.assert_close(output, expected[:, rows])
 
 
-@pytest.mark.parametrize(("num_tokens", "form"), [(400, PaddedPlan), (40_000, AttentionPlan)])
-def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, form):
+@pytest.mark.parametrize(("num_tokens", "plan_type"), [(400, PaddedPlan), (40_000, AttentionPlan)])
+def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, plan_type):
     rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
-    assert type(parallel_plan([rows]).to("meta")) is form
+    assert type(parallel_plan([rows]).to("meta")) is plan_type
     assert type(parallel_plan([rows]).to("cpu")) is AttentionPlan

@@ -21,7 +21,7 @@ def test_chains_are_nested_and_shrink_by_the_ratio():
         assert round(50 * 0.8**depth) - depth <= len(anchors[depth]) <= round(50 * 0.8**depth)
 
 
-def test_mask_equals_the_librarys():
+def test_mask_equals_that_of_speculators():
     from speculators.models.peagle.attention import create_peagle_mask_mod
 
     rows = sample_rows(MASK, num_depths=4, ratio=0.8, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def test_rows_attend_only_to_tokens_known_to_an_engine():
     rows = sample_rows(MASK, num_depths=4, ratio=1.0)
     mask = attention_mask(rows, rows)
     query, key = torch.nonzero(mask, as_tuple=True)
-    known = rows.depth_S[key] == 0
-    assert (rows.anchor_S[key][known] <= rows.anchor_S[query][known]).all()
-    assert (rows.anchor_S[key][~known] == rows.anchor_S[query][~known]).all()
+    is_known = rows.depth_S[key] == 0
+    assert (rows.anchor_S[key][is_known] <= rows.anchor_S[query][is_known]).all()
+    assert (rows.anchor_S[key][~is_known] == rows.anchor_S[query][~is_known]).all()
     assert mask.diagonal().all()

@@ -19,26 +19,26 @@ class Tokenizer:
 ROW = {"id": "a", "prompt": "hi", "response": "yo", "finish_reason": "stop"}
 
 
-def _one(**changes):
+def _build_sample(**changes):
     samples, rejected = build_samples([{**ROW, **changes}], Tokenizer(), max_tokens=12)
     return samples[0] if samples else rejected[0].reason
 
 
 def test_the_loss_is_on_the_response_and_its_end_of_turn():
-    sample = _one()
+    sample = _build_sample()
     assert isinstance(sample, Sample)
     assert sample.token_ids == (*map(ord, "<hi>yo"), 0)
     assert sample.loss_mask == [False] * 4 + [True] * 3
 
 
 def test_a_response_cut_by_its_length_has_no_end_of_turn():
-    sample = _one(finish_reason="length")
+    sample = _build_sample(finish_reason="length")
     assert isinstance(sample, Sample)
     assert sample.token_ids == tuple(map(ord, "<hi>yo"))
 
 
 def test_messages_have_priority_over_the_prompt():
-    sample = _one(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
+    sample = _build_sample(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
     assert isinstance(sample, Sample)
     assert sample.num_prompt_tokens == len("<x><y>")
 
@@ -51,7 +51,7 @@ def test_messages_have_priority_over_the_prompt():
     ],
 )
 def test_messages_in_parts_and_as_json_text(messages):
-    sample = _one(messages=messages)
+    sample = _build_sample(messages=messages)
     assert isinstance(sample, Sample)
     assert sample.token_ids == (*map(ord, "<x\ny>yo"), 0)
     assert row_text({"messages": messages, "response": "r"}, "prompt") == "x\ny\n\nr"
@@ -75,7 +75,7 @@ def test_messages_in_parts_and_as_json_text(messages):
     ],
 )
 def test_rejected_rows_have_a_reason(changes, reason):
-    assert _one(**changes) == reason
+    assert _build_sample(**changes) == reason
 
 
 def test_null_values_are_ignored():

@@ -57,7 +57,7 @@ def test_all_text_of_a_row_is_excluded(row, write_jsonl):
 def test_system_messages_are_not_excluded(write_jsonl):
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT.upper() + " more"}]
     assert index_of([str(write_jsonl([{"messages": messages[1:]}]))]).overlap(TEXT) == TEXT
-    messages[1]["content"] = "a question of ten words that is not the one above"
+    messages[1]["content"] = "another question of ten words than the system message has"
     assert index_of([str(write_jsonl([{"messages": messages}]))]).overlap(TEXT) is None
 
 

@@ -21,7 +21,7 @@ from peagle.drafter.training import train
 from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
-def _states_by_hand(model, token_ids, layers):
+def _reference_states(model, token_ids, layers):
     """Run the layers one by one."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
@@ -41,7 +41,7 @@ def test_states_are_the_inputs_of_the_layers(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
-        aux, last = _states_by_hand(model, sample.token_ids, store.spec.aux_layers)
+        aux, last = _reference_states(model, sample.token_ids, store.spec.aux_layers)
         assert document.token_ids_T.tolist() == list(sample.token_ids)
         assert document.loss_mask_T.tolist() == sample.loss_mask
         torch.testing.assert_close(document.aux_TAH.float(), aux, rtol=0.02, atol=0.02)
@@ -91,12 +91,12 @@ def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, mon
 
 
 CONFIG = TrainingConfig(num_steps=8, batch_tokens=40, num_depths=3, learning_rate=3e-3, precision="fp32", seed=5)
-# States have 8 bits; how the target's documents are batched decides which way some of them are rounded.
-BATCHING = 0.01
+# States have 8 bits of precision, and the batch size changes how some of them are rounded.
+BATCHING_TOLERANCE = 0.01
 
 
 @pytest.fixture(scope="module")
-def half(target):
+def bf16_model(target):
     return LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
 
 
@@ -106,12 +106,14 @@ def _losses(target, vocabulary, store, folder, config=CONFIG):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("parts_of", [None, 12])
-def test_computed_features_train_like_stored_ones(target, half, samples, spec, vocabulary, tmp_path, parts_of):
-    config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": parts_of})
+@pytest.mark.parametrize("micro_batch_tokens", [None, 12])
+def test_computed_features_train_like_stored_ones(
+    target, bf16_model, samples, spec, vocabulary, tmp_path, micro_batch_tokens
+):
+    config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": micro_batch_tokens})
     curves = {}
-    for batch_tokens in (1, 4096):  # each document alone, or many at once
-        reader = HiddenStateReader(half, spec.aux_layers)
+    for batch_tokens in (1, 4096):  # single documents, or all documents in one batch
+        reader = HiddenStateReader(bf16_model, spec.aux_layers)
         folder = tmp_path / str(batch_tokens)
         extract_features(samples, lambda reader=reader: reader, spec, folder / "store", batch_tokens=batch_tokens)  # type: ignore[misc]
         computed = ComputedFeatures(samples, lambda reader=reader: reader, spec, batch_tokens=batch_tokens)  # type: ignore[misc]
@@ -119,28 +121,28 @@ def test_computed_features_train_like_stored_ones(target, half, samples, spec, v
         for name, store in {"stored": stored, "computed": computed}.items():
             curves[name, batch_tokens] = _losses(target, vocabulary, store, folder / name, config)
     assert curves["computed", 1] == curves["stored", 1]
-    assert curves["stored", 4096] == pytest.approx(curves["stored", 1], rel=BATCHING)
-    assert curves["computed", 4096] == pytest.approx(curves["stored", 4096], rel=BATCHING)
+    assert curves["stored", 4096] == pytest.approx(curves["stored", 1], rel=BATCHING_TOLERANCE)
+    assert curves["computed", 4096] == pytest.approx(curves["stored", 4096], rel=BATCHING_TOLERANCE)
 
 
-def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec, tmp_path):
-    reader = HiddenStateReader(half, spec.aux_layers)
+def test_computed_documents_equal_stored_ones_under_autocast(bf16_model, samples, spec, tmp_path):
+    reader = HiddenStateReader(bf16_model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
-    everything = range(len(samples))
+    all_indices = range(len(samples))
     with torch.autocast("cpu", torch.bfloat16):
-        found = computed.documents(everything)
-    for one, other in zip(found, stored.documents(everything), strict=True):
+        computed_documents = computed.documents(all_indices)
+    for document, other in zip(computed_documents, stored.documents(all_indices), strict=True):
         for name in ("token_ids_T", "loss_mask_T", "aux_TAH", "last_TH"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
-            assert getattr(one, name).dtype == getattr(other, name).dtype
-    assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
+            assert torch.equal(getattr(document, name), getattr(other, name))
+            assert getattr(document, name).dtype == getattr(other, name).dtype
+    assert [computed.num_tokens(i) for i in all_indices] == [stored.num_tokens(i) for i in all_indices]
 
 
 def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
-    alone = computed.documents([0, 1, 2])
+    separate = computed.documents([0, 1, 2])
     shapes: list[int] = []
 
     def read(token_ids_BT):
@@ -152,17 +154,19 @@ def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
     ahead = [*computed.documents([2]), *computed.documents([1, 0])]
     assert shapes == [3]
     for index, document in zip((2, 1, 0), ahead, strict=True):
-        assert torch.equal(document.token_ids_T, alone[index].token_ids_T)
-        assert torch.equal(document.aux_TAH, alone[index].aux_TAH)
+        assert torch.equal(document.token_ids_T, separate[index].token_ids_T)
+        assert torch.equal(document.aux_TAH, separate[index].aux_TAH)
     computed.read_ahead([1, 1])
     computed.documents([1, 0])
     assert shapes == [3, 1, 1]
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
+def test_a_resumed_training_reads_ahead_identically(
+    target, bf16_model, samples, spec, vocabulary, tmp_path, steps_before
+):
     def computed():
-        reader = HiddenStateReader(half, spec.aux_layers)
+        reader = HiddenStateReader(bf16_model, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)
 
     whole = _losses(target, vocabulary, computed(), tmp_path / "whole")
@@ -221,8 +225,8 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path):
 
 def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
-    told = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
-    with full_disk(), pytest.raises(CapacityError, match=told):
+    message = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
+    with full_disk(), pytest.raises(CapacityError, match=message):
         writer.add(0, _shard(40_000))
     assert list(tmp_path.iterdir()) == []
 

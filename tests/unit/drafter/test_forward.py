@@ -40,7 +40,7 @@ def _batch(documents):
 
 
 def _library_loss(head, document, monkeypatch, **options):
-    """The library's loss with plain SDPA attention."""
+    """The loss of `speculators` with plain SDPA attention."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
     from torch.nn.attention.flex_attention import create_mask
@@ -69,35 +69,35 @@ def _library_loss(head, document, monkeypatch, **options):
     return loss
 
 
-def test_loss_and_gradients_equal_the_librarys(head, store, monkeypatch):
+def test_loss_and_gradients_equal_those_of_speculators(head, store, monkeypatch):
     from speculators.models.peagle import core
 
     document = store[4]
-    ours = batch_loss(head, _batch([document]), num_depths=NUM_DEPTHS).loss
-    ours.backward()
+    loss = batch_loss(head, _batch([document]), num_depths=NUM_DEPTHS).loss
+    loss.backward()
     gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
 
     rows = _all_rows(document.loss_mask_T[1:])
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
-    theirs = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
-    theirs.backward()
+    reference = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
+    reference.backward()
 
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
     assert {"mask_hidden", "fc.weight", "layers.0.self_attn.k_proj.weight"} <= gradients.keys()
     for name, parameter in head.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(eagle3, store, monkeypatch):
-    """The library starts a chain at every token, so the loss mask covers the whole document."""
+def test_eagle3_loss_equals_that_of_speculators_at_every_depth(eagle3, store, monkeypatch):
+    """`speculators` starts a chain at every token, so the loss mask covers the whole document."""
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
     outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
     by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
     for depth in range(NUM_DEPTHS):
-        theirs = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
-        assert by_depth[depth].item() == pytest.approx(theirs.item(), rel=1e-5), depth
+        reference = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
+        assert by_depth[depth].item() == pytest.approx(reference.item(), rel=1e-5), depth
 
 
 def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
@@ -109,13 +109,13 @@ def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
     assert eagle3.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_packed_documents_do_not_see_each_other(head, eagle3, store):
+def test_packed_documents_do_not_attend_to_each_other(head, eagle3, store):
     documents = [store[i] for i in (1, 4, 6)]
-    for either in (head, eagle3):
-        packed = batch_loss(either, _batch(documents), num_depths=NUM_DEPTHS)
-        alone = [batch_loss(either, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
-        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
-        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
+    for model in (head, eagle3):
+        packed = batch_loss(model, _batch(documents), num_depths=NUM_DEPTHS)
+        separate = [batch_loss(model, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
+        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in separate]).sum(0))
+        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in separate]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
@@ -130,20 +130,24 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
 def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
-    for either in (head, eagle3):
+    for model in (head, eagle3):
         torch.manual_seed(1)
         with torch.no_grad():
-            for lm_head in (either.lm_head, either.verifier_lm_head):  # two tokens only: half of the rows are right
+            for lm_head in (model.lm_head, model.verifier_lm_head):  # with two tokens, half of the rows are correct
                 row = torch.randn_like(lm_head.weight[0])
                 lm_head.weight.zero_()[:2] = torch.stack([row, -row])
-            drafts = (head_states(either, batch) @ either.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
-            wanted = (either.verifier_norm(batch.last_PH) @ either.verifier_lm_head.weight.T).argmax(-1)
-            outcome = batch_loss(either, batch, num_depths=NUM_DEPTHS)
-        right = (drafts == wanted[batch.target_R[: batch.num_loss_rows]]).tolist()
-        places = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
-        by_place = dict(zip(places, right, strict=True))
+            drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
+            target_ids = (model.verifier_norm(batch.last_PH) @ model.verifier_lm_head.weight.T).argmax(-1)
+            outcome = batch_loss(model, batch, num_depths=NUM_DEPTHS)
+        is_correct = (drafts == target_ids[batch.target_R[: batch.num_loss_rows]]).tolist()
+        positions = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
+        is_correct_at = dict(zip(positions, is_correct, strict=True))
         expected = [
-            sum(all(by_place[anchor, d] for d in range(depth + 1)) for anchor, depth in by_place if depth == deepest)
+            sum(
+                all(is_correct_at[anchor, d] for d in range(depth + 1))
+                for anchor, depth in is_correct_at
+                if depth == deepest
+            )
             for deepest in range(NUM_DEPTHS)
         ]
         assert outcome.accepted_D.tolist() == expected
@@ -155,10 +159,10 @@ def two_layers(target, spec, vocabulary):
     return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_layers=2), vocabulary).eval()
 
 
-def _draft_as_an_engine_would(head, document, known, k):
-    """One pass over the tokens up to `known` and K-1 mask tokens."""
-    tokens = document.token_ids_T[1 : known + 1]
-    states = head.fc(document.aux_TAH[:known].float())
+def _draft_in_one_pass(head, document, num_known, k):
+    """One pass over the tokens up to `num_known` and K-1 mask tokens."""
+    tokens = document.token_ids_T[1 : num_known + 1]
+    states = head.fc(document.aux_TAH[:num_known].float())
     token_ids = torch.cat([tokens, torch.full((k - 1,), head.mask_token_id)])
     states = torch.cat([states, head.fc(head.mask_hidden[0]).expand(k - 1, -1)])
     row_states = torch.cat([head.embed_tokens(token_ids), states], dim=-1)[None]
@@ -178,16 +182,16 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
     drafted = drafted_tokens(two_layers, document, 4)
     start = int(document.loss_mask_T.int().argmax())
     implementation = two_layers.config.transformer_layer_config._attn_implementation
-    for known in range(start, len(document.token_ids_T)):
-        assert drafted[known - 1].tolist() == _draft_as_an_engine_would(two_layers, document, known, 4), known
+    for num_known in range(start, len(document.token_ids_T)):
+        assert drafted[num_known - 1].tolist() == _draft_in_one_pass(two_layers, document, num_known, 4), num_known
     assert implementation == "peagle_documents"
 
 
-def _draft_one_after_the_other(head, document, known, k):
+def _draft_sequentially(head, document, num_known, k):
     """EAGLE-3 drafting without a cache."""
     head.config.transformer_layer_config._attn_implementation = "eager"
-    token_ids, drafted = document.token_ids_T[1 : known + 1], []
-    states = head.fc(document.aux_TAH[:known].float())
+    token_ids, drafted = document.token_ids_T[1 : num_known + 1], []
+    states = head.fc(document.aux_TAH[:num_known].float())
     for _ in range(k):
         row_states = torch.cat([head.embed_tokens(token_ids), states], dim=-1)[None]
         positions = torch.arange(len(token_ids))[None]
@@ -208,19 +212,19 @@ def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
     head, document = build_head(target, shape, vocabulary).eval(), store[1]
     drafted = drafted_tokens(head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
-    for known in range(start, len(document.token_ids_T)):
-        assert drafted[known - 1].tolist() == _draft_one_after_the_other(head, document, known, 4), known
+    for num_known in range(start, len(document.token_ids_T)):
+        assert drafted[num_known - 1].tolist() == _draft_sequentially(head, document, num_known, 4), num_known
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
-    shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    shape, chunk_sizes = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
-    at_once = drafted_tokens(head, store[1], 4)
+    expected = drafted_tokens(head, store[1], 4)
     monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
-    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: held.append(len(logits)))
-    assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
-    assert max(held) == 7
+    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunk_sizes.append(len(logits)))
+    assert torch.equal(drafted_tokens(head, store[1], 4), expected)
+    assert max(chunk_sizes) == 7
 
 
 def test_docstring_example():

@@ -72,21 +72,21 @@ def test_fp8_round_trip_error_is_bounded(tmp_path, head, target):
 
 
 def test_kept_modules_are_unchanged(tmp_path, head):
-    done = quantize_head(head, tmp_path / "fp8", keep=["lm_head"])
+    result = quantize_head(head, tmp_path / "fp8", keep=["lm_head"])
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], load_file(head / "model.safetensors")["lm_head.weight"])
     assert "lm_head.weight_scale" not in tensors
-    assert done.kept["lm_head.weight"] == "--keep"
+    assert result.kept["lm_head.weight"] == "--keep"
     with pytest.raises(ConfigError, match="--keep q_proj: unknown module"):
         quantize_head(head, tmp_path / "other", keep=["q_proj"])
 
 
-def test_an_eagle3_head_of_the_hub(tmp_path, eagle3):
-    done = quantize_head(eagle3, tmp_path / "fp8")
-    assert [e.name for e in done.errors] == [
+def test_eagle3_head_in_hub_layout_is_quantised(tmp_path, eagle3):
+    result = quantize_head(eagle3, tmp_path / "fp8")
+    assert [e.name for e in result.errors] == [
         "fc.weight", "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight",
     ]  # fmt: skip
-    assert "embedding" in done.kept["embed_tokens.weight"]
+    assert "embedding" in result.kept["embed_tokens.weight"]
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == [r"re:(.*\.)?embed_tokens$", r"re:(.*\.)?lm_head$"]
     assert sorted(f.name for f in (tmp_path / "fp8").iterdir()) == ["README.md", "config.json", "model.safetensors"]
@@ -94,7 +94,7 @@ def test_an_eagle3_head_of_the_hub(tmp_path, eagle3):
 
 
 @pytest.mark.parametrize("layout", ["head", "eagle3"])
-def test_vllm_finds_the_quantisation_of_the_drafter(tmp_path, layout, request):
+def test_vllm_reads_the_quantisation_config(tmp_path, layout, request):
     from vllm.transformers_utils.config import get_config
 
     quantize_head(request.getfixturevalue(layout), tmp_path / "fp8")

@@ -48,7 +48,7 @@ def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(targe
 def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
     few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
     for head in (few, many):
-        with torch.no_grad():  # without the embeddings' half, which is noise of another draw
+        with torch.no_grad():  # the half for embeddings starts with different noise
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
             head.mask_hidden.fill_(1)
@@ -67,8 +67,8 @@ def test_only_the_heads_own_weights_are_trained(target, spec, vocabulary):
     trained = {name for name, p in _head(target, spec, vocabulary).named_parameters() if p.requires_grad}
     assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
     assert not {name for name in trained if "embed" in name or "verifier" in name or "lm_head" in name}
-    opened = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
-    assert {n for n, p in opened.named_parameters() if p.requires_grad} - trained == {
+    with_embeddings = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
+    assert {n for n, p in with_embeddings.named_parameters() if p.requires_grad} - trained == {
         "lm_head.weight",
         "embed_tokens.weight",
     }
@@ -79,7 +79,7 @@ def test_save_and_load_round_trip(tmp_path, target, spec, vocabulary, store, alg
     head = _head(target, spec, vocabulary, algorithm=algorithm)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if not name.startswith("embed_tokens"):  # never saved: the target's stay as they are
+            if not name.startswith("embed_tokens"):  # not saved: the target's embeddings are unchanged
                 parameter.copy_(parameter.to(torch.bfloat16))
     save_head(head, tmp_path, verifier="org/target", num_speculative_tokens=5)
     torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store))
@@ -98,9 +98,7 @@ def test_saved_heads_have_no_target_weights_or_paths(tmp_path, target, spec, voc
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"d2t", "lm_head.weight", "mask_hidden", "fc.weight"} <= set(names)
     assert not {name for name in names if "embed_tokens" in name or "verifier" in name}
-    assert {file.stat().st_mode & 0o044 for file in tmp_path.iterdir()} == {0o044}, (
-        "whoever serves it may be another user"
-    )
+    assert {file.stat().st_mode & 0o044 for file in tmp_path.iterdir()} == {0o044}, "another user may serve it"
     text = (tmp_path / "config.json").read_text()
     assert str(target) not in text
     config = json.loads(text)
@@ -110,18 +108,18 @@ def test_saved_heads_have_no_target_weights_or_paths(tmp_path, target, spec, voc
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-def test_a_head_starts_from_a_saved_one(tmp_path, target, spec, vocabulary, algorithm):
+def test_training_can_start_from_a_saved_head(tmp_path, target, spec, vocabulary, algorithm):
     saved = _head(target, spec, vocabulary, algorithm=algorithm, init="random")
     save_head(saved, tmp_path, verifier="org/target")
-    gone_on = _head(target, spec, vocabulary, algorithm=algorithm, init=str(tmp_path))
-    trained = {name: parameter for name, parameter in gone_on.named_parameters() if parameter.requires_grad}
+    continued = _head(target, spec, vocabulary, algorithm=algorithm, init=str(tmp_path))
+    trained = {name: parameter for name, parameter in continued.named_parameters() if parameter.requires_grad}
     assert "fc.weight" in trained
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter, saved.get_parameter(name).bfloat16().float(), msg=name)
     assert vocabulary_of_head(tmp_path, [], target_size=96) == replace(vocabulary, coverage=1.0)
 
 
-def test_a_head_starts_from_a_shipped_one(embedded_target, shipped_eagle3):
+def test_training_can_start_from_a_shipped_head(embedded_target, shipped_eagle3):
     shipped = HEADS_FOLDER / "smollm2-135m-eagle3"
     assert "lm_head.weight" not in load_file(shipped / "model.safetensors")
     vocabulary = vocabulary_of_head(shipped, [], target_size=49152)
@@ -138,9 +136,9 @@ def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabu
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
     with pytest.raises(ConfigError, match="is a P-EAGLE head, but the head to train is eagle3"):
         _head(target, spec, vocabulary, num_layers=2, algorithm="eagle3", init=str(tmp_path))
-    words = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
+    small_vocabulary = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \(48, 32\), but .* needs \(40, 32\)"):
-        _head(target, spec, words, num_layers=2, init=str(tmp_path))
+        _head(target, spec, small_vocabulary, num_layers=2, init=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -170,22 +168,22 @@ def test_added_layers_start_as_the_identity(tmp_path, target, spec, vocabulary, 
 def test_a_peagle_head_starts_from_an_eagle3_head(tmp_path, target, spec, vocabulary):
     saved = _head(target, spec, vocabulary, algorithm="eagle3", init="random")
     save_head(saved, tmp_path, verifier="org/target")
-    gone_on = _head(target, spec, vocabulary, algorithm="peagle", init=str(tmp_path))
-    torch.testing.assert_close(gone_on.fc.weight, saved.fc.weight.bfloat16().float())
-    assert not gone_on.mask_hidden.any()
+    continued = _head(target, spec, vocabulary, algorithm="peagle", init=str(tmp_path))
+    torch.testing.assert_close(continued.fc.weight, saved.fc.weight.bfloat16().float())
+    assert not continued.mask_hidden.any()
 
 
 def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
-    every = {n for n, p in _head(target, spec, vocabulary, **shape).named_parameters() if p.requires_grad}
-    some = {
+    trained = {n for n, p in _head(target, spec, vocabulary, **shape).named_parameters() if p.requires_grad}
+    trained_unfrozen = {
         n
         for n, p in _head(target, spec, vocabulary, **shape, num_frozen_layers=2).named_parameters()
         if p.requires_grad
     }
-    assert some == {name for name in every if name.startswith(("layers.2.", "norm."))}
-    assert {"fc.weight", "mask_hidden"} <= every - some
+    assert trained_unfrozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
+    assert {"fc.weight", "mask_hidden"} <= trained - trained_unfrozen
 
 
 @pytest.mark.parametrize(
@@ -231,7 +229,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
 
 
 @pytest.mark.parametrize(
-    ("model_type", "init", "said"),
+    ("model_type", "init", "messages"),
     [
         ("mistral", "warm", []),
         ("qwen2", "warm", ["without their bias of q_proj, bias of k_proj, bias of v_proj"]),
@@ -246,11 +244,11 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
-def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, said):
-    folder, heard = foreign_target(model_type), []
-    assert init_for(folder, read_architecture(folder), _SHAPE, heard.append) == init
-    assert len(heard) == len(said)
-    assert all(part in sentence for part, sentence in zip(said, heard, strict=True))
+def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, messages):
+    folder, announced = foreign_target(model_type), []
+    assert init_for(folder, read_architecture(folder), _SHAPE, announced.append) == init
+    assert len(announced) == len(messages)
+    assert all(part in sentence for part, sentence in zip(messages, announced, strict=True))
 
 
 def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):

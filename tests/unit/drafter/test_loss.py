@@ -13,7 +13,7 @@ from peagle.drafter.loss import (
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS, CHUNK_ROWS + 9])
-def test_equals_the_plain_computation_and_its_gradients(num_rows):
+def test_fused_loss_and_gradients_equal_the_plain_computation(num_rows):
     from speculators.losses.eager import kl_div_loss
 
     torch.manual_seed(0)
@@ -47,13 +47,13 @@ def test_a_frozen_lm_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS + 9])
-def test_confidence_by_hand(num_rows):
+def test_confidence_equals_the_plain_computation(num_rows):
     torch.manual_seed(0)
     hidden, weight = torch.randn(num_rows, 16), torch.randn(40, 16)
     targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
     position = torch.randint(12, (num_rows,)).sort().values
-    likeliest = (targets.state_PH @ targets.weight_VH.T).argmax(-1)[position]
-    expected = (hidden @ weight.T).softmax(-1)[torch.arange(num_rows), likeliest]
+    target_ids = (targets.state_PH @ targets.weight_VH.T).argmax(-1)[position]
+    expected = (hidden @ weight.T).softmax(-1)[torch.arange(num_rows), target_ids]
     torch.testing.assert_close(greedy_confidence(hidden, weight, targets, position), expected)
 
 
@@ -81,11 +81,11 @@ def _batch(store, anchor, num_depths):
 def _chain_weights(batch, anchor, weighting):
     """D-PACE's weights of the chain by depth."""
     rows = batch.row_R[: batch.num_loss_rows]
-    of_chain = batch.anchor_S[rows] == anchor
+    in_chain = batch.anchor_S[rows] == anchor
     confidence = torch.full((len(batch.row_R),), 0.1)
-    confidence[: batch.num_loss_rows][of_chain] = CONFIDENCES[batch.depth_S[rows][of_chain]]
+    confidence[: batch.num_loss_rows][in_chain] = CONFIDENCES[batch.depth_S[rows][in_chain]]
     weight = dpace_weight(batch, weighting, confidence)[: batch.num_loss_rows]
-    return weight[of_chain][batch.depth_S[rows][of_chain].argsort()]
+    return weight[in_chain][batch.depth_S[rows][in_chain].argsort()]
 
 
 def test_a_weight_is_the_gradient_of_the_expected_length(store, anchor):
@@ -94,24 +94,24 @@ def test_a_weight_is_the_gradient_of_the_expected_length(store, anchor):
     torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), log_smooth.grad)
 
 
-def test_equals_the_librarys_on_a_whole_chain(store, anchor):
+def test_dpace_weights_equal_those_of_speculators(store, anchor):
     from speculators.losses import dpace_loss_decay
 
-    theirs = dpace_loss_decay(
+    reference = dpace_loss_decay(
         torch.arange(4)[None],
         loss_mask=torch.ones(1, 4),
         block_size=4,
         dpace_alpha=0.5,
         elementwise_loss=-CONFIDENCES.log()[None],
     )
-    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), theirs[0])
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), reference[0])
 
 
 def test_dpace_weights_are_unbiased_under_cod(store, anchor):
     ratio = 0.6
     whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)
-    for num_depths in range(1, 5):  # a chain ends at a depth with the share that is not taken further
+    for num_depths in range(1, 5):  # the probability that a chain ends at this depth
         share = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
         cut = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
         mean[:num_depths] += share * cut

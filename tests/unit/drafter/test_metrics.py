@@ -18,7 +18,7 @@ STEP = TrainingProgress(
 )
 
 
-def test_metrics_are_read_by_whole_lines(tmp_path):
+def test_only_complete_lines_are_read(tmp_path):
     metrics = Metrics(tmp_path)
     assert metrics.read() == ([], 0)
     metrics.append(STEP)
@@ -39,9 +39,9 @@ def test_metrics_reader_continues_after_a_truncation(tmp_path):
     _, seen = metrics.read()
     metrics.cut(seen // 3)
     assert metrics.read(seen) == ([], seen // 3)
-    again = replace(STEP, step=2)
-    metrics.append(again)
-    assert metrics.read(seen // 3)[0] == [again]
+    repeated = replace(STEP, step=2)
+    metrics.append(repeated)
+    assert metrics.read(seen // 3)[0] == [repeated]
 
 
 def test_metrics_reader_skips_a_partial_line(tmp_path):
@@ -68,7 +68,7 @@ FIRST_STEP = TrainingProgress(
 
 
 def _steps(losses):
-    return [replace(FIRST_STEP, step=place + 1, loss=loss) for place, loss in enumerate(losses)]
+    return [replace(FIRST_STEP, step=index + 1, loss=loss) for index, loss in enumerate(losses)]
 
 
 def _panels(plot):
@@ -89,13 +89,13 @@ def test_training_plot_has_three_panels():
     assert [len(_points(panel)) for panel in (loss, accuracy, rate)] == [1, 2, 1]  # the third depth had no rows
     (line,) = _points(loss)
     assert [x for x, _ in line] == sorted(x for x, _ in line)
-    assert [y for _, y in line] == sorted(y for _, y in line)  # a falling loss: lower is further down
+    assert [y for _, y in line] == sorted(y for _, y in line)  # the loss falls, and y grows downwards
     assert _texts(accuracy)[-2:] == ["0", "1"]
 
 
 def test_training_plot_averages_many_steps():
-    jumping = [3.0 + (-1) ** place for place in range(1000)]
-    loss, _, _ = _panels(training_plot(_steps(jumping)))
+    alternating = [3.0 + (-1) ** index for index in range(1000)]
+    loss, _, _ = _panels(training_plot(_steps(alternating)))
     (line,) = _points(loss)
     assert len(line) == 100
     assert len({y for _, y in line}) == 1

@@ -52,29 +52,29 @@ def _config(target, responses, output, **changes):
 
 
 @dataclass
-class Heard:
-    said: list[str] = field(default_factory=list)
+class RecordingListener:
+    messages: list[str] = field(default_factory=list)
     steps: list[TrainingProgress] = field(default_factory=list)
 
     @property
     def listener(self):
-        return Listener(say=self.said.append, step=self.steps.append)
+        return Listener(say=self.messages.append, step=self.steps.append)
 
 
-def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_path):
-    heard = Heard()
-    result = train_head(_config(speaking_target, responses, tmp_path / "out"), heard.listener)
+def test_from_responses_to_a_head_with_its_card(chat_target, responses, tmp_path):
+    recorder = RecordingListener()
+    result = train_head(_config(chat_target, responses, tmp_path / "out"), recorder.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
-    assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
-    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in heard.said)
+    assert any("overlaps humaneval: leak" in sentence for sentence in recorder.messages)
+    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in recorder.messages)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
-    assert load_head(head, speaking_target).config.draft_vocab_size == 40
+    assert load_head(head, chat_target).config.draft_vocab_size == 40
     card = (head / "README.md").read_text()
     assert "# P-EAGLE head for tiny" in card
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
@@ -82,29 +82,29 @@ def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
 
 
-def test_vllm_loads_a_head_and_its_target(speaking_target, responses, tmp_path, monkeypatch):
+def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monkeypatch):
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
-    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: speaking_target)
-    heard, upstream = Heard(), "HuggingFaceTB/SmolLM2-135M-Instruct"
-    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
+    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: chat_target)
+    recorder, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), recorder.listener)
     head = str(tmp_path / "out" / "head")
     model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
     assert (model, tokenizer) == (upstream, upstream)
     assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
-    assert not any("--verifier" in sentence for sentence in heard.said)
+    assert not any("--verifier" in sentence for sentence in recorder.messages)
 
 
-def test_a_stopped_training_resumes_without_extraction(speaking_target, responses, tmp_path):
-    stopped = Heard()
-    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+def test_a_stopped_training_resumes_without_extraction(chat_target, responses, tmp_path):
+    stopped = RecordingListener()
+    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
     written_at = shard.stat().st_mtime_ns
     plot = tmp_path / "out" / "training" / "metrics.svg"
     assert "Training, 1 of" in plot.read_text()
 
-    resumed = Heard()
+    resumed = RecordingListener()
     result = train_head(config.model_copy(update={"time_budget_s": None}), resumed.listener)
     assert result["finished"]
     assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
@@ -112,63 +112,63 @@ def test_a_stopped_training_resumes_without_extraction(speaking_target, response
     assert f"Training, {result['steps']} of" in plot.read_text()
 
 
-def test_every_attempt_is_in_the_ledger_once(speaking_target, responses, tmp_path):
+def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     output = tmp_path / "out"
-    first = _config(speaking_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
-    began = time.time()
+    first = _config(chat_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
+    started_at = time.time()
     train_head(first, Listener())
     train_head(first.model_copy(update={"time_budget_s": None}), Listener())
-    took_s = time.time() - began
+    elapsed_s = time.time() - started_at
 
     (ledger,) = find_ledgers([str(output)]).ledgers
     assert len(ledger.sessions) == 2
     assert all(session.ended for session in ledger.sessions)
-    whole = sum((one.spend for one in charges(ledger, Days())), Spend())
-    assert whole.attributed_usd > 0
-    assert whole.loading_usd > 0
-    assert whole.lost_usd == pytest.approx(0, abs=1e-12)
+    total = sum((charge.spend for charge in charges(ledger, Days())), Spend())
+    assert total.attributed_usd > 0
+    assert total.loading_usd > 0
+    assert total.lost_usd == pytest.approx(0, abs=1e-12)
     life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
-    assert life_s <= took_s
-    assert whole.attributed_usd + whole.loading_usd == pytest.approx(life_s * 3.6 / 3600, rel=1e-3)
+    assert life_s <= elapsed_s
+    assert total.attributed_usd + total.loading_usd == pytest.approx(life_s * 3.6 / 3600, rel=1e-3)
 
 
-def _not_finite(*arguments, **named):
-    outcome = batch_loss(*arguments, **named)
+def _not_finite(*arguments, **options):
+    outcome = batch_loss(*arguments, **options)
     return replace(outcome, loss=outcome.loss * float("nan"))
 
 
-def test_a_diverged_training_saves_its_last_checkpoint(speaking_target, responses, tmp_path, monkeypatch):
-    config, head = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
+def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
+    config, head = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
             train_head(config, Listener())
         assert not head.exists()
     train_head(config, Listener())
-    good = (head / "model.safetensors").read_bytes()
+    last_weights = (head / "model.safetensors").read_bytes()
     shutil.rmtree(head)
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
         with pytest.raises(DivergedError, match=rf"step 1: the loss is not finite; .*\n  .* --init {head}, lower"):
             train_head(config, Listener())
-    assert (head / "model.safetensors").read_bytes() == good
-    lower = {"init": str(head), "learning_rate": 1e-4, "output": tmp_path / "other", "time_budget_s": None}
-    assert train_head(config.model_copy(update=lower), Listener())["finished"]
+    assert (head / "model.safetensors").read_bytes() == last_weights
+    changes = {"init": str(head), "learning_rate": 1e-4, "output": tmp_path / "other", "time_budget_s": None}
+    assert train_head(config.model_copy(update=changes), Listener())["finished"]
 
 
-def test_on_the_fly_training_stores_nothing(speaking_target, responses, tmp_path):
-    heard = Heard()
-    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
-    assert any("computed in each pass instead of stored" in sentence for sentence in heard.said)
+def test_on_the_fly_training_stores_nothing(chat_target, responses, tmp_path):
+    recorder = RecordingListener()
+    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    train_head(config.model_copy(update={"on_the_fly": True}), recorder.listener)
+    assert any("computed in each pass instead of stored" in sentence for sentence in recorder.messages)
     assert not (tmp_path / "out" / "features").exists()
-    assert train_head(config, heard.listener)["finished"] is False
-    assert [step.step for step in heard.steps] == [1, 2]
+    assert train_head(config, recorder.listener)["finished"] is False
+    assert [step.step for step in recorder.steps] == [1, 2]
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(speaking_target, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat_target, tmp_path):
     foreign = tmp_path / "foreign"
-    shutil.copytree(speaking_target, foreign)
+    shutil.copytree(chat_target, foreign)
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["~"] = 120
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -178,10 +178,10 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(spea
     assert not (tmp_path / "out").exists()
 
 
-def test_responses_without_a_document_are_refused_with_the_first_reason(speaking_target, tmp_path):
+def test_responses_without_a_document_are_refused_with_the_first_reason(chat_target, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
     with pytest.raises(InputError, match="no row yields a document; the first: no response"):
-        train_head(_config(speaking_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
+        train_head(_config(chat_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 
 @pytest.mark.parametrize(
@@ -192,15 +192,13 @@ def test_responses_without_a_document_are_refused_with_the_first_reason(speaking
         ("gemma4_text", "random start"),
     ],
 )
-def test_targets_of_other_architectures_get_heads_that_vllm_reads(
-    foreign_target, responses, tmp_path, model_type, start
-):
+def test_heads_of_other_architectures_are_readable_by_vllm(foreign_target, responses, tmp_path, model_type, start):
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-    target, heard = foreign_target(model_type), Heard()
-    assert train_head(_config(target, responses, tmp_path / "out"), heard.listener)["finished"]
-    assert sum("starts at random" in sentence for sentence in heard.said) == (start == "random start")
-    assert heard.steps[-1].loss < heard.steps[0].loss
+    target, recorder = foreign_target(model_type), RecordingListener()
+    assert train_head(_config(target, responses, tmp_path / "out"), recorder.listener)["finished"]
+    assert sum("starts at random" in sentence for sentence in recorder.messages) == (start == "random start")
+    assert recorder.steps[-1].loss < recorder.steps[0].loss
 
     folder = tmp_path / "out" / "head"
     assert start in (folder / "README.md").read_text()

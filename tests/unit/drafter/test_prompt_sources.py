@@ -21,9 +21,9 @@ def _problem():
     return humaneval_references()[0]
 
 
-def _read(*sources, said=None, **changes):
+def _read(*sources, messages=None, **changes):
     config = TrainConfig(prompts=[Path(source) for source in sources], output=Path("unused"), **changes)
-    return read_prompts(config, (said if said is not None else []).append)
+    return read_prompts(config, (messages if messages is not None else []).append)
 
 
 def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
@@ -38,21 +38,21 @@ def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
 
 
 def test_a_limit_is_divided_among_sources(write_jsonl):
-    mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
-    all_of_json = len(source_materials("package:json")) * len(FORMS)
-    for limit, of_json, of_mine in ((40, 20, 20), (all_of_json + 49, all_of_json - 1, 50)):
-        said: list[str] = []
-        ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", said=said)]
-        assert ids[of_json:] == [f"mine-{number}" for number in range(of_mine)]
-        assert said[1:] == [f"  {of_json} from package:json", f"  {of_mine} from {mine}"]
+    own_file = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
+    num_available = len(source_materials("package:json")) * len(FORMS)
+    for limit, num_json, num_mine in ((40, 20, 20), (num_available + 49, num_available - 1, 50)):
+        messages: list[str] = []
+        ids = [row["id"] for row in _read("package:json", own_file, limit=limit, exclude="none", messages=messages)]
+        assert ids[num_json:] == [f"mine-{number}" for number in range(num_mine)]
+        assert messages[1:] == [f"  {num_json} from package:json", f"  {num_mine} from {own_file}"]
 
 
 @pytest.mark.parametrize(
-    ("limit", "held", "shares"),
+    ("limit", "available", "shares"),
     [(None, [3, 0, 5], [3, 0, 5]), (7, [9, 9], [3, 4]), (7, [9, 2, 9], [2, 2, 3]), (9, [2, 3], [2, 3]), (1, [5], [1])],
 )
-def test_shares_are_as_even_as_possible(limit, held, shares):
-    assert share_out(limit, held) == shares
+def test_shares_are_as_even_as_possible(limit, available, shares):
+    assert share_out(limit, available) == shares
 
 
 def test_prompts_of_text_files_and_batches(tmp_path):
@@ -69,7 +69,7 @@ def test_prompts_of_text_files_and_batches(tmp_path):
     ]
 
 
-def test_messages_in_one_row_apply_to_all(write_jsonl):
+def test_rows_may_mix_text_and_messages(write_jsonl):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
     assert rows == [{"id": "0", "messages": [{"role": "user", "content": "a"}]}, {"id": "1", "messages": chat}]
@@ -78,25 +78,27 @@ def test_messages_in_one_row_apply_to_all(write_jsonl):
 def test_evaluation_problems_are_dropped_and_reported(write_jsonl):
     problem = humaneval_references()[0]
     leaks = [{"id": "plain", "prompt": problem}, {"id": "chat", "messages": [{"role": "user", "content": problem}]}]
-    said: list[str] = []
-    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, *leaks]), said=said)
+    messages: list[str] = []
+    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, *leaks]), messages=messages)
     assert [row["id"] for row in rows] == ["fine"]
-    assert said[0] == "1 prompts, 2 dropped for overlap"
-    assert [sentence.split(":")[1] for sentence in said[1:]] == [" plain", " chat"]
+    assert messages[0] == "1 prompts, 2 dropped for overlap"
+    assert [sentence.split(":")[1] for sentence in messages[1:]] == [" plain", " chat"]
     assert len(_read(write_jsonl(leaks), exclude="none")) == 2
     with pytest.raises(InputError, match="no prompts left; all 2 overlap humaneval"):
         _read(write_jsonl(leaks))
 
 
-def test_own_evaluation_sets_are_dropped_and_reported(write_jsonl):
-    held = write_jsonl([{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl")
+def test_prompts_overlapping_a_custom_evaluation_set_are_dropped(write_jsonl):
+    evaluation_set = write_jsonl(
+        [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl"
+    )
     leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
     rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])
-    said: list[str] = []
-    assert [row["id"] for row in _read(rows, exclude=["humaneval", str(held)], said=said)] == ["fine"]
-    assert said[1].startswith(f"  overlaps {held}: own: 'say in one sentence why")
-    assert said[2].startswith("  overlaps humaneval: 2: ")
-    assert [row["id"] for row in _read(rows, exclude=str(held))] == ["fine", "2"]
+    messages: list[str] = []
+    assert [row["id"] for row in _read(rows, exclude=["humaneval", str(evaluation_set)], messages=messages)] == ["fine"]
+    assert messages[1].startswith(f"  overlaps {evaluation_set}: own: 'say in one sentence why")
+    assert messages[2].startswith("  overlaps humaneval: 2: ")
+    assert [row["id"] for row in _read(rows, exclude=str(evaluation_set))] == ["fine", "2"]
 
 
 @pytest.mark.parametrize(

@@ -131,19 +131,19 @@ def test_prose_excludes_markup_code_and_links(markup):
 
 def test_braces_in_text_are_kept():
     content = Content(group="topic", module="m", name="sets {a} and {text}", text="", held_out=False)
-    asked = [content.wording(0, index) for index in range(content.num_wordings)]
-    assert all("sets {a} and {text}" in text for _, text in asked)
-    assert {category for category, _ in asked} == {"explanation", "writing", "ideas"}
+    wordings = [content.wording(0, index) for index in range(content.num_wordings)]
+    assert all("sets {a} and {text}" in text for _, text in wordings)
+    assert {category for category, _ in wordings} == {"explanation", "writing", "ideas"}
 
 
-parted = partial(part_by_hash, text=lambda row: row["id"])
+split_rows = partial(part_by_hash, text=lambda row: row["id"])
 
 
-def test_a_share_depends_only_on_ids():
+def test_split_depends_only_on_ids():
     rows = [{"id": str(number)} for number in range(400)]
-    greedy, sampled = parted(rows, 0.25)
+    greedy, sampled = split_rows(rows, 0.25)
     assert 70 < len(sampled) < 130
     assert sorted(json.dumps(row) for row in greedy + sampled) == sorted(json.dumps(row) for row in rows)
-    assert parted(rows[:100], 0.25)[1] == sampled[: len(parted(rows[:100], 0.25)[1])]
-    assert parted(rows, 0.0) == (rows, [])
-    assert parted(rows, 1.0) == ([], rows)
+    assert split_rows(rows[:100], 0.25)[1] == sampled[: len(split_rows(rows[:100], 0.25)[1])]
+    assert split_rows(rows, 0.0) == (rows, [])
+    assert split_rows(rows, 1.0) == ([], rows)

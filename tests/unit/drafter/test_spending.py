@@ -21,13 +21,13 @@ class Clock:
     def __call__(self):
         return self.at
 
-    def pass_(self, seconds):
+    def advance(self, seconds):
         self.at += seconds
 
 
-def spent(output):
+def total_spend(output):
     ledgers = find_ledgers([str(output)]).ledgers
-    return sum((one.spend for ledger in ledgers for one in charges(ledger, Days())), Spend())
+    return sum((charge.spend for ledger in ledgers for charge in charges(ledger, Days())), Spend())
 
 
 def attempt(output, clock):
@@ -37,86 +37,90 @@ def attempt(output, clock):
 def test_every_second_is_loading_saved_or_lost(tmp_path):
     clock = Clock()
     killed = attempt(tmp_path, clock)
-    clock.pass_(5)
+    clock.advance(5)
     killed.start()
-    clock.pass_(100)
+    clock.advance(100)
     killed.keep()
-    clock.pass_(30)
-    killed.beat()  # and then it is killed
-    clock.pass_(1000)
+    clock.advance(30)
+    killed.beat()  # the last heartbeat before it is killed
+    clock.advance(1000)
     with attempt(tmp_path, clock) as second:
-        clock.pass_(7)
+        clock.advance(7)
         second.start()
-        clock.pass_(60)
+        clock.advance(60)
         second.keep()
-    whole = spent(tmp_path)
-    assert (whole.attributed_usd, whole.loading_usd, whole.idle_usd, whole.lost_usd) == pytest.approx((160, 12, 0, 30))
-    assert whole.num_requests == whole.num_output_tokens == 0
-    assert {one.tags for one in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
+    total = total_spend(tmp_path)
+    assert (total.attributed_usd, total.loading_usd, total.idle_usd, total.lost_usd) == pytest.approx((160, 12, 0, 30))
+    assert total.num_requests == total.num_output_tokens == 0
+    assert {charge.tags for charge in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
 
 
 def test_unsaved_work_is_lost(tmp_path):
     clock = Clock()
     with contextlib.suppress(KeyboardInterrupt), attempt(tmp_path, clock) as spending:
         spending.start()
-        clock.pass_(10)
+        clock.advance(10)
         spending.drop()
-        clock.pass_(20)
+        clock.advance(20)
         spending.keep()
-        clock.pass_(40)
+        clock.advance(40)
         raise KeyboardInterrupt
-    whole = spent(tmp_path)
-    assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((20, 50))
+    total = total_spend(tmp_path)
+    assert (total.attributed_usd, total.lost_usd) == pytest.approx((20, 50))
 
 
 def test_shards_are_recorded_when_stored(tmp_path):
-    clock, told = Clock(), list[tuple[int, int]]()
+    clock, reported = Clock(), list[tuple[int, int]]()
 
     def extract(job, progress):
         for done in (1, 2):
-            clock.pass_(3)
+            clock.advance(3)
             progress(done, 3)
-        clock.pass_(3)
+        clock.advance(3)
         raise OSError(job)
 
     with pytest.raises(OSError, match="the job"), attempt(tmp_path, clock) as spending:
-        spending.counting(extract)("the job", lambda done, total: told.append((done, total)))
-    whole = spent(tmp_path)
-    assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((6, 3))
-    assert told == [(1, 3), (2, 3)]
+        spending.counting(extract)("the job", lambda done, total: reported.append((done, total)))
+    total = total_spend(tmp_path)
+    assert (total.attributed_usd, total.lost_usd) == pytest.approx((6, 3))
+    assert reported == [(1, 3), (2, 3)]
 
 
 def test_a_clock_set_back_counts_no_time_twice(tmp_path):
     clock = Clock()
     with attempt(tmp_path, clock) as spending:
         spending.start()
-        clock.pass_(10)
+        clock.advance(10)
         spending.keep()
-        clock.pass_(-3600)
+        clock.advance(-3600)
         spending.keep()
-    assert spent(tmp_path).attributed_usd == pytest.approx(10)
+    assert total_spend(tmp_path).attributed_usd == pytest.approx(10)
 
 
-def priced(tmp_path, said, **keys):
+def engine_facts(tmp_path, messages, **keys):
     config = TrainConfig(prompts=["stdlib"], output=tmp_path, **keys)
-    return training_spending(config, CPU, said.append, on_gpu=False, num_devices=4)._facts
+    return training_spending(config, CPU, messages.append, on_gpu=False, num_devices=4)._facts
 
 
 def test_price_of_a_training(tmp_path):
-    said: list[str] = []
-    stated = priced(tmp_path, said, usd_per_hour=3.6, tags={"team": "x"})
-    assert (stated.usd_per_device_s, stated.price_basis, stated.tags) == (0.00025, "stated", '{"team": "x"}')
-    assert priced(tmp_path, said).price_basis == "assumed"
-    assert said == []
+    messages: list[str] = []
+    with_price = engine_facts(tmp_path, messages, usd_per_hour=3.6, tags={"team": "x"})
+    assert (with_price.usd_per_device_s, with_price.price_basis, with_price.tags) == (
+        0.00025,
+        "stated",
+        '{"team": "x"}',
+    )
+    assert engine_facts(tmp_path, messages).price_basis == "assumed"
+    assert messages == []
     gpu = Hardware(
         platform="cuda", memory_gib=8, free_memory_gib=8, num_cpus=4, accelerator="Unheard", num_accelerators=1
     )
     config = TrainConfig(prompts=["stdlib"], output=tmp_path)
-    unknown = training_spending(config, gpu, said.append, on_gpu=True, num_devices=1)._facts
-    assert (unknown.usd_per_device_s, unknown.price_basis) == (0, "")
+    without_price = training_spending(config, gpu, messages.append, on_gpu=True, num_devices=1)._facts
+    assert (without_price.usd_per_device_s, without_price.price_basis) == (0, "")
     with pytest.raises(PriceError, match=r"p5\.48xlarg"):
-        priced(tmp_path, said, instance_type="p5.48xlarg")
-    other = priced(tmp_path, said, instance_type="p5.48xlarge")
-    assert other.usd_per_device_s == 0
-    assert "unknown" in said[0]
-    assert "per accelerator, but it runs on a vcpu" in said[1]
+        engine_facts(tmp_path, messages, instance_type="p5.48xlarg")
+    other_hardware = engine_facts(tmp_path, messages, instance_type="p5.48xlarge")
+    assert other_hardware.usd_per_device_s == 0
+    assert "unknown" in messages[0]
+    assert "per accelerator, but it runs on a vcpu" in messages[1]

@@ -16,29 +16,29 @@ from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 
 
-def _silent(_):
+def _ignore_message(_):
     pass
 
 
-def test_missing_aux_layers_are_refused(speaking_target):
+def test_missing_aux_layers_are_refused(chat_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
-        load_target(str(speaking_target), [1, 4, 9], _silent)
+        load_target(str(chat_target), [1, 4, 9], _ignore_message)
 
 
-def test_aux_layers_are_sorted_and_unique(speaking_target):
-    assert load_target(str(speaking_target), [3, 0], _silent).aux_layers == (0, 3)
+def test_aux_layers_are_sorted_and_unique(chat_target):
+    assert load_target(str(chat_target), [3, 0], _ignore_message).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
-        load_target(str(speaking_target), [1, 3, 1], _silent)
+        load_target(str(chat_target), [1, 3, 1], _ignore_message)
 
 
-def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_target):
-    target = load_target(str(speaking_target), None, _silent)
-    fitting, foreign = (
+def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(chat_target):
+    target = load_target(str(chat_target), None, _ignore_message)
+    valid, invalid = (
         Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
     )
-    target.require_tokens([fitting])
+    target.require_tokens([valid])
     with pytest.raises(ConfigError, match="token 96 for row b, but the target only has tokens 0 to 95"):
-        target.require_tokens([fitting, foreign])
+        target.require_tokens([valid, invalid])
 
 
 def _without_tokenizer(folder):
@@ -54,17 +54,17 @@ def _unknown_architecture(folder):
     (folder / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}')
 
 
-def _state_ends(folder, **ends):
+def _set_eos(folder, **ends):
     for name, tokens in ends.items():
         file = folder / f"{name}.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}))
 
 
-def _end_elsewhere(folder):
-    _state_ends(folder, config=2, generation_config=[1, 2])
+def _different_eos(folder):
+    _set_eos(folder, config=2, generation_config=[1, 2])
 
 
-def _without_end(folder):
+def _without_eos(folder):
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     del config["eos_token"]
@@ -72,29 +72,29 @@ def _without_end(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (_without_tokenizer, "has no tokenizer"),
         (_without_template, "no chat template"),
         (_unknown_architecture, "transformers cannot read its config.json"),
-        (_end_elsewhere, r"end-of-text token is 95, the target's \[1, 2\]"),
-        (_without_end, r"end-of-text token is None, the target's \[95\]"),
+        (_different_eos, r"end-of-text token is 95, the target's \[1, 2\]"),
+        (_without_eos, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_incomplete_targets_are_refused(speaking_target, tmp_path, spoil, message):
+def test_incomplete_targets_are_refused(chat_target, tmp_path, damage, message):
     folder = tmp_path / "target"
-    shutil.copytree(speaking_target, folder)
-    spoil(folder)
+    shutil.copytree(chat_target, folder)
+    damage(folder)
     with pytest.raises(ConfigError, match=message):
-        load_target(str(folder), None, _silent)
+        load_target(str(folder), None, _ignore_message)
 
 
-@pytest.mark.parametrize("stated", [[7, 95], None])
-def test_end_of_text_tokens_of_targets(speaking_target, tmp_path, stated):
+@pytest.mark.parametrize("eos_tokens", [[7, 95], None])
+def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
     folder = tmp_path / "target"
-    shutil.copytree(speaking_target, folder)
-    _state_ends(folder, config=None, generation_config=stated)
-    assert load_target(str(folder), None, _silent).tokenizer.eos_token_id == 95
+    shutil.copytree(chat_target, folder)
+    _set_eos(folder, config=None, generation_config=eos_tokens)
+    assert load_target(str(folder), None, _ignore_message).tokenizer.eos_token_id == 95
 
 
 def _split(target, folder, prefix, *without):
@@ -149,7 +149,7 @@ def test_layer_config_has_the_targets_sizes(foreign_target, model_type):
 
 
 @pytest.mark.parametrize("model_type", FOREIGN)
-def test_target_distribution_from_its_last_states(foreign_target, model_type, samples):
+def test_last_states_give_the_target_distribution(foreign_target, model_type, samples):
     folder = foreign_target(model_type)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     token_ids = torch.tensor([samples[1].token_ids])
@@ -158,8 +158,8 @@ def test_target_distribution_from_its_last_states(foreign_target, model_type, sa
     aux, last = HiddenStateReader(model, AUX_LAYERS).read(token_ids)
     torch.testing.assert_close(aux, torch.cat([states.hidden_states[layer] for layer in AUX_LAYERS], dim=-1))
 
-    everything = frequent_vocabulary([], size=96, target_size=96)
-    head = build_head(folder, HeadSpec(aux_layers=AUX_LAYERS, init="random"), everything)
+    whole_vocabulary = frequent_vocabulary([], size=96, target_size=96)
+    head = build_head(folder, HeadSpec(aux_layers=AUX_LAYERS, init="random"), whole_vocabulary)
     with torch.no_grad():
         after_norm = head.verifier_norm(last[0])
     targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
@@ -172,14 +172,14 @@ def test_target_distribution_from_its_last_states(foreign_target, model_type, sa
     )
 
 
-def _changed(folder, target, **changes):
+def _write_config(folder, target, **changes):
     config = json.loads((target / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("rope_parameters", "expected"),
     [
         ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         (
@@ -192,9 +192,9 @@ def _changed(folder, target, **changes):
         ),
     ],
 )
-def test_rotary_embedding_of_a_head(tmp_path, target, given, kept):
-    folder = _changed(tmp_path, target, rope_parameters=given)
-    assert read_architecture(folder).rope_parameters == kept
+def test_rotary_embedding_of_a_head(tmp_path, target, rope_parameters, expected):
+    folder = _write_config(tmp_path, target, rope_parameters=rope_parameters)
+    assert read_architecture(folder).rope_parameters == expected
 
 
 def test_multimodal_targets_are_read(tmp_path):

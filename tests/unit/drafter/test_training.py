@@ -58,16 +58,16 @@ def test_training_lowers_the_loss(head, store, tmp_path):
 
 
 def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabulary, store, tmp_path):
-    class Told(SingleProcess):
+    class BroadcastWorkers(SingleProcess):
         def broadcast_(self, tensors):
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
             with torch.no_grad():
-                for tensor, told in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
-                    tensor.copy_(told)
+                for tensor, parameter in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
+                    tensor.copy_(parameter)
 
     _train(head, store, tmp_path / "first")
     other = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, init="random"), vocabulary, seed=2)
-    _train(other, store, tmp_path / "other", workers=Told())
+    _train(other, store, tmp_path / "other", workers=BroadcastWorkers())
     assert _curve(tmp_path / "other") == _curve(tmp_path / "first")
 
 
@@ -86,7 +86,7 @@ def test_a_killed_training_repeats_the_uninterrupted_curve(
 
     with pytest.raises(KilledError):
         _train(fresh, store, tmp_path / "cut", every_step, progress=kill)
-    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step beyond the checkpoint, to be done again
+    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step after the checkpoint, which is repeated
     _train(resumed, store, tmp_path / "cut", every_step)
 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
@@ -103,9 +103,9 @@ def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
 
 
 def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, tmp_path):
-    in_parts = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+    split = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     _train(head, store, tmp_path / "whole")
-    _train(in_parts, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
+    _train(split, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
     losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
@@ -113,11 +113,11 @@ def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, t
 def test_denormals_are_flushed_only_during_a_step(head, store, tmp_path):
     within, outside = [], []
 
-    class Looking(SingleProcess):
+    class RecordingWorkers(SingleProcess):
         def sum_(self, tensors):
             within.append(_keeps_denormals())
 
-    _train(head, store, tmp_path, workers=Looking(), progress=lambda _: outside.append(_keeps_denormals()))
+    _train(head, store, tmp_path, workers=RecordingWorkers(), progress=lambda _: outside.append(_keeps_denormals()))
     assert within
     assert not any(within)
     assert outside == [True] * CONFIG.num_steps
@@ -149,8 +149,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, t
 def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
-    told = r"cannot be written: .*\n  free some space, then repeat the command to resume"
-    with full_disk(), pytest.raises(CapacityError, match=told):
+    message = r"cannot be written: .*\n  free some space, then repeat the command to resume"
+    with full_disk(), pytest.raises(CapacityError, match=message):
         _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
     assert _train(head, store, tmp_path).finished
@@ -268,7 +268,7 @@ def rows(document):
 
 @pytest.fixture
 def norms_in_double(monkeypatch):
-    """The library's norm computes in float32 for any input."""
+    """Replace the norm of transformers, which always computes in float32."""
 
     def forward(self, states):
         scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -325,11 +325,11 @@ def test_micro_batch_limit(store):
 
     limit = 26
     config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=limit)
-    pieces = list(micro_batches(store, documents, config, step=5))
+    micro = list(micro_batches(store, documents, config, step=5))
     in_parts = [index for index in documents if store.num_tokens(index) > limit]
     assert not in_parts
-    assert max(batch.num_tokens for batch in pieces) <= limit
-    assert sum(batch.num_loss_rows for batch in pieces) == whole[0].num_loss_rows
+    assert max(batch.num_tokens for batch in micro) <= limit
+    assert sum(batch.num_loss_rows for batch in micro) == whole[0].num_loss_rows
 
 
 def test_long_documents_are_split(store):
@@ -338,7 +338,7 @@ def test_long_documents_are_split(store):
     (whole,) = micro_batches(store, [longest], ONE_STEP, step=1)
     parts = list(micro_batches(store, [longest], config, step=1))
     assert len(parts) == 3
-    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # held once, however many parts wait
+    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # stored once for all parts
     assert torch.equal(parts[0].aux_TAH, whole.aux_TAH)
     assert sum(batch.num_loss_rows for batch in parts) == whole.num_loss_rows
 
@@ -356,7 +356,7 @@ def test_every_epoch_has_its_own_order():
     lengths = [1] * 7
     order = EpochOrder(lengths, batch_tokens=2, seed=4)
     steps = [order.documents(step) for step in range(8)]
-    epochs = [[place for step in steps[start : start + 4] for place in step] for start in (0, 4)]
+    epochs = [[index for step in steps[start : start + 4] for index in step] for start in (0, 4)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
     assert EpochOrder(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]

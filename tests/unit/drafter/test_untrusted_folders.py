@@ -14,63 +14,63 @@ from peagle.errors import PeagleError
 from peagle.requests.tokenizer import load_tokenizer
 
 
-class _Bomb:
-    def __init__(self, mark):
-        self._mark = mark
+class _PickleWithCode:
+    def __init__(self, marker):
+        self._marker = marker
 
     def __reduce__(self):
-        return os.mkdir, (str(self._mark),)
+        return os.mkdir, (str(self._marker),)
 
 
 @pytest.fixture
-def mark(tmp_path):
-    """The file that the code creates when it runs."""
+def marker(tmp_path):
+    """The folder that the code creates when it runs."""
     return tmp_path / "it-ran"
 
 
 @pytest.fixture
-def with_code(speaking_target, mark, tmp_path):
+def with_code(chat_target, marker, tmp_path):
     """A target with custom code."""
-    folder = shutil.copytree(speaking_target, tmp_path / "with-code")
-    (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
+    folder = shutil.copytree(chat_target, tmp_path / "with-code")
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text())
         names = ("AutoConfig", "AutoModelForCausalLM") if name == "config.json" else ("AutoTokenizer",)
-        auto_map = {one: ["own.Own", None] if one == "AutoTokenizer" else "own.Own" for one in names}
+        auto_map = {name: ["own.Own", None] if name == "AutoTokenizer" else "own.Own" for name in names}
         values |= {"auto_map": auto_map, "model_type": "own", "tokenizer_class": "Own", "architectures": ["Own"]}
         (folder / name).write_text(json.dumps(values))
     return folder
 
 
 @pytest.fixture
-def with_pickle(speaking_target, mark, tmp_path):
-    folder = shutil.copytree(speaking_target, tmp_path / "with-pickle")
+def with_pickle(chat_target, marker, tmp_path):
+    folder = shutil.copytree(chat_target, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark)))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_PickleWithCode(marker)))
     return folder
 
 
 @pytest.mark.parametrize("read", [load_tokenizer, read_architecture, lambda folder: load_reader(folder, (0, 1), "cpu")])
 @pytest.mark.parametrize("kind", ["with_code", "with_pickle"])
-def test_code_in_a_target_is_not_executed(request, mark, kind, read):
+def test_code_in_a_target_is_not_executed(request, marker, kind, read):
     folder = request.getfixturevalue(kind)
     try:
         read(folder)
     except Exception as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    assert not mark.exists()
-    assert "[y/N]" not in said  # nor is anybody asked whether it may
+        message = ""
+    assert not marker.exists()
+    assert "[y/N]" not in message  # transformers' prompt for permission
 
 
-def test_pickled_target_weights_are_refused(with_pickle, mark):
+def test_pickled_target_weights_are_refused(with_pickle, marker):
     with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsupported|safetensors"):
         load_reader(with_pickle, (0, 1), "cpu")
-    assert not mark.exists()
+    assert not marker.exists()
 
 
-def test_pickled_heads_are_refused(with_pickle, mark):
+def test_pickled_heads_are_refused(with_pickle, marker):
     with pytest.raises(PeagleError, match="safetensors"):
         read_shapes(with_pickle)
-    assert not mark.exists()
+    assert not marker.exists()

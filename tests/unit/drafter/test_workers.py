@@ -11,11 +11,11 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}",
 workers = ProcessGroup()
 summed = [torch.tensor([1.0 + rank, 2.0]), torch.tensor([[3 * rank]])]
 workers.sum_(summed)
-told = [torch.nn.Parameter(torch.full((2,), float(rank + 1))), torch.nn.Parameter(torch.full((1, 2), 7.0 * rank))]
-workers.broadcast_(told)
-said = workers.agree(rank == 1)
+parameters = [torch.nn.Parameter(torch.full((2,), float(rank + 1))), torch.nn.Parameter(torch.full((1, 2), 7.0 * rank))]
+workers.broadcast_(parameters)
+agreed = workers.agree(rank == 1)
 workers.barrier()
-print(json.dumps([[t.tolist() for t in summed], [t.tolist() for t in told], said, workers.rank, workers.size]))
+print(json.dumps([[t.tolist() for t in summed], [t.tolist() for t in parameters], agreed, workers.rank, workers.size]))
 torch.distributed.destroy_process_group()
 """
 
@@ -27,11 +27,11 @@ def test_process_group_sums_and_broadcasts(tmp_path):
             stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) for command in commands
         ]
         for process in processes:
-            stack.callback(process.kill)  # one waits for the other, should that fail
+            stack.callback(process.kill)  # if one fails, the other would wait forever
         for rank, process in enumerate(processes):
-            said, _ = process.communicate(timeout=120)
+            stdout, _ = process.communicate(timeout=120)
             assert process.returncode == 0
-            assert json.loads(said.splitlines()[-1]) == [
+            assert json.loads(stdout.splitlines()[-1]) == [
                 [[3.0, 4.0], [[3]]],
                 [[1.0, 1.0], [[0.0, 0.0]]],
                 False,

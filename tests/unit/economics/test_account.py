@@ -59,7 +59,7 @@ def test_open_work_of_a_killed_session_is_lost():
     assert (result.num_sessions, result.num_unended_sessions) == (2, 1)
 
 
-def test_a_commit_after_the_last_heartbeat_is_not_lost_and_is_paid():
+def test_a_commit_after_the_last_heartbeat_is_charged_and_not_lost():
     # Killed between the commit at 1090 and the heartbeat with its last 20 busy seconds.
     stale = session(states=(20.0, 0.0, 30.0, 0.0), tokens=600, ended=False)
     result = account([unit(busy_s=50.0, tokens=1500)], [stale], PRICE)
@@ -79,20 +79,20 @@ def test_wall_time_without_overlap_and_pauses():
     assert account([], engines, PRICE).wall_s == pytest.approx(160)
 
 
-def test_shares_add_up_to_the_lives_of_sessions():
-    lot = random.Random(7)
+def test_shares_add_up_to_the_duration_of_sessions():
+    rng = random.Random(7)
     for _ in range(50):
         sessions, units = [], []
-        for name in "abcd"[: lot.randint(1, 4)]:
-            states = tuple(lot.uniform(0, 500) for _ in range(4))
-            life = session(name, states=states, tokens=10_000, num_devices=lot.randint(1, 8))
-            parts = [lot.uniform(0, states[2] / 5) for _ in range(lot.randint(0, 5))]
-            units += [unit(name, busy_s=part, tokens=lot.randint(0, 1000), finished_at=1030.0) for part in parts]
+        for name in "abcd"[: rng.randint(1, 4)]:
+            states = tuple(rng.uniform(0, 500) for _ in range(4))
+            life = session(name, states=states, tokens=10_000, num_devices=rng.randint(1, 8))
+            parts = [rng.uniform(0, states[2] / 5) for _ in range(rng.randint(0, 5))]
+            units += [unit(name, busy_s=part, tokens=rng.randint(0, 1000), finished_at=1030.0) for part in parts]
             sessions.append(life)
         result = account(units, sessions, PRICE)
-        lived = sum(one.num_devices * (one.last_seen_at - one.started_at) for one in sessions)
-        assert result.device_s.total == pytest.approx(lived)
-        assert result.total_usd == pytest.approx(lived * PRICE.usd_per_device_s)
+        total_device_s = sum(life.num_devices * (life.last_seen_at - life.started_at) for life in sessions)
+        assert result.device_s.total == pytest.approx(total_device_s)
+        assert result.total_usd == pytest.approx(total_device_s * PRICE.usd_per_device_s)
         assert min(dataclasses.astuple(result.device_s)) >= 0
         assert result.num_output_tokens + result.num_lost_tokens == 10_000 * len(sessions)
 
@@ -115,10 +115,10 @@ def test_a_unit_without_a_session_is_refused():
         account([unit("zz", busy_s=1.0, tokens=1)], [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)], PRICE)
 
 
-def test_a_session_is_paid_once():
-    twice = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
+def test_a_session_is_charged_once():
+    repeated = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
     with pytest.raises(PeagleError, match="twice"):
-        account([], twice, PRICE)
+        account([], repeated, PRICE)
 
 
 def test_a_price_of_another_device_is_refused():

@@ -64,15 +64,19 @@ def ledger(tmp_path):
     return tmp_path
 
 
-def said(folder):
+def contents(folder):
     """Return the results of all readers of a ledger."""
-    sessions = sorted(read_sessions(folder), key=lambda one: one.session_id)
+    sessions = sorted(read_sessions(folder), key=lambda session: session.session_id)
     return (
-        sorted(one.request_id for one in RequestReader(folder).new()),
+        sorted(request.request_id for request in RequestReader(folder).new()),
         read_work(folder),
         sessions,
-        sorted(SessionReader(folder).all(), key=lambda one: one.session_id),
-        [session_at_time(folder, one, one.last_seen_at - seconds) for one in sessions for seconds in (30, 60, 90)],
+        sorted(SessionReader(folder).all(), key=lambda session: session.session_id),
+        [
+            session_at_time(folder, session, session.last_seen_at - seconds)
+            for session in sessions
+            for seconds in (30, 60, 90)
+        ],
     )
 
 
@@ -81,70 +85,70 @@ def names(folder):
 
 
 def test_compaction_keeps_the_content(ledger):
-    before = said(ledger)
+    before = contents(ledger)
     assert len(before[0]) == 21
-    done = compact(ledger, NOW)
-    assert (done.num_before, done.num_after) == (13, 11)
-    assert said(ledger) == before
+    result = compact(ledger, NOW)
+    assert (result.num_before, result.num_after) == (13, 11)
+    assert contents(ledger) == before
     assert [name for name in names(ledger) if "merged" not in name] == [
         f"{kind}-{name}.{ending}"
         for kind, ending in (("beats", "jsonl"), ("requests", "jsonl"), ("session", "parquet"))
         for name in ("just ended", "silent")
     ]
-    assert compact(ledger, NOW) == replace(done, num_before=11), "there is nothing left to do"
+    assert compact(ledger, NOW) == replace(result, num_before=11), "nothing is left to do"
 
 
-def test_later_files_join_merged_ones(ledger):
+def test_later_files_are_merged_into_existing_ones(ledger):
     compact(ledger, NOW)
-    before = said(ledger)
-    done = compact(ledger, NOW + 2 * DAY_S)
-    assert (done.num_after, said(ledger)) == (5, before)
+    before = contents(ledger)
+    result = compact(ledger, NOW + 2 * DAY_S)
+    assert (result.num_after, contents(ledger)) == (5, before)
 
 
-def steps_of(monkeypatch, kill_at):
+def record_steps(monkeypatch, kill_at):
     """Raise Killed before step `kill_at`; return the list of files changed before."""
-    done = []
+    result = []
     for name in ("write_atomic", "remove"):
-        real = getattr(compaction, name)
+        original = getattr(compaction, name)
 
-        def step(*arguments, real=real):
-            if len(done) == kill_at:
+        def step(*arguments, original=original):
+            if len(result) == kill_at:
                 raise Killed
-            done.append(arguments[0].name)
-            real(*arguments)
+            result.append(arguments[0].name)
+            original(*arguments)
 
         monkeypatch.setattr(compaction, name, step)
-    return done
+    return result
 
 
 def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkeypatch):
-    before = said(ledger)
+    before = contents(ledger)
     with monkeypatch.context() as patch:
-        steps = steps_of(patch, None)
-        compact(copied(ledger, tmp_path_factory.mktemp("whole")), NOW)
+        steps = record_steps(patch, None)
+        compact(copy_ledger(ledger, tmp_path_factory.mktemp("whole")), NOW)
     assert len(steps) == 12, "five files are written, and seven deleted"
     for kill_at in range(len(steps)):
-        folder = copied(ledger, tmp_path_factory.mktemp("killed"))
+        folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
         reader, work = RequestReader(folder), WorkReader(folder)
         first = next(reader.each())
-        assert sum(one.num_requests for _, one in work.new()) == 21
+        assert sum(counted.num_requests for _, counted in work.new()) == 21
         with monkeypatch.context() as patch:
-            steps_of(patch, kill_at)
+            record_steps(patch, kill_at)
             with pytest.raises(Killed):
                 compact(folder, NOW)
-        assert said(folder) == before, f"killed before step {kill_at}"
-        assert sorted([first.request_id, *(one.request_id for one in reader.new())]) == before[0]
+        assert contents(folder) == before, f"killed before step {kill_at}"
+        assert sorted([first.request_id, *(request.request_id for request in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
-        assert sum(one.num_requests for _, one in work.new()) == 1
+        assert sum(counted.num_requests for _, counted in work.new()) == 1
         restarted = RequestReader(folder)
-        assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
-        assert [one.request_id for one in restarted.new()] == ["silent-99"]
+        assert restarted.resume(reader.marks()), "an endpoint's checkpoint is valid"
+        assert [request.request_id for request in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
-        assert len(said(folder)[0]) == 22
+        assert len(contents(folder)[0]) == 22
         assert len([name for name in names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
 
 
-def copied(ledger, folder):
+def copy_ledger(ledger, folder):
     for path in ledger.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
@@ -153,27 +157,27 @@ def copied(ledger, folder):
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
     reader, work = RequestReader(ledger), WorkReader(ledger)
-    assert (len(reader.new()), sum(one.num_requests for _, one in work.new())) == (21, 21)
+    assert (len(reader.new()), sum(counted.num_requests for _, counted in work.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
-    assert [one.request_id for one in reader.new()] == ["killed-20", "killed-21"]
-    assert sum(one.num_requests for _, one in work.new()) == 2
+    assert [request.request_id for request in reader.new()] == ["killed-20", "killed-21"]
+    assert sum(counted.num_requests for _, counted in work.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
-    assert {one.session_id: one.busy_s for one in read_sessions(ledger)}["killed"] == 200.0
-    before = said(ledger)
+    assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
+    before = contents(ledger)
     compact(ledger, NOW + 2 * DAY_S)
-    assert (said(ledger), reader.new(), list(work.new())) == (before, [], [])
+    assert (contents(ledger), reader.new(), list(work.new())) == (before, [], [])
 
 
 def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
-    real = compaction.write_atomic
+    original = compaction.write_atomic
 
     def write(path, data):
-        real(path, data)
+        original(path, data)
         if path.name.endswith(".jsonl"):
             with (ledger / "requests-a.jsonl").open("ab") as file:
                 file.write(a_request("late", session_id="a").to_json() + b"\n")
-            monkeypatch.setattr(compaction, "write_atomic", real)
+            monkeypatch.setattr(compaction, "write_atomic", original)
 
     monkeypatch.setattr(compaction, "write_atomic", write)
     compact(ledger, NOW)
@@ -184,7 +188,7 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
-    random, stop, found = Random(seed), threading.Event(), []
+    random, stop, request_ids = Random(seed), threading.Event(), []
     reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
 
     def compact_often():
@@ -198,14 +202,16 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     thread.start()
     for number in range(12):
         write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
-        found += [one.request_id for one in reader.new()]
-        num_work += sum(one.num_requests for _, one in work.new())
+        request_ids += [request.request_id for request in reader.new()]
+        num_work += sum(counted.num_requests for _, counted in work.new())
         assert len(read_sessions(tmp_path)) == number + 2
     stop.set()
     thread.join()
-    found += [one.request_id for one in reader.new()]
-    assert sorted(found) == sorted(one.request_id for one in RequestReader(tmp_path).new())
-    assert len(set(found)) == len(found) == num_work + sum(one.num_requests for _, one in work.new())
+    request_ids += [request.request_id for request in reader.new()]
+    assert sorted(request_ids) == sorted(request.request_id for request in RequestReader(tmp_path).new())
+    assert (
+        len(set(request_ids)) == len(request_ids) == num_work + sum(counted.num_requests for _, counted in work.new())
+    )
 
 
 def test_a_ledger_on_s3(ledger, s3):
@@ -213,8 +219,8 @@ def test_a_ledger_on_s3(ledger, s3):
     for path in ledger.iterdir():
         write_atomic(folder / path.name, path.read_bytes())
     before, sessions = read_work(folder), read_sessions(folder)
-    done = compact(folder, NOW)
-    assert (done.num_before, done.num_after) == (13, 11)
+    result = compact(folder, NOW)
+    assert (result.num_before, result.num_after) == (13, 11)
     assert read_work(folder) == before
     assert sorted(read_sessions(folder), key=str) == sorted(sessions, key=str)
 

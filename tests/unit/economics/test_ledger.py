@@ -56,7 +56,7 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
         nearly_full(None)
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
-    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1", "3"]
+    assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1", "3"]
     (since,) = SessionReader(tmp_path).since(1120.0)
     assert since.busy_s == pytest.approx(60)
 
@@ -71,10 +71,10 @@ def test_invalid_lines_are_logged_and_skipped(tmp_path, caplog):
     append_request(tmp_path, request("1", session_id="t"))
     reader = RequestReader(tmp_path)
     with caplog.at_level(logging.ERROR):
-        assert [one.request_id for one in reader.new()] == ["1", "4", "1"]
+        assert [record.request_id for record in reader.new()] == ["1", "4", "1"]
     assert "requests-s.jsonl: skipped an invalid line" in caplog.text
     append_request(tmp_path, request("5"))
-    assert [one.request_id for one in reader.new()] == ["5"]
+    assert [record.request_id for record in reader.new()] == ["5"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_lines_that_would_disable_a_budget_are_skipped(tmp_path, caplog, change)
     line = json.dumps({**json.loads(request("2").to_json()), **change})
     with (tmp_path / "requests-s.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1"]
+    assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1"]
     assert next(iter(change)) in caplog.text
 
 
@@ -108,15 +108,15 @@ def test_unchanged_sessions_are_read_once(tmp_path, monkeypatch):
     write_session(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, session_id="t"))
     reader = SessionReader(tmp_path)
-    read, as_it_was = [], ledger.sessions_of
-    monkeypatch.setattr(ledger, "sessions_of", lambda path: read.append(path.name) or as_it_was(path))
+    read, original = [], ledger.sessions_of
+    monkeypatch.setattr(ledger, "sessions_of", lambda path: read.append(path.name) or original(path))
     sessions_before = reader.all()
     assert read == ["session-s.parquet", "session-t.parquet"]
     write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0, idle_s=59.0))
-    assert [one.busy_s for one in reader.all()] == [sessions_before[0].busy_s, 1.0]
+    assert [session.busy_s for session in reader.all()] == [sessions_before[0].busy_s, 1.0]
     assert read[2:] == ["session-t.parquet"]
     (tmp_path / "session-s.parquet").unlink()
-    assert [one.session_id for one in reader.all()] == ["t"]
+    assert [session.session_id for session in reader.all()] == ["t"]
 
 
 def test_a_failed_read_is_repeated(tmp_path):
@@ -129,20 +129,22 @@ def test_a_failed_read_is_repeated(tmp_path):
         reader.new()
     (tmp_path / "requests-b.jsonl").rmdir()
     (tmp_path / "b").rename(tmp_path / "requests-b.jsonl")
-    assert [one.request_id for one in reader.new()] == ["1", "2"]
+    assert [record.request_id for record in reader.new()] == ["1", "2"]
 
 
 def test_is_billed_by_another_process(tmp_path):
-    def is_there(request_id):
+    def is_billed_elsewhere(request_id):
         return is_billed(tmp_path, request_id, since=time.time(), session_id="own")
 
     free = replace(request("free", "one"), usd=0.0, outcome="failed")
-    for one in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
-        append_request(tmp_path, one)
-    assert [is_there(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [False] * 5
+    for record in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
+        append_request(tmp_path, record)
+    assert [is_billed_elsewhere(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [
+        False
+    ] * 5
     with (tmp_path / "requests-one.jsonl").open("ab") as file:
         file.write(request("torn", "one").to_json())
-    assert not is_there("torn")
+    assert not is_billed_elsewhere("torn")
 
 
 def test_is_billed_reads_only_recent_file_ends(tmp_path, monkeypatch):
@@ -150,12 +152,12 @@ def test_is_billed_reads_only_recent_file_ends(tmp_path, monkeypatch):
     for number in range(9):
         append_request(tmp_path, request(f"r-{number}"))
 
-    def is_there(number, since):
+    def is_billed_elsewhere(number, since):
         return is_billed(tmp_path, f"r-{number}", since=since, session_id="own")
 
-    assert [is_there(number, time.time()) for number in (0, 7, 8)] == [False, True, True]
+    assert [is_billed_elsewhere(number, time.time()) for number in (0, 7, 8)] == [False, True, True]
     os.utime(tmp_path / "requests-s.jsonl", (1000, 1000))
-    assert [is_there(8, since) for since in (900, 1059, 1061)] == [True, True, False]
+    assert [is_billed_elsewhere(8, since) for since in (900, 1059, 1061)] == [True, True, False]
 
 
 @pytest.mark.parametrize("minute", [0, 1, 100, 598, 599])
@@ -173,7 +175,7 @@ def test_session_at_time_is_interpolated(tmp_path, minute, has_bad_lines):
                 file.write(b'{"torn": ' + b"x" * (number % 7) + b"\n")
     last = replace(beats[-1], last_seen_at=1000 + 36_000.0 + 1, idle_s=36_001 - busy_s, ended=True)
     then = session_at_time(tmp_path, last, 1000 + 60.0 * minute + 30)
-    at = [0.0, *(beat.busy_s for beat in beats)]
-    expected = at[minute] + 30 / 60 * (at[minute + 1] - at[minute]) if minute < 599 else busy_s
+    busy_at = [0.0, *(beat.busy_s for beat in beats)]
+    expected = busy_at[minute] + 30 / 60 * (busy_at[minute + 1] - busy_at[minute]) if minute < 599 else busy_s
     assert then.busy_s == pytest.approx(expected)
     assert then.last_seen_at == pytest.approx(1000 + 60.0 * minute + 30)

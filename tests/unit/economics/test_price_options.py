@@ -18,11 +18,11 @@ def gpus(number, name="H100"):
 
 
 @pytest.mark.parametrize(
-    ("keys", "here", "names", "expected"),
+    ("keys", "hardware", "names", "expected"),
     [
         ({}, CPU, (), ("c7a.large", "assumed")),
         ({}, CPU, ("m7i.large",), ("m7i.large", "detected")),
-        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # no price is known for it
+        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # it has no known price
         ({}, CPU, ("g5.xlarge",), ("c7a.large", "assumed")),  # engines on the CPUs of a machine with a GPU
         ({"instance_type": "c7a.large"}, CPU, ("m7i.large",), ("c7a.large", "stated")),
         ({"usd_per_hour": 1}, CPU, ("m7i.large",), ("custom", "stated")),
@@ -31,8 +31,8 @@ def gpus(number, name="H100"):
         ({}, gpus(8, "NVIDIA B300"), (), ("p6-b300.48xlarge", "assumed")),
     ],
 )
-def test_price_is_stated_detected_or_assumed(keys, here, names, expected):
-    price = resolve_price(PriceOptions(**keys), replace(here, machine_names=names))
+def test_price_is_stated_detected_or_assumed(keys, hardware, names, expected):
+    price = resolve_price(PriceOptions(**keys), replace(hardware, machine_names=names))
     assert (price.instance_type, price.basis) == expected
 
 
@@ -46,10 +46,10 @@ def test_an_ambiguous_gpu_is_refused():
 
 
 def test_spot_price_of_the_detected_region():
-    here = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
-    assert resolve_price(PriceOptions(market="spot"), here).usd_per_hour == 17.84685
-    assert resolve_price(PriceOptions(market="spot", region="us-east-1"), here).usd_per_hour == 18.7089
-    elsewhere = replace(here, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
+    detected = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
+    assert resolve_price(PriceOptions(market="spot"), detected).usd_per_hour == 17.84685
+    assert resolve_price(PriceOptions(market="spot", region="us-east-1"), detected).usd_per_hour == 18.7089
+    elsewhere = replace(detected, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
     assert resolve_price(PriceOptions(market="spot"), elsewhere).region == "us-east-2"
 
 
@@ -75,12 +75,12 @@ def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
         require_price(PriceOptions(**keys), accelerator)
 
 
-def continued(before, first, keys, here):
-    """Begin with `before` on hardware `first`; continue with `keys` on `here`."""
+def require_continuable(before, first, keys, now):
+    """Start with the price options `before` on `first`; continue with `keys` on `now`."""
     require_same_price(
         keys,
-        resolve_price(keys, here),
-        here,
+        resolve_price(keys, now),
+        now,
         before=resolve_price(before, first),
         keys_before=before.model_dump(mode="json"),
         machine=machine_of(first.to_dict()),
@@ -91,21 +91,26 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
 
 
 @pytest.mark.parametrize(
-    ("before", "first", "keys", "here"),
+    ("before", "first", "keys", "now"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(8)),
-        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same by the accelerator
-        (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # stated for them too
-        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # nothing is stated: it stays
-        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),  # another is detected
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
+        (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
+        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
+        (
+            PriceOptions(),
+            CPU,
+            PriceOptions(),
+            replace(CPU, machine_names=("m7i.large",)),
+        ),  # a detected machine changes nothing
     ],
 )
-def test_a_run_continues_at_the_same_price(before, first, keys, here):
-    continued(before, first, keys, here)
+def test_a_run_continues_at_the_same_price(before, first, keys, now):
+    require_continuable(before, first, keys, now)
 
 
 @pytest.mark.parametrize(
-    ("before", "first", "keys", "here"),
+    ("before", "first", "keys", "now"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=9), gpus(8)),
         (PriceOptions(usd_per_hour=8), gpus(8), H100_SPOT, gpus(8)),
@@ -114,9 +119,9 @@ def test_a_run_continues_at_the_same_price(before, first, keys, here):
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), CPU),
     ],
 )
-def test_a_run_does_not_continue_at_another_price(before, first, keys, here):
+def test_a_run_does_not_continue_at_another_price(before, first, keys, now):
     with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
-        continued(before, first, keys, here)
+        require_continuable(before, first, keys, now)
 
 
 def test_a_changed_price_table_does_not_change_a_run():

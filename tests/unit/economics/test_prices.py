@@ -56,7 +56,7 @@ def test_spot_without_a_region_is_the_cheapest(table):
     assert price.doubt == "spot costs $14.0818 to $18.7089 per hour, depending on the region; this is the cheapest"
     named = table.price("p5.48xlarge", market="spot", region="us-east-1")
     assert (named.usd_per_hour, named.doubt) == (18.7089, "")
-    assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # the same everywhere
+    assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # equal in all regions
 
 
 def test_unknown_instance_types_get_suggestions(table):
@@ -73,26 +73,26 @@ def test_a_missing_market_is_an_error(table):
 
 
 def test_an_override_row_replaces_its_region_only(write):
-    own = PriceTable.load(
+    table = PriceTable.load(
         write("provider,region,instance_type,vcpus,usd_per_hour_on_demand\naws,us-east-2,c7a.large,2,0.05\n")
     )
-    assert own.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
-    assert own.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
+    assert table.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
+    assert table.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
     with pytest.raises(
         PriceError, match=r"depends on the region: aws us-east-1 \$0\.10264, aws us-east-2 \$0\.05"
     ) as error:
-        own.price("c7a.large")
+        table.price("c7a.large")
     assert "region" in error.value.hint
 
 
 def test_an_override_row_without_a_region_replaces_all(write):
-    own = PriceTable.load(
+    table = PriceTable.load(
         write("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
     )
-    price = own.price("p5.48xlarge")
+    price = table.price("p5.48xlarge")
     assert (price.usd_per_hour, price.provider, price.as_of) == (40, "", "undated")
     assert price.source == "own.csv"
-    assert own.price("p5.4xlarge").usd_per_hour == 6.88
+    assert table.price("p5.4xlarge").usd_per_hour == 6.88
 
 
 def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
@@ -186,7 +186,7 @@ def test_an_accelerator_with_several_instance_types(table, device_name, listed, 
 def test_choices_list_devices_price_and_provider(table):
     lines = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
-    assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # it is sold as spot only
+    assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only
     spot = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "spot")]
     assert "p5en.48xlarge 8 x H200 $11.76 to $18.57/h spot aws" in spot
     assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot

@@ -38,7 +38,7 @@ def write(folder, lines=()):
             file.write(line)
 
 
-def line_by_line(folder, monkeypatch):
+def read_by_line(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(request_work, "_columns", lambda piece: (_ for _ in ()).throw(ValueError))
         return read_work(folder)
@@ -52,16 +52,16 @@ def edited(**changes):
 
 def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
     write(tmp_path)
-    read_slowly = []
-    monkeypatch.setattr(request_work, "_work_of", lambda request: read_slowly.append(request))
-    found = read_work(tmp_path)
-    assert read_slowly == []
+    parsed_lines = []
+    monkeypatch.setattr(request_work, "_work_of", lambda request: parsed_lines.append(request))
+    work_by_group = read_work(tmp_path)
+    assert parsed_lines == []
     monkeypatch.undo()
-    expected = line_by_line(tmp_path, monkeypatch)
-    assert found.keys() == expected.keys()
-    for whose, work in found.items():
-        assert asdict(work) == pytest.approx(asdict(expected[whose]))
-    assert found[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
+    expected = read_by_line(tmp_path, monkeypatch)
+    assert work_by_group.keys() == expected.keys()
+    for group, work in work_by_group.items():
+        assert asdict(work) == pytest.approx(asdict(expected[group]))
+    assert work_by_group[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
         num_requests=1,
         num_prompt_tokens=100,
         num_output_tokens=41,
@@ -85,8 +85,8 @@ def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
 def test_invalid_lines_are_skipped_and_logged(tmp_path, monkeypatch, caplog, line):
     write(tmp_path, [line])
     with caplog.at_level(logging.ERROR):
-        found = read_work(tmp_path)
-    assert sum(work.num_requests for work in found.values()) == 40
+        work_by_group = read_work(tmp_path)
+    assert sum(work.num_requests for work in work_by_group.values()) == 40
     assert "skipped an invalid line" in caplog.text
 
 
@@ -101,8 +101,8 @@ def test_records_from_before_tags_and_accounts_are_read(tmp_path, caplog):
     for name in ("tags", "account", "num_choices"):
         del record[name]
     (tmp_path / "requests-s.jsonl").write_text(json.dumps(record) + "\n")
-    (whose,) = read_work(tmp_path)
-    assert (whose.tags, caplog.records) == ("{}", [])
+    (group,) = read_work(tmp_path)
+    assert (group.tags, caplog.records) == ("{}", [])
 
 
 def test_a_reader_reads_each_whole_line_once(tmp_path):

@@ -16,7 +16,7 @@ WORK = Work(
 )  # fmt: skip
 
 
-def test_savings_by_hand():
+def test_savings_of_a_drafter():
     savings = work_savings(WORK, has_drafter=True, baseline=STEPS)
     assert (savings.prompt_usd, savings.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
     assert (savings.undrafted_usd, savings.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
@@ -62,23 +62,23 @@ def test_savings_without_a_drafter():
         (replace(WORK, busy_s=0.0), STEPS),
         (replace(WORK, num_drafts=0, num_accepted_tokens=0), STEPS),
     ],
-    ids=["nothing measured", "how many at once is not known", "no busy seconds", "drafts are not told"],
+    ids=["no baseline", "unknown concurrency", "no busy seconds", "no draft counts"],
 )
 def test_savings_without_data_are_unknown(work, baseline):
-    found = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
-    assert found["speculation"]["usd"] is None
-    assert found["prompt_usd"] is found["generation_usd"] is None
-    assert found["speculation"]["unknown_usd"] == found["unsplit_usd"] == 0.12
+    savings = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
+    assert savings["speculation"]["usd"] is None
+    assert savings["prompt_usd"] is savings["generation_usd"] is None
+    assert savings["speculation"]["unknown_usd"] == savings["unsplit_usd"] == 0.12
 
 
-def test_spot_savings_by_hand():
+def test_spot_savings():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
-    found = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
-    assert found["spot_usd"] == 10.0
-    assert found["on_demand_usd"] == pytest.approx(9.0 * ratio)
-    assert found["usd"] == pytest.approx(9.0 * ratio - 10.0)
+    savings = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
+    assert savings["spot_usd"] == 10.0
+    assert savings["on_demand_usd"] == pytest.approx(9.0 * ratio)
+    assert savings["usd"] == pytest.approx(9.0 * ratio - 10.0)
 
 
 def test_spot_savings_without_an_on_demand_price():
@@ -103,14 +103,14 @@ def works(draw):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(drawn=st.lists(st.tuples(works(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
-def test_savings_add_up_in_any_order(drawn):
-    gains = [work_savings(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in drawn]
-    whole = sum(gains, Savings())
-    paid = sum(work.usd for work, _, _ in drawn)
-    assert whole.prompt_usd + whole.generation_usd + whole.unsplit_usd == pytest.approx(paid)
-    assert whole.drafted_usd + whole.uncompared_usd <= paid + 1e-9
-    assert min(whole.prompt_usd, whole.generation_usd, whole.undrafted_usd, whole.error_usd) >= 0
-    backwards = sum(reversed(gains), Savings())
-    assert backwards.saved_usd == pytest.approx(whole.saved_usd)
-    assert backwards.num_drafts == whole.num_drafts
+@given(items=st.lists(st.tuples(works(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
+def test_savings_add_up_in_any_order(items):
+    parts = [work_savings(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in items]
+    total = sum(parts, Savings())
+    total_usd = sum(work.usd for work, _, _ in items)
+    assert total.prompt_usd + total.generation_usd + total.unsplit_usd == pytest.approx(total_usd)
+    assert total.drafted_usd + total.uncompared_usd <= total_usd + 1e-9
+    assert min(total.prompt_usd, total.generation_usd, total.undrafted_usd, total.error_usd) >= 0
+    backwards = sum(reversed(parts), Savings())
+    assert backwards.saved_usd == pytest.approx(total.saved_usd)
+    assert backwards.num_drafts == total.num_drafts

@@ -26,7 +26,7 @@ def test_budgets_round_trip(tmp_path):
     for usd in (5.0, 7.0):
         with changing_budgets(path) as budgets:
             budgets["team=search"] = SharedBudget(name="team=search", budget_usd=usd, budget_every="week")
-    assert [(one.name, one.budget_usd, one.budget_every) for one in read_budgets(path)] == [
+    assert [(budget.name, budget.budget_usd, budget.budget_every) for budget in read_budgets(path)] == [
         ("team=search", 7.0, "week")
     ]
     assert record_of(SharedBudget, {"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
@@ -48,9 +48,9 @@ def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
     write_draw(tmp_path, Draw(run="a", tags=both, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0))
     write_draw(tmp_path, Draw(run="b", tags=search, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
     (tmp_path / "draw-c.json").write_text("{}")
-    spent, held = drawn(read_draws(tmp_path), now=1000.0)
-    assert spent == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
-    assert held == {"project=x": 0.5, "team=search": 0.5}
+    spent_by_tag, reserved = drawn(read_draws(tmp_path), now=1000.0)
+    assert spent_by_tag == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
+    assert reserved == {"project=x": 0.5, "team=search": 0.5}
     assert "draw-c.json" in caplog.text
 
 

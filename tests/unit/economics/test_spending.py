@@ -41,12 +41,12 @@ def session(session_id="s", **values):
     return engine_session(session_id, **values)
 
 
-def ledger(sessions, work, then=lambda one, moment: session_at(moment, None, one)):
+def ledger(sessions, work, then=lambda session, moment: session_at(moment, None, session)):
     return Ledger(run="r", sessions=sessions, work=work, then=then)
 
 
-def spent(one, days=ALL):
-    return sum((charge.spend for charge in charges(one, days)), Spend())
+def total_spend(ledger, days=ALL):
+    return sum((charge.spend for charge in charges(ledger, days)), Spend())
 
 
 @st.composite
@@ -56,21 +56,21 @@ def ledgers(draw):
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
         states = {name: draw(seconds) for name in ("load_s", "compile_s", "busy_s", "idle_s")}
-        one = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
-        sessions.append(replace(one, last_seen_at=one.started_at + sum(states.values())))
+        engine = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
+        sessions.append(replace(engine, last_seen_at=engine.started_at + sum(states.values())))
         for _ in range(draw(st.integers(0, 4))):
-            finished_at = one.started_at + draw(st.floats(0, 1)) * (one.last_seen_at - one.started_at)
-            busy_s = draw(st.floats(0, 1)) * one.busy_s / draw(st.integers(1, 4))
+            finished_at = engine.started_at + draw(st.floats(0, 1)) * (engine.last_seen_at - engine.started_at)
+            busy_s = draw(st.floats(0, 1)) * engine.busy_s / draw(st.integers(1, 4))
             times = {"busy_s": busy_s, "started_at": 0.0, "finished_at": finished_at}
-            units.append(unit_usage(one.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
+            units.append(unit_usage(engine.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
     return sessions, units
 
 
-def of_units(sessions, units):
+def ledger_of(sessions, units):
     work = {}
     for index, unit in enumerate(units):
-        whose = SpendingGroup(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
-        work[whose] = work.get(whose, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)
+        group = SpendingGroup(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
+        work[group] = work.get(group, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)
     return ledger(sessions, work)
 
 
@@ -78,7 +78,7 @@ def of_units(sessions, units):
 @given(drawn=ledgers())
 def test_charges_add_up_to_the_account(drawn):
     sessions, units = drawn
-    whole, reported = spent(of_units(sessions, units)), account(units, sessions, PRICE)
+    whole, reported = total_spend(ledger_of(sessions, units)), account(units, sessions, PRICE)
     assert whole.attributed_usd == pytest.approx(reported.usd.busy, abs=1e-6)
     assert whole.loading_usd == pytest.approx(reported.usd.load + reported.usd.compile, abs=1e-6)
     assert whole.idle_usd == pytest.approx(reported.usd.idle, abs=1e-6)
@@ -89,31 +89,31 @@ def test_charges_add_up_to_the_account(drawn):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), cuts=st.sets(st.integers(-1, 13), max_size=4))
 def test_any_periods_add_up_to_the_total(drawn, cuts):
-    one = of_units(*drawn)
+    drawn_ledger = ledger_of(*drawn)
     ends = sorted(cuts)
     periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
-    parts, whole = [spent(one, days) for days in periods], spent(one)
+    parts, whole = [total_spend(drawn_ledger, days) for days in periods], total_spend(drawn_ledger)
     for name in KINDS:
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=1e-6)
-    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(one, Days()) for name in KINDS)
+    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(drawn_ledger, Days()) for name in KINDS)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), random=st.randoms(use_true_random=False))
 def test_any_order_and_grouping_give_the_same_totals(drawn, random):
     sessions, units = drawn
-    one = of_units(sessions, units)
-    found = list(charges(one, Days()))
-    by_day_and_key = statement(found, ("day", "key"), Days())
-    random.shuffle(found)
-    again = statement(found, ("day", "key"), Days())
-    for row, other in zip(by_day_and_key["rows"], again["rows"], strict=True):
+    drawn_ledger = ledger_of(sessions, units)
+    by_day = list(charges(drawn_ledger, Days()))
+    by_day_and_key = statement(by_day, ("day", "key"), Days())
+    random.shuffle(by_day)
+    shuffled = statement(by_day, ("day", "key"), Days())
+    for row, other in zip(by_day_and_key["rows"], shuffled["rows"], strict=True):
         assert (row["day"], row["key"], row["num_output_tokens"]) == (
             other["day"], other["key"], other["num_output_tokens"],
         )  # fmt: skip
         for kind, usd in row["usd"].items():
             assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)
-    for result in (by_day_and_key, again, statement(found, (), Days())):
+    for result in (by_day_and_key, shuffled, statement(by_day, (), Days())):
         units_of = defaultdict(int)
         for row in result["rows"]:
             for kind, usd in row["usd"].items():
@@ -122,27 +122,27 @@ def test_any_order_and_grouping_give_the_same_totals(drawn, random):
         total = result["total"]["usd"]
         parts = sum(round(total[kind] * 1e9) for kind in ("attributed", "overhead", "lost"))
         assert parts == round(total["total"] * 1e9)
-        assert total["total"] == pytest.approx(spent(one).attributed_usd + sum(
-            getattr(spent(one), name) for name in KINDS[1:]
+        assert total["total"] == pytest.approx(total_spend(drawn_ledger).attributed_usd + sum(
+            getattr(total_spend(drawn_ledger), name) for name in KINDS[1:]
         ), abs=1e-6)  # fmt: skip
 
 
 def test_work_counts_on_its_commit_day():
     """A unit of 30 s is committed 20 s after midnight."""
-    one = session(started_at=DAY_S - 10.0, busy_s=30.0)
+    engine = session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
-    found = list(charges(ledger([one], committed), Days()))
-    assert [(charge.day, charge.spend.attributed_usd) for charge in found] == [(1, 0.6)]
-    lost = list(charges(ledger([one], {}), Days()))
+    by_day = list(charges(ledger([engine], committed), Days()))
+    assert [(charge.day, charge.spend.attributed_usd) for charge in by_day] == [(1, 0.6)]
+    lost = list(charges(ledger([engine], {}), Days()))
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
 def test_compile_time_over_midnight_is_counted_once():
     """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
-    one = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
-    loading = replace(one, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    found = list(charges(ledger([one], {}, then=lambda *_: loading), Days()))
-    assert [(charge.day, charge.spend.loading_usd) for charge in found] == [
+    engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
+    loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
+    by_day = list(charges(ledger([engine], {}, then=lambda *_: loading), Days()))
+    assert [(charge.day, charge.spend.loading_usd) for charge in by_day] == [
         (0, pytest.approx(2.0)),
         (1, pytest.approx(1.0)),
     ]
@@ -173,25 +173,25 @@ def test_spot_charges_compare_with_on_demand():
     """5 of 35 s at 0.02 USD are lost; the other 30 s would cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
-    savings = spent(ledger([spot], work)).savings
+    savings = total_spend(ledger([spot], work)).savings
     assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
-    unpriced = spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
+    unpriced = total_spend(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
     assert unpriced.unpriced_spot_usd == pytest.approx(0.70)
 
 
 MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S
 
 
-def alive(begin_h, end_h):
+def idle_engine(begin_h, end_h):
     return replace(
         SERVING, started_at=MIDNIGHT + 3600.0 * begin_h, last_seen_at=MIDNIGHT + 3600.0 * end_h, load_s=0.0, busy_s=0.0,
         idle_s=3600.0 * (end_h - begin_h),
     )  # fmt: skip
 
 
-def test_nodes_are_paid_while_any_engine_is_live():
-    together = [alive(1, 5), alive(-2, 2), alive(3, 4), alive(8, 9)]
-    charges = list(node_charges(together, Days(), 0.5))
+def test_nodes_cost_while_any_engine_runs():
+    engines = [idle_engine(1, 5), idle_engine(-2, 2), idle_engine(3, 4), idle_engine(8, 9)]
+    charges = list(node_charges(engines, Days(), 0.5))
     assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))
     assert {(charge.run, charge.key) for charge in charges} == {(NAME, "")}
 
@@ -199,10 +199,10 @@ def test_nodes_are_paid_while_any_engine_is_live():
 def test_node_cost_is_divided_by_day():
     fourth = MIDNIGHT // DAY_S
     for day, hours in ((fourth - 1, 2), (fourth, 24), (fourth + 1, 3)):
-        charges = list(node_charges([alive(-2, 27)], Days(day, day), 0.5))
+        charges = list(node_charges([idle_engine(-2, 27)], Days(day, day), 0.5))
         assert [(charge.day, charge.spend.idle_usd) for charge in charges] == [(day, pytest.approx(0.5 * hours))]
 
 
 def test_nodes_cost_nothing_without_engines():
     assert list(node_charges([], Days(), 0.5)) == []
-    assert list(node_charges([alive(1, 1)], Days(), 0.5)) == []
+    assert list(node_charges([idle_engine(1, 1)], Days(), 0.5)) == []

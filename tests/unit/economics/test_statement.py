@@ -6,12 +6,12 @@ from peagle.errors import ConfigError
 
 
 def charge(usd, **changes):
-    own = {
+    values = {
         "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
         "model": "m", "drafter": "none", "key": "k", "tags": "{}",
         "spend": Spend(attributed_usd=usd, num_output_tokens=10),
     }  # fmt: skip
-    return Charge(**{**own, **changes})
+    return Charge(**{**values, **changes})
 
 
 def test_thirds_of_a_cent_add_up():
@@ -25,12 +25,12 @@ def test_thirds_of_a_cent_add_up():
 @pytest.mark.parametrize("digits", [0, 2, 9])
 def test_rounding_keeps_the_sum(digits):
     amounts = [[0.1 * number + 0.005, 1 / (number + 1), 0.0] for number in range(50)]
-    found = rounded(amounts, digits)
+    units_by_row = rounded(amounts, digits)
     scale = 10**digits
-    assert sum(map(sum, found)) == round(sum(map(sum, amounts)) * scale)
+    assert sum(map(sum, units_by_row)) == round(sum(map(sum, amounts)) * scale)
     assert all(
         abs(unit - amount * scale) < 1 + 1e-6
-        for units, row in zip(found, amounts, strict=True)
+        for units, row in zip(units_by_row, amounts, strict=True)
         for unit, amount in zip(units, row, strict=True)
     )
 
@@ -39,10 +39,10 @@ def test_groups_by_tags():
     charges = [
         charge(1.0, tags='{"team": "a"}'), charge(2.0, tags='{"project": "x", "team": "a"}'), charge(4.0),
     ]  # fmt: skip
-    one = {row["tag:team"]: row["usd"]["total"] for row in statement(charges, ("tag:team",), Days())["rows"]}
-    assert one == {"": 4.0, "a": 3.0}
-    every = {row["tag"]: row["usd"]["total"] for row in statement(charges, ("tag",), Days())["rows"]}
-    assert every == {"": 4.0, "project=x, team=a": 2.0, "team=a": 1.0}
+    by_team = {row["tag:team"]: row["usd"]["total"] for row in statement(charges, ("tag:team",), Days())["rows"]}
+    assert by_team == {"": 4.0, "a": 3.0}
+    by_tags = {row["tag"]: row["usd"]["total"] for row in statement(charges, ("tag",), Days())["rows"]}
+    assert by_tags == {"": 4.0, "project=x, team=a": 2.0, "team=a": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,11 @@ def test_invalid_dimensions_are_refused(text, message):
 
 def test_converted_amounts_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
-    both = convert_currency(result, "EUR", 0.86, digits=2)
-    assert [row["converted"]["total"] for row in both["rows"]] == [0.29, 0.29, 0.28]
-    assert (both["total"]["converted"]["total"], both["currency_beside"], both["per_usd"]) == (0.86, "EUR", 0.86)
-    assert [row["usd"] for row in both["rows"]] == [row["usd"] for row in result["rows"]]
+    converted = convert_currency(result, "EUR", 0.86, digits=2)
+    assert [row["converted"]["total"] for row in converted["rows"]] == [0.29, 0.29, 0.28]
+    assert (converted["total"]["converted"]["total"], converted["currency_beside"], converted["per_usd"]) == (
+        0.86,
+        "EUR",
+        0.86,
+    )
+    assert [row["usd"] for row in converted["rows"]] == [row["usd"] for row in result["rows"]]

@@ -18,15 +18,15 @@ def unit(name, start, end, *, tokens=100, busy_s=None):
     return unit_usage(name, num_output_tokens=tokens, busy_s=busy_s, started_at=start, finished_at=end)
 
 
-def made(units, sessions):
+def make_timeline(units, sessions):
     times = UnitTimes()
     total = account(times.keep(units), sessions, PRICE)
     return total, times.timeline(sessions, PRICE)
 
 
 def test_states_of_an_engine_over_time():
-    _, found = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
-    (engine,) = found["engines"]
+    _, timeline = make_timeline([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
+    (engine,) = timeline["engines"]
     # 35 of the 50 busy seconds are committed; the last 15 are lost.
     assert engine["spans"] == [
         ("load", 0.0, 20.0), ("compile", 20.0, 30.0), ("busy", 30.0, 60.0), ("idle", 60.0, 85.0), ("lost", 85.0, 100.0),
@@ -36,40 +36,40 @@ def test_states_of_an_engine_over_time():
 
 def test_timeline_adds_up_to_the_account():
     units = [unit("a", 1030, 1080, tokens=500), unit("b", 1035, 1035, tokens=7)]
-    total, found = made(units, [session(), session("b", 1, at=1005)])
-    made_tokens = sum(found["tokens_per_s"]) * found["step_s"]
-    assert made_tokens == pytest.approx(total.num_output_tokens, abs=0.1)
-    assert found["usd"][-1] == pytest.approx(total.total_usd)
-    assert found["usd"] == sorted(found["usd"])
-    assert len(found["usd"]) == len(found["tokens_per_s"]) == NUM_STEPS
+    total, timeline = make_timeline(units, [session(), session("b", 1, at=1005)])
+    num_tokens = sum(timeline["tokens_per_s"]) * timeline["step_s"]
+    assert num_tokens == pytest.approx(total.num_output_tokens, abs=0.1)
+    assert timeline["usd"][-1] == pytest.approx(total.total_usd)
+    assert timeline["usd"] == sorted(timeline["usd"])
+    assert len(timeline["usd"]) == len(timeline["tokens_per_s"]) == NUM_STEPS
 
 
 def test_pauses_are_cut_out():
     units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
-    _, found = made(units, [session(), session("b", at=9000)])
-    assert found["total_s"] == 200.0
-    assert found["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
-    (engine,) = found["engines"]
+    _, timeline = make_timeline(units, [session(), session("b", at=9000)])
+    assert timeline["total_s"] == 200.0
+    assert timeline["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
+    (engine,) = timeline["engines"]
     assert engine["num_starts"] == 2
     assert [span[1] for span in engine["spans"] if span[0] == "load"] == [0.0, 100.0]
 
 
-def test_a_killed_engine_lives_until_its_last_unit():
-    units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in the order of their numbers
-    _, found = made(units, [session(busy=10, idle=0, ended=False)])
-    assert found["total_s"] == 150.0
-    assert found["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
+def test_a_killed_engine_lasts_until_its_last_unit():
+    units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in order of unit numbers
+    _, timeline = make_timeline(units, [session(busy=10, idle=0, ended=False)])
+    assert timeline["total_s"] == 150.0
+    assert timeline["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
 
 
 def test_timeline_size_is_bounded():
     engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
-    units = [unit(one.session_id, 1030 + 7 * n, 1035 + 7 * n) for one in engines for n in range(1000)]
-    _, found = made(units, engines)
-    assert found["num_engines"] == 2 * MAX_ENGINES
-    assert len(found["engines"]) == MAX_ENGINES
-    assert max(len(engine["spans"]) for engine in found["engines"]) <= 500
+    units = [unit(engine.session_id, 1030 + 7 * n, 1035 + 7 * n) for engine in engines for n in range(1000)]
+    _, timeline = make_timeline(units, engines)
+    assert timeline["num_engines"] == 2 * MAX_ENGINES
+    assert len(timeline["engines"]) == MAX_ENGINES
+    assert max(len(engine["spans"]) for engine in timeline["engines"]) <= 500
 
 
 def test_timeline_without_engines():
-    assert made([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
+    assert make_timeline([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
     assert UnitTimes().timeline([], PRICE) is None

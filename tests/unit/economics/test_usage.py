@@ -70,7 +70,7 @@ def test_sessions_without_a_self_check_are_read():
     assert sessions_from_table(sessions_to_table([checked]).drop_columns(["self_check"])) == [SESSION]
 
 
-def edited(**changes):
+def edited_record(**changes):
     record = json.loads(UNIT.to_json())
     for name, value in changes.items():
         if value is None:
@@ -86,16 +86,16 @@ def edited(**changes):
         (b"", "Expecting value"),
         (b"\xff\xfe", "usage record"),
         ("[1]", "version None is not supported"),
-        (edited(version=2), "version 2 is not supported; this peagle reads version 1"),
-        (edited(colour="red"), "unknown fields colour"),
-        (edited(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
-        (edited(num_rows=1.5), "num_rows must be of type int"),
-        (edited(num_rows=-1), "num_rows cannot be negative"),
-        (edited(session_id=7), "session_id must be of type str"),
-        (edited(busy_s=float("nan")), "busy_s must be a number of seconds"),
-        (edited(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
-        (edited(finished_at=1.0), "finished before it started"),
-        (edited(speculation={"num_drafts": 1}), "speculation counts must have"),
+        (edited_record(version=2), "version 2 is not supported; this peagle reads version 1"),
+        (edited_record(colour="red"), "unknown fields colour"),
+        (edited_record(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
+        (edited_record(num_rows=1.5), "num_rows must be of type int"),
+        (edited_record(num_rows=-1), "num_rows cannot be negative"),
+        (edited_record(session_id=7), "session_id must be of type str"),
+        (edited_record(busy_s=float("nan")), "busy_s must be a number of seconds"),
+        (edited_record(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
+        (edited_record(finished_at=1.0), "finished before it started"),
+        (edited_record(speculation={"num_drafts": 1}), "speculation counts must have"),
     ],
 )
 def test_a_malformed_unit_record_is_refused(data, reason):
@@ -121,7 +121,7 @@ def test_invalid_sessions_are_refused(changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("change", "reason"),
     [
         (lambda table: table.replace_schema_metadata(None), "version '' is not supported"),
         (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version '2' is not supported"),
@@ -140,9 +140,9 @@ def test_invalid_sessions_are_refused(changes, reason):
         ),
     ],
 )
-def test_a_malformed_session_table_is_refused(spoil, reason):
+def test_a_malformed_session_table_is_refused(change, reason):
     with pytest.raises(PeagleError, match=reason) as error:
-        sessions_from_table(spoil(sessions_to_table([SESSION])))
+        sessions_from_table(change(sessions_to_table([SESSION])))
     assert error.value.message.startswith("not a record of engine sessions")
 
 
@@ -203,5 +203,5 @@ def test_session_between_heartbeats():
     then = session_at(SESSION.started_at + 70, earlier, SESSION)
     assert (then.load_s, then.compile_s, then.busy_s, then.idle_s) == pytest.approx((20, 10, 37.5, 2.5))
     assert (then.last_seen_at, then.num_output_tokens, then.ended) == (SESSION.started_at + 70, 1375, False)
-    begun = session_at(SESSION.started_at + 30, None, earlier)
-    assert (begun.load_s, begun.compile_s, begun.busy_s, begun.num_output_tokens) == pytest.approx((10, 5, 15, 500))
+    early = session_at(SESSION.started_at + 30, None, earlier)
+    assert (early.load_s, early.compile_s, early.busy_s, early.num_output_tokens) == pytest.approx((10, 5, 15, 500))

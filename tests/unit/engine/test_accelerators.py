@@ -1,4 +1,4 @@
-"""GPUs that vLLM cannot use as they are get one line each, with what would do."""
+"""Refusal of GPUs that vLLM cannot use, each with a hint."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ H100 = Hardware(
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch):
+def without_cuda_variables(monkeypatch):
     for name in ("VLLM_ENABLE_CUDA_COMPATIBILITY", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
 

@@ -28,7 +28,7 @@ def head(method: DraftMethod = "peagle", k: int = 7) -> DrafterSpec:
     return DrafterSpec(method=method, model="head", num_speculative_tokens=k)
 
 
-def test_p_eagle_is_eagle3_with_parallel_drafting() -> None:
+def test_peagle_is_eagle3_with_parallel_drafting() -> None:
     assert speculative_config(head("peagle", 5)) == {
         "method": "eagle3",
         "model": "head",
@@ -38,7 +38,7 @@ def test_p_eagle_is_eagle3_with_parallel_drafting() -> None:
     }
 
 
-def test_eagle3_drafts_one_after_another() -> None:
+def test_eagle3_drafts_sequentially() -> None:
     assert speculative_config(head("eagle3", 3)) == {
         "method": "eagle3",
         "model": "head",
@@ -52,8 +52,8 @@ def test_head_classes_support_local_argmax() -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 
-    for one in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
-        assert callable(getattr(one, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
+    for head_class in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
+        assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
 def test_head_has_its_own_revision() -> None:
@@ -85,7 +85,9 @@ def test_synthetic_acceptance_keeps_the_method() -> None:
 def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
-    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: a dummy, too
+    assert (
+        "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]
+    )  # without weights, the head is a dummy, too
     (tmp_path / "model.safetensors").touch()
     assert engine_args(spec, CPU)["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
@@ -154,7 +156,7 @@ def test_bf16_cache_of_quantised_checkpoints_is_explicit() -> None:
     assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
     assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
     assert engine_args(replace(quantised, kv_cache_precision="fp8"), GPU)["kv_cache_dtype"] == "fp8"
-    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has no other name there
+    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # vLLM has no other name for it on CPUs
 
 
 def test_fp8_on_gpu_and_cpu() -> None:
@@ -167,8 +169,8 @@ def test_fp8_on_gpu_and_cpu() -> None:
 
 def test_int8_comes_from_the_converted_folder() -> None:
     spec = EngineSpec(model="/targets/m-int8", precision="int8")
-    here = replace(CPU, cpu_flags=frozenset({"avx512f", "avx512_vnni"}))
-    arguments = engine_args(spec, here)
+    with_vnni = replace(CPU, cpu_flags=frozenset({"avx512f", "avx512_vnni"}))
+    arguments = engine_args(spec, with_vnni)
     assert (arguments["dtype"], arguments["quantization"]) == ("bfloat16", "compressed-tensors")
     assert arguments["kv_cache_dtype"] == "auto"
 
@@ -258,10 +260,10 @@ def test_dynamic_k_is_refused(extra: dict[str, object]) -> None:
 
 
 def test_all_arguments_exist_in_vllm() -> None:
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec_of_vllm = importlib.util.find_spec("vllm")
+    if spec_of_vllm is None or spec_of_vllm.origin is None:
         pytest.skip("vLLM is not installed")
-    source = ast.parse((Path(found.origin).parent / "engine/arg_utils.py").read_text())
+    source = ast.parse((Path(spec_of_vllm.origin).parent / "engine/arg_utils.py").read_text())
     engine = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)
@@ -282,20 +284,20 @@ def test_text_only_by_default() -> None:
     assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
 
 
-@pytest.mark.parametrize(("domains", "given"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
-def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str]) -> None:
-    """vLLM takes an empty list for any domain."""
+@pytest.mark.parametrize(("domains", "expected"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
+def test_media_domains_must_be_allowed(domains: tuple[str, ...], expected: list[str]) -> None:
+    """For vLLM, an empty list allows any domain."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "audio": 0, "video": 0}
-    assert arguments["allowed_media_domains"] == given
+    assert arguments["allowed_media_domains"] == expected
     assert "language_model_only" not in arguments
     assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
 def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
-    """vLLM's own configuration of a tiny vision model, as its engine would have it."""
+    """vLLM's configuration for a tiny vision model."""
     from vllm import AsyncEngineArgs
 
     write_vision_model(tmp_path)
@@ -309,16 +311,16 @@ def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits
 
 @pytest.mark.parametrize("domains", [(), ("a.example",)])
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "http://127.0.0.1:9/x", "file:///etc/passwd"])
-def test_vllms_loader_fetches_nothing_from_elsewhere(
+def test_vllms_loader_fetches_only_from_allowed_domains(
     monkeypatch: pytest.MonkeyPatch, domains: tuple[str, ...], url: str
 ) -> None:
     from vllm.connections import HTTPConnection
     from vllm.multimodal.media import MediaConnector
 
-    def fetched(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AssertionError("it was fetched")
 
-    monkeypatch.setattr(HTTPConnection, "get_bytes", fetched)
+    monkeypatch.setattr(HTTPConnection, "get_bytes", fail)
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 1}, allowed_media_domains=domains)
     connector = MediaConnector(allowed_media_domains=engine_args(spec, CPU)["allowed_media_domains"])
     with pytest.raises((ValueError, RuntimeError), match=r"allowed|local"):
@@ -326,7 +328,7 @@ def test_vllms_loader_fetches_nothing_from_elsewhere(
 
 
 def write_vision_model(folder: Path) -> None:
-    """The configuration of a PaliGemma of no size."""
+    """Write the configuration of a minimal PaliGemma."""
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = {
         "architectures": ["PaliGemmaForConditionalGeneration"],

@@ -27,9 +27,9 @@ def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = 
         (gpu(12, 0), engine(), "TRITON_ATTN", None),
         (gpu(12, 0), engine(k=7), "TRITON_ATTN", "TRITON_ATTN"),
         (gpu(12, 0), engine("bf16", k=7), None, None),
-        (gpu(8, 9), engine(), None, None),  # reported of speculation alone
+        (gpu(8, 9), engine(), None, None),  # reported only for speculation
         (gpu(8, 9), engine(k=1), "TRITON_ATTN", "TRITON_ATTN"),
-        (gpu(9, 0), engine(k=7), None, None),  # vLLM takes FlashAttention 3
+        (gpu(9, 0), engine(k=7), None, None),  # vLLM uses FlashAttention 3
         (gpu(10, 0), engine(k=7), None, None),
         (gpu(12, 0), engine(k=7, kv_cache_precision="bf16"), "TRITON_ATTN", None),
         (gpu(12, 0), engine("bf16", k=7, kv_cache_precision="fp8"), None, "TRITON_ATTN"),
@@ -65,8 +65,8 @@ def test_explicit_broken_back_end_is_refused(hardware: Hardware, spec: EngineSpe
 
 def test_back_end_without_reports_is_accepted() -> None:
     for hardware, spec in [(gpu(9, 0), engine(k=2)), (gpu(12, 0), engine("bf16")), (gpu(10, 0), engine(k=7))]:
-        stated = EngineSpec.from_dict(spec.to_dict() | {"extra": {"attention_backend": "FLASHINFER"}})
-        assert engine_args(stated, hardware)["attention_backend"] == "FLASHINFER"
+        with_backend = EngineSpec.from_dict(spec.to_dict() | {"extra": {"attention_backend": "FLASHINFER"}})
+        assert engine_args(with_backend, hardware)["attention_backend"] == "FLASHINFER"
 
 
 def test_every_broken_combination_has_a_source() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's own quantisation: the cache that it names, and hardware that cannot compute it."""
+"""Quantised checkpoints: their KV-cache precision, and hardware that cannot compute them."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_unsupported_checkpoints_are_refused(quantization: Any, hardware: Hardwa
     [
         (int8_config([]), gpu(9, 0)),
         (int8_config([]), cpu("avx2", "avx_vnni")),
-        (FP8_LAYERS, gpu(8, 0)),  # weights alone, by Marlin
+        (FP8_LAYERS, gpu(8, 0)),  # only weights are fp8, computed by Marlin
         (FP8_LAYERS, cpu("avx512f", "amx_tile")),
         ({"quant_method": "awq", "bits": 4}, cpu("avx2")),
         ({"quant_method": "gptq", "bits": 8}, gpu(10, 0)),
@@ -83,7 +83,7 @@ def test_supported_checkpoints_are_accepted(quantization: Any, hardware: Hardwar
 
 
 @pytest.mark.parametrize(
-    ("stated", "method"),
+    ("model_config", "method"),
     [
         ({}, None),
         (config(quant_method="awq"), "awq"),
@@ -93,17 +93,17 @@ def test_supported_checkpoints_are_accepted(quantization: Any, hardware: Hardwar
         ({"text_config": {}, "quantization_config": None}, None),
     ],
 )
-def test_method_is_read_from_vllms_keys(stated: dict[str, Any], method: str | None) -> None:
-    assert published_method(stated) == method
+def test_method_is_read_from_vllms_keys(model_config: dict[str, Any], method: str | None) -> None:
+    assert published_method(model_config) == method
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "of a later version"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "later_method"])
 def test_unknown_method_is_refused(method: str) -> None:
     with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not support"):
         require_computable(config(quant_method=method), gpu(9, 0))
 
 
-def test_methods_are_vllms() -> None:
+def test_methods_equal_those_of_vllm() -> None:
     from vllm.model_executor.layers.quantization import DEPRECATED_QUANTIZATION_METHODS, QUANTIZATION_METHODS
 
     assert set(QUANTIZATION_METHODS) - set(DEPRECATED_QUANTIZATION_METHODS) == VLLM_METHODS

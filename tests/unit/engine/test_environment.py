@@ -32,12 +32,12 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Both libraries, wherever this test runs."""
-    found = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
+    """Both libraries are installed."""
+    paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
     module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
-    monkeypatch.setattr(module, "find_preload_libraries", lambda: found)
+    monkeypatch.setattr(module, "find_preload_libraries", lambda: paths)
     monkeypatch.setattr(module, "cache_root", lambda inherited: {"VLLM_CACHE_ROOT": "/cache"})
-    return found
+    return paths
 
 
 def test_usage_statistics_are_off() -> None:
@@ -46,8 +46,14 @@ def test_usage_statistics_are_off() -> None:
 
 
 def test_gpu_node_needs_no_binding() -> None:
-    ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB", LOOKUP}
-    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}).keys() == ours
+    expected = {
+        "VLLM_NO_USAGE_STATS",
+        "DO_NOT_TRACK",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
+        "VLLM_XGRAMMAR_CACHE_MB",
+        LOOKUP,
+    }
+    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}).keys() == expected
 
 
 def test_ninja_is_found_without_activation() -> None:
@@ -57,11 +63,11 @@ def test_ninja_is_found_without_activation() -> None:
 
 def test_lookup_variable_is_always_set() -> None:
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, lookup=True)
-    told = [
+    values = [
         environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
         for drafter in (head, replace(head, method="eagle3"), replace(head, lookup=False), None)
     ]
-    assert told == ["2", "5", "", ""]
+    assert values == ["2", "5", "", ""]
 
 
 def test_default_media_and_grammar_variables() -> None:
@@ -71,16 +77,16 @@ def test_default_media_and_grammar_variables() -> None:
     assert variables["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     assert int(variables["VLLM_XGRAMMAR_CACHE_MB"]) <= 64
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()
-    theirs = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
-    assert not theirs.keys() & environment(SPEC, GPU, inherited=theirs).keys()
+    user_variables = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
+    assert not user_variables.keys() & environment(SPEC, GPU, inherited=user_variables).keys()
 
 
 @pytest.mark.parametrize(
-    ("chosen", "given"), [("", "peagle"), ("theirs", "theirs,peagle"), ("peagle,theirs", None), (None, None)]
+    ("inherited_plugins", "expected"), [("", "peagle"), ("other", "other,peagle"), ("peagle,other", None), (None, None)]
 )
-def test_our_plugin_is_always_loaded(chosen: str | None, given: str | None) -> None:
-    inherited = {} if chosen is None else {"VLLM_PLUGINS": chosen}
-    assert environment(SPEC, GPU, inherited=inherited).get("VLLM_PLUGINS") == given
+def test_peagle_plugin_is_always_loaded(inherited_plugins: str | None, expected: str | None) -> None:
+    inherited = {} if inherited_plugins is None else {"VLLM_PLUGINS": inherited_plugins}
+    assert environment(SPEC, GPU, inherited=inherited).get("VLLM_PLUGINS") == expected
 
 
 def test_local_models_are_offline(tmp_path: Path) -> None:

@@ -39,36 +39,36 @@ def test_logprobs():
 def test_waiting_counts_in_latency():
     token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
 
-    async def scene():
+    async def requests():
         engine = FakeEngine(FakeTraits(token_s=token_s), max_num_seqs=2)
         return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
 
-    latencies = sorted(answer.latency_s for answer in asyncio.run(scene()))
+    latencies = sorted(answer.latency_s for answer in asyncio.run(requests()))
     assert latencies[2] >= 2 * GREEDY["max_tokens"] * token_s
     assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s
 
 
 def test_stream_ends_like_a_whole_answer():
-    async def scene():
+    async def requests():
         engine = FakeEngine(num_speculative_tokens=2)
         sampling = {**GREEDY, "n": 2, "logprobs": 0}
         parts = [part async for part in engine.stream("r", [1, 2, 3], sampling)]
         return parts, await engine.generate("r", [1, 2, 3], sampling)
 
-    parts, whole = asyncio.run(scene())
+    parts, whole = asyncio.run(requests())
     assert [g for _, g in parts[:-1]] == [None] * (len(parts) - 1)
     last = parts[-1][1]
     assert (last.text, last.completions, last.speculation) == (whole.text, whole.completions, whole.speculation)
     for index, completion in enumerate(whole.completions):
-        grown = [completions[index] for completions, _ in parts]
-        assert [c.num_output_tokens for c in grown] == [
+        partial = [completions[index] for completions, _ in parts]
+        assert [c.num_output_tokens for c in partial] == [
             min(n, completion.num_output_tokens) for n in range(1, len(parts) + 1)
         ]
-        assert all(completion.text.startswith(c.text) and len(c.logprobs) == c.num_output_tokens for c in grown)
+        assert all(completion.text.startswith(c.text) and len(c.logprobs) == c.num_output_tokens for c in partial)
 
 
 def test_poisoned_prompt_kills_the_engine():
-    async def scene():
+    async def requests():
         engine = FakeEngine(FakeTraits(die_on="rat poison", token_s=0.05))
         alive = asyncio.create_task(engine.generate("a", list(b"cheese"), GREEDY))
         await asyncio.sleep(0.01)
@@ -78,7 +78,7 @@ def test_poisoned_prompt_kills_the_engine():
         ]
         return [*outcomes, await asyncio.gather(alive, return_exceptions=True)]
 
-    for (outcome,) in asyncio.run(scene()):
+    for (outcome,) in asyncio.run(requests()):
         assert isinstance(outcome, EngineError)
 
 
@@ -102,7 +102,7 @@ def test_shutdown_ends_the_process():
 
 
 def test_hanging_engine_shows_no_sign_of_life():
-    async def scene():
+    async def requests():
         engine = FakeEngine(FakeTraits(hang_on="pit"))
         await engine.generate("a", list(b"cheese"), GREEDY)
         before = [engine.signs_of_life(), engine.signs_of_life()]
@@ -112,7 +112,7 @@ def test_hanging_engine_shows_no_sign_of_life():
             await asyncio.wait_for(engine.generate("c", list(b"cheese"), GREEDY), 0.05)
         return before, [engine.signs_of_life(), engine.signs_of_life()]
 
-    before, after = asyncio.run(scene())
+    before, after = asyncio.run(requests())
     assert before[0] < before[1]
     assert after[0] == after[1]
 

@@ -29,23 +29,23 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("engine_args", "expected"),
     [
         (["block_size=32"], {"block_size": 32}),
-        ("block-size=32", {"block_size": 32}),  # as an environment variable has it
+        ("block-size=32", {"block_size": 32}),  # from an environment variable
         (["moe_backend=triton", "async_scheduling=false"], {"moe_backend": "triton", "async_scheduling": False}),
         (['attention_config={"backend": "TRITON_ATTN"}'], {"attention_config": {"backend": "TRITON_ATTN"}}),
         (["hf_overrides="], {"hf_overrides": ""}),
-        ({"block_size": 32}, {"block_size": 32}),  # as YAML has it
+        ({"block_size": 32}, {"block_size": 32}),  # from YAML
         ([], {}),
     ],
 )
-def test_engine_arguments_from_pairs_or_map(given: Any, expected: dict[str, Any]) -> None:
-    assert TargetOptions(engine_args=given).engine_args == expected
+def test_engine_arguments_from_pairs_or_map(engine_args: Any, expected: dict[str, Any]) -> None:
+    assert TargetOptions(engine_args=engine_args).engine_args == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("engine_args", "reason"),
     [
         (["block_size"], "'block_size' is not KEY=VALUE"),
         (["=32"], "'=32' is not KEY=VALUE"),
@@ -58,9 +58,9 @@ def test_engine_arguments_from_pairs_or_map(given: Any, expected: dict[str, Any]
         (['speculative_config={"num_speculative_tokens_per_batch_size": []}'], "computes wrong drafts"),
     ],
 )
-def test_managed_arguments_are_refused(given: Any, reason: str) -> None:
+def test_managed_arguments_are_refused(engine_args: Any, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        TargetOptions(engine_args=given)
+        TargetOptions(engine_args=engine_args)
 
 
 def test_unknown_argument_suggests_the_closest() -> None:
@@ -88,20 +88,20 @@ def test_arguments_become_spec_fields() -> None:
 
 def test_head_has_its_own_cache_and_attention() -> None:
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
-    found = drafter_with(HEAD, keys, GPU)
-    assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
+    drafter = drafter_with(HEAD, keys, GPU)
+    assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
     assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
 def test_lookup_needs_a_head_and_a_request() -> None:
-    on = TargetOptions(draft_lookup="on")
-    assert drafter_with(HEAD, on, CPU) == replace(HEAD, lookup=True)
-    assert drafter_with(NGRAM, on, CPU) == NGRAM
+    with_lookup = TargetOptions(draft_lookup="on")
+    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
+    assert drafter_with(NGRAM, with_lookup, CPU) == NGRAM
     for other in ("auto", "off"):
         keys = TargetOptions(draft_lookup=other)  # type: ignore[arg-type]
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
-    assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup"
+    assert lookup_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
 
 
@@ -109,12 +109,12 @@ def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
     with pytest.raises(ConfigError, match="schedules asynchronously") as caught:
         drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
-    waiting = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})
-    assert drafter_with(HEAD, waiting, GPU).lookup
+    synchronous = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})
+    assert drafter_with(HEAD, synchronous, GPU).lookup
 
 
 def test_fingerprint_has_only_changed_options() -> None:
-    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # the precision names it
+    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # part of the precision
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
         "draft_kv_cache_precision": "bf16",

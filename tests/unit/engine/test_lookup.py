@@ -7,7 +7,7 @@ import pytest
 
 from peagle.engine.lookup import PromptLookup
 
-LONGEST = 8  # tokens beyond which a longer match says no more
+MAX_MATCH = 8  # longer matches are not compared
 
 
 def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
@@ -16,21 +16,23 @@ def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
     return lookup
 
 
-def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
-    """The same by its definition: every earlier place is compared with the last tokens."""
+def reference_redraft(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
+    """Redraft by the definition: compare every earlier position with the last tokens."""
     text = [*tokens, *drafts[:1]]
     for num_head in range(1, len(drafts)):
         end = len(text)
         lengths = {
-            behind: next(
-                n for n in range(LONGEST, -1, -1) if n <= behind and text[behind - n : behind] == text[end - n :]
+            position: next(
+                n
+                for n in range(MAX_MATCH, -1, -1)
+                if n <= position and text[position - n : position] == text[end - n :]
             )
-            for behind in range(1, len(tokens) + 1)
-        }  # of the last tokens, how many agree with those before each place
-        found = [behind for behind, length in lengths.items() if length == max(lengths.values())]
-        if found and lengths[found[-1]] >= min_ngram:
-            for behind in range(found[-1], found[-1] + len(drafts) - num_head):
-                text.append(text[behind])
+            for position in range(1, len(tokens) + 1)
+        }  # for each position, how many tokens before it equal the last tokens
+        longest = [position for position, length in lengths.items() if length == max(lengths.values())]
+        if longest and lengths[longest[-1]] >= min_ngram:
+            for position in range(longest[-1], longest[-1] + len(drafts) - num_head):
+                text.append(text[position])
             return text[len(tokens) :], num_head
         text.append(drafts[num_head])
     return list(drafts), len(drafts)
@@ -38,19 +40,19 @@ def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tupl
 
 @pytest.mark.parametrize("min_ngram", [1, 2, 3])
 def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     num_copied = 0
     for _ in range(300):
-        # Too few tokens for more candidates than are compared.
-        tokens = [chance.randrange(4) for _ in range(chance.randrange(14))]
-        drafts = [chance.randrange(4) for _ in range(chance.randrange(7))]
-        found = lookup_of(tokens, min_ngram).redraft(drafts)
-        assert found == slowly(tokens, drafts, min_ngram)
-        num_copied += found[1] < len(drafts)
+        # Few tokens, so that all candidates are compared.
+        tokens = [rng.randrange(4) for _ in range(rng.randrange(14))]
+        drafts = [rng.randrange(4) for _ in range(rng.randrange(7))]
+        drafts_and_source = lookup_of(tokens, min_ngram).redraft(drafts)
+        assert drafts_and_source == reference_redraft(tokens, drafts, min_ngram)
+        num_copied += drafts_and_source[1] < len(drafts)
     assert num_copied > 20
 
 
-def test_first_draft_is_the_heads() -> None:
+def test_first_draft_comes_from_the_head() -> None:
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([9, 8, 7]) == ([9, 8, 7], 3)
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([3, 8, 7]) == ([3, 4, 1], 1)
 
@@ -74,8 +76,8 @@ def test_fewer_than_two_drafts_are_unchanged(drafts: list[int]) -> None:
 
 
 def test_index_is_independent_of_chunks_and_drafts() -> None:
-    chance = random.Random(1)
-    tokens = [chance.randrange(5) for _ in range(60)]
+    rng = random.Random(1)
+    tokens = [rng.randrange(5) for _ in range(60)]
     whole, pieces = lookup_of(tokens, 3), PromptLookup(3)
     for start in range(0, 60, 7):
         pieces.redraft([1, 2, 3, 4])
@@ -91,16 +93,16 @@ def test_min_ngram_must_be_positive() -> None:
 
 
 def test_lookup_is_fast_for_any_context() -> None:
-    """The limit is 1 ms of a step; text of one word has the most candidates, and the longest comparisons."""
-    chance = random.Random(2)
+    """The limit is 1 ms per step; text of one repeated word has the most candidates and the longest comparisons."""
+    rng = random.Random(2)
     worst: dict[str, float] = {}
-    for name, tokens in (("code", [chance.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
+    for name, tokens in (("code", [rng.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
         lookup = lookup_of(tokens, 2)
-        took_s = []
+        durations_s = []
         for step in range(200):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             lookup.extend(tokens[step : step + 3])
             lookup.redraft(tokens[step + 3 : step + 10])
-            took_s.append(time.perf_counter() - began)
-        worst[name] = statistics.median(took_s)
+            durations_s.append(time.perf_counter() - started_at)
+        worst[name] = statistics.median(durations_s)
     assert max(worst.values()) < 0.001, worst

@@ -9,21 +9,21 @@ from peagle.engine.precision import Precision
 END = "<end>"
 
 
-def target(*places, finish_reason="stop"):
-    """A response by its places: each the likely tokens with their log-probabilities, the likeliest first."""
-    logprobs = tuple(TokenLogprob(token=top[0][0], logprob=top[0][1], top=tuple(top)) for top in places)
+def target(*positions, finish_reason="stop"):
+    """A response with the most likely tokens and log-probabilities of each position, most likely first."""
+    logprobs = tuple(TokenLogprob(token=top[0][0], logprob=top[0][1], top=tuple(top)) for top in positions)
     text = "".join(token.token for token in logprobs).removesuffix(END)
     return CompletionOutput(text=text, finish_reason=finish_reason, num_output_tokens=len(logprobs), logprobs=logprobs)
 
 
-def place(*pairs):
+def likely_tokens(*pairs):
     return list(pairs)
 
 
 A_DOG = target(
-    place(("a", -0.1), ("the", -3.0)),
-    place((" dog", -0.70), (" cat", -0.71), (" cow", -1.7)),
-    place((END, -0.1), ("s", -2.6)),
+    likely_tokens(("a", -0.1), ("the", -3.0)),
+    likely_tokens((" dog", -0.70), (" cat", -0.71), (" cow", -1.7)),
+    likely_tokens((END, -0.1), ("s", -2.6)),
 )
 
 
@@ -43,7 +43,7 @@ def test_equal_text_is_same():
         ("a cow", "different", 1, " cow", 1.0),
         ("the dog", "different", 0, "the", 2.9),
         ("a dogs", "different", 2, "s", 2.5),
-        ("a horse", "different", 1, None, 1.0),  # not among the likeliest: at least as far as the last of them
+        ("a horse", "different", 1, None, 1.0),  # not among the likely tokens: at least the last one's margin
         ("", "different", 0, None, 2.9),
     ],
 )
@@ -54,39 +54,48 @@ def test_first_different_token_decides(text, outcome, position, token, margin):
 
 
 def test_early_end_is_an_alternative():
-    going_on = target(place(("a", -0.1)), place((" dog", -0.7), (END, -0.8)), finish_reason="length")
-    verdict = judge("a", by=going_on, num_output_tokens=2)
+    cut_off = target(likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (END, -0.8)), finish_reason="length")
+    verdict = judge("a", by=cut_off, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 1, END)
-    assert judge("a", by=going_on, num_output_tokens=2, finish_reason="length").outcome == "different"
+    assert judge("a", by=cut_off, num_output_tokens=2, finish_reason="length").outcome == "different"
 
 
 def test_token_may_extend_beyond_a_stop_string():
-    by = target(place(("a", -0.1)), place((" dog", -0.7), (".\n\n", -0.75)), finish_reason="length")
+    by = target(likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (".\n\n", -0.75)), finish_reason="length")
     assert judge("a", by=by, num_output_tokens=2, ends=(".\n",)).outcome == "tie"
 
 
 def test_longer_token_with_common_prefix():
-    by = target(place((" foo", -0.7), (" foobar", -0.8), (" f", -0.71)), place(("l", -0.1), ("x", -0.2)))
+    by = target(
+        likely_tokens((" foo", -0.7), (" foobar", -0.8), (" f", -0.71)), likely_tokens(("l", -0.1), ("x", -0.2))
+    )
     verdict = judge(" foobar", by=by, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 0, " foobar")
 
 
 def test_other_tokenisation_of_the_same_text():
-    by = target(place((" foo", -0.7), (" f", -0.72)), place((END, -0.1)))
+    by = target(likely_tokens((" foo", -0.7), (" f", -0.72)), likely_tokens((END, -0.1)))
     assert judge(" foo", by=by, num_output_tokens=3).outcome == "tie"
-    apart = target(place((" foo", -0.1), (" f", -4.0)), place((END, -0.1)))
-    assert judge(" foo", by=apart, num_output_tokens=3).outcome == "different"
+    clear_choice = target(likely_tokens((" foo", -0.1), (" f", -4.0)), likely_tokens((END, -0.1)))
+    assert judge(" foo", by=clear_choice, num_output_tokens=3).outcome == "different"
 
 
 def test_partial_characters_can_tie():
-    by = target(place(("a", -0.1)), place(("", -0.7), ("", -0.75), ("b", -3.0)), place(("😀", -0.1)))
+    by = target(
+        likely_tokens(("a", -0.1)), likely_tokens(("", -0.7), ("", -0.75), ("b", -3.0)), likely_tokens(("😀", -0.1))
+    )
     assert judge("a🙃", by=by, num_output_tokens=3).outcome == "tie"
     assert judge("ax", by=by, num_output_tokens=3).outcome == "different"
-    assert judge("aa", by=target(place(("a", -0.1)), place(("b", -0.7), ("", -0.75)))).outcome == "different"
+    assert (
+        judge("aa", by=target(likely_tokens(("a", -0.1)), likely_tokens(("b", -0.7), ("", -0.75)))).outcome
+        == "different"
+    )
 
 
 def test_dropped_leading_space():
-    by = replace(target(place((" A", -0.7), (" The", -0.8)), place((" cow", -0.7), (" cat", -0.8))), text="A cow")
+    by = replace(
+        target(likely_tokens((" A", -0.7), (" The", -0.8)), likely_tokens((" cow", -0.7), (" cat", -0.8))), text="A cow"
+    )
     assert (judge("A cat", by=by).outcome, judge("A cat", by=by).position) == ("tie", 1)
     assert (judge("The cow", by=by).outcome, judge("The cow", by=by).position) == ("tie", 0)
 

@@ -84,7 +84,7 @@ def test_multimodal_config_uses_text_config() -> None:
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 8}, SMALL_LLAMA | {"kv_lora_rank": 512}])
-def test_undescribed_cache_is_unknown(config: dict[str, Any]) -> None:
+def test_cache_of_other_architectures_is_unknown(config: dict[str, Any]) -> None:
     assert footprint_from_config(config, 0) is None
 
 
@@ -113,7 +113,7 @@ def test_default_cache_includes_the_drafter(tmp_path: Path, layers: int) -> None
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_default_cache_in_float32(tmp_path: Path, method: str) -> None:
-    """Their layers have 9 KV heads where the target's have 3: vLLM asks for 17,280 elements a token with the first."""
+    """The heads' layers have 9 KV heads, the target's have 3: vLLM needs 17,280 elements per token for P-EAGLE."""
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
     layer = json.loads((SHIPPED[method] / "config.json").read_text())["transformer_layer_config"]
@@ -204,10 +204,10 @@ def test_too_many_accelerators_are_refused() -> None:
 
 
 def test_engine_over_several_nodes(tmp_path: Path) -> None:
-    across = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
-    check_capacity(across, gpu(num=8))
-    with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*uses 2 node\(s\)"):
-        check_capacity(across, gpu(num=4))
+    two_nodes = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
+    check_capacity(two_nodes, gpu(num=8))
+    with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*on 2 node\(s\)"):
+        check_capacity(two_nodes, gpu(num=4))
     large = EngineSpec(model=make_model(tmp_path / "m", weights_gib=20), tensor_parallel_size=2, max_model_len=64)
     with pytest.raises(CapacityError, match=r"weights 20\.0"):
         check_capacity(large, cpu(16))
@@ -240,13 +240,13 @@ def test_global_layers_with_other_heads() -> None:
 
 
 def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:
-    """Without it vLLM refused contexts that we had advised, for want of one block."""
+    """Otherwise vLLM refuses the recommended context for lack of one block."""
     spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
-    found = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
-    assert found * GIB == pytest.approx((63 + 1) * 16 * 23_040)
-    check_capacity(replace(spec, kv_cache_gib=found), gpu())
+    needed_gib = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
+    assert needed_gib * GIB == pytest.approx((63 + 1) * 16 * 23_040)
+    check_capacity(replace(spec, kv_cache_gib=needed_gib), gpu())
     with pytest.raises(CapacityError):
-        check_capacity(replace(spec, kv_cache_gib=found - 16 * 23_040 / GIB), gpu())
+        check_capacity(replace(spec, kv_cache_gib=needed_gib - 16 * 23_040 / GIB), gpu())
 
 
 def test_small_gpu_lists_what_fits(tmp_path: Path) -> None:

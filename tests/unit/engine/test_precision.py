@@ -61,9 +61,9 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
     ],
 )
 def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
-    found = resolve_precision(requested, hardware)
-    assert found == expected
-    assert resolve_precision(found.name, hardware, kv_cache=found.kv_cache_name) == expected
+    precision = resolve_precision(requested, hardware)
+    assert precision == expected
+    assert resolve_precision(precision.name, hardware, kv_cache=precision.kv_cache_name) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
 def test_auto_uses_an_fp8_cache_for_long_contexts(
     capability: tuple[int, int], context_tokens: int | None, kv_cache: str
 ) -> None:
-    found = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
-    assert (found.weights, found.kv_cache) == ("fp8", kv_cache)
+    precision = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
+    assert (precision.weights, precision.kv_cache) == ("fp8", kv_cache)
     assert resolve_precision("fp8", gpu(capability), context_tokens=context_tokens).kv_cache == "fp8"
     assert resolve_precision("bf16", gpu(capability), context_tokens=context_tokens).kv_cache == "bf16"
 
@@ -117,7 +117,7 @@ def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware
 
 
 @pytest.mark.parametrize(
-    ("requested", "hardware", "reason", "way_out"),
+    ("requested", "hardware", "reason", "hint"),
     [
         ("fp8", AMPERE, "compute capability 8.9", "--precision int8, bf16, or auto"),
         ("fp8", TURING, "compute capability 8.9", "--precision int8, float16, or auto"),
@@ -131,12 +131,12 @@ def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware
         ("bf16", TURING, "compute capability 8.0", "--precision float16"),
     ],
 )
-def test_unsupported_precision_has_a_hint(requested: str, hardware: Hardware, reason: str, way_out: str) -> None:
+def test_unsupported_precision_has_a_hint(requested: str, hardware: Hardware, reason: str, hint: str) -> None:
     with pytest.raises(PrecisionError) as caught:
         resolve_precision(requested, hardware)
     assert reason in caught.value.message
     assert hardware.describe() in caught.value.message
-    assert way_out in caught.value.hint
+    assert hint in caught.value.hint
 
 
 def test_native_checkpoint_has_no_int8_hint() -> None:

@@ -28,7 +28,7 @@ def test_drafter_variable_round_trip() -> None:
             '{"model": "amazon/h", "num_speculative_tokens": 5, "method": "eagle3", "parallel_drafting": true}',
             "amazon/h",
         ),
-        # As AWS's posts print it: the catalog's head for the target.
+        # As in AWS's posts: the catalog's head for the target.
         ('{"method":"eagle3","num_speculative_tokens":5,"parallel_drafting":true}', "peagle"),
         ('{"method":"eagle3","num_speculative_tokens":5}', "eagle3"),
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),
@@ -45,7 +45,7 @@ def test_drafter_can_be_turned_off(text: str) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {VARIABLE: ""}, {VARIABLE: "  "}])
-def test_unset_variable_means_the_catalogs_drafter(env: dict[str, str]) -> None:
+def test_catalog_drafter_is_the_default(env: dict[str, str]) -> None:
     assert drafter_keys(env) == {}
 
 
@@ -103,9 +103,9 @@ def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
         ('{"a": 1} and more', '{"a": 1} and more'),
     ],
 )
-def test_values_follow_awss_rules(text: str, value: object) -> None:
-    found = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
-    assert found == ({} if value is None else {"some_argument": value})
+def test_values_follow_the_rules_of_aws(text: str, value: object) -> None:
+    arguments = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
+    assert arguments == ({} if value is None else {"some_argument": value})
 
 
 def test_jumpstart_variables_make_an_endpoint() -> None:

@@ -1,4 +1,4 @@
-"""A self-check: what passes, what is refused and what the user is told, with engines that are made up."""
+"""The self-check with simulated engines: outcomes, refusals and messages."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ from peagle.engine.self_check import (
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import EngineError
 
-HERE = hardware.Hardware(
+CPU = hardware.Hardware(
     platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, core_ids=(0, 1), cpu_flags=frozenset({"avx512f"})
 )
 SPEC = EngineSpec(model="m", precision="bf16", max_num_seqs=4)
@@ -31,56 +31,61 @@ DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model=
 
 
 class Engine:
-    """One whose tokens have given margins below the likeliest, the last of them for all that follow."""
+    """An engine whose tokens have given margins below the most likely one; the last margin applies to the rest."""
 
     def __init__(self, *margins: float, max_model_len: int = 512, tokens: int | None = None) -> None:
         self.max_model_len = max_model_len
         self._margins, self._tokens = margins or (0.0,), tokens
-        self.asked: list[tuple[int, int, float]] = []
+        self.requests: list[tuple[int, int, float]] = []
         self.judged: list[int] = []
 
     def prompt(self, text: str) -> list[int]:
         return list(range(100, 100 + len(text.split())))
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
-        self.asked.append((len(prompt), num_tokens, temperature))
+        self.requests.append((len(prompt), num_tokens, temperature))
         return list(range(num_tokens if self._tokens is None else self._tokens))
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
         self.judged = list(token_ids)
-        places = range(len(token_ids) - begin)
-        margins = [self._margins[min(place, len(self._margins) - 1)] for place in places]
+        positions = range(len(token_ids) - begin)
+        margins = [self._margins[min(position, len(self._margins) - 1)] for position in positions]
         return [Judgement(token=" a", logprob=-1 - m, likeliest=" b", likeliest_logprob=-1.0) for m in margins]
 
 
 def check(engine: Any, spec: EngineSpec = DRAFTING, limit_s: float = LIMIT_S) -> SelfCheck:
-    return asyncio.run(self_check(engine, spec, HERE, limit_s=limit_s))
+    return asyncio.run(self_check(engine, spec, CPU, limit_s=limit_s))
 
 
 def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    found = check(Engine(0.0, 0.25, 0.0))
-    assert (found.outcome, found.num_tokens, found.num_ties, found.largest_margin) == ("passed", NUM_TOKENS, 1, 0.25)
-    require_passed(found)
+    result = check(Engine(0.0, 0.25, 0.0))
+    assert (result.outcome, result.num_tokens, result.num_ties, result.largest_margin) == (
+        "passed",
+        NUM_TOKENS,
+        1,
+        0.25,
+    )
+    require_passed(result)
     assert "self-check passed: 32 tokens, 1 ties" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("margin", [0.26, 8.0, math.inf, math.nan])
 def test_one_wrong_token_fails(margin: float) -> None:
-    found = check(Engine(0.0, 0.0, margin, 0.0))
-    assert found.outcome == "failed"
-    assert "token 2 of the greedy answer is ' a' (log-probability " in found.seen
-    assert "without a drafter the target prefers ' b' (-1.000); 1 of 32 tokens differ" in found.seen
-    json.dumps(found.to_dict(), allow_nan=False)
+    result = check(Engine(0.0, 0.0, margin, 0.0))
+    assert result.outcome == "failed"
+    assert "token 2 of the greedy answer is ' a' (log-probability " in result.seen
+    assert "without a drafter the target prefers ' b' (-1.000); 1 of 32 tokens differ" in result.seen
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_tolerance_is_the_audits() -> None:
-    finer = dataclasses.replace(DRAFTING, precision="float32")
+def test_tolerance_equals_that_of_the_audit() -> None:
+    float32_spec = dataclasses.replace(DRAFTING, precision="float32")
     assert check(Engine(0.2)).outcome == "passed"
-    assert check(Engine(0.2), finer).outcome == "failed"
+    assert check(Engine(0.2), float32_spec).outcome == "failed"
 
 
 @pytest.mark.parametrize(
-    ("spec", "ways"),
+    ("spec", "options"),
     [
         (DRAFTING, "--drafter none or --enforce-eager"),
         (
@@ -90,10 +95,10 @@ def test_tolerance_is_the_audits() -> None:
         (dataclasses.replace(DRAFTING, precision="auto"), "--drafter none or --enforce-eager"),
     ],
 )
-def test_failed_check_has_a_hint(spec: EngineSpec, ways: str) -> None:
+def test_failed_check_has_a_hint(spec: EngineSpec, options: str) -> None:
     with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
         require_passed(check(Engine(8.0), spec))
-    assert refused.value.hint.endswith(f"; try {ways} to find out which")
+    assert refused.value.hint.endswith(f"; try {options} to find out which")
 
 
 def test_failed_check_is_found_in_a_ledger() -> None:
@@ -105,21 +110,21 @@ def test_failed_check_is_found_in_a_ledger() -> None:
 
 
 def test_sampled_request_runs_in_the_same_batch() -> None:
-    engine, alone = Engine(), Engine()
+    engine, unbatched = Engine(), Engine()
     check(engine)
-    check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
-    assert [asked[1:] for asked in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
-    assert [asked[1:] for asked in alone.asked] == [(NUM_TOKENS, 0.0)]
+    check(unbatched, dataclasses.replace(DRAFTING, max_num_seqs=1))
+    assert [request[1:] for request in engine.requests] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
+    assert [request[1:] for request in unbatched.requests] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 21), (64, NUM_TOKENS)])
 def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
     engine = Engine(max_model_len=max_model_len)
-    found = check(engine)
-    assert found.num_tokens == num_tokens
-    assert found.outcome == ("passed" if num_tokens else "skipped")
-    assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
+    result = check(engine)
+    assert result.num_tokens == num_tokens
+    assert result.outcome == ("passed" if num_tokens else "skipped")
+    assert len(engine.judged) < max_model_len, "judging generates one more token"
 
 
 def test_engine_without_drafts_checks_fewer_tokens() -> None:
@@ -132,28 +137,28 @@ def test_empty_answer_is_an_error() -> None:
 
 
 def test_synthetic_acceptance_is_skipped() -> None:
-    lot = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
-    found = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
-    assert found.outcome == "skipped"
-    require_passed(found)
+    synthetic = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
+    result = check(Engine(8.0), dataclasses.replace(SPEC, drafter=synthetic))
+    assert result.outcome == "skipped"
+    require_passed(result)
 
 
 def test_engine_without_logprobs_is_skipped() -> None:
-    class Mute(Engine):
+    class WithoutLogprobs(Engine):
         async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
             raise RequestRefused("max_logprobs is 0")
 
-    assert check(Mute()).seen == "the engine refused the request: max_logprobs is 0"
+    assert check(WithoutLogprobs()).seen == "the engine refused the request: max_logprobs is 0"
 
 
 def test_check_has_a_time_limit() -> None:
-    class Silent(Engine):
+    class Hanging(Engine):
         async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
             await asyncio.sleep(60)
             raise AssertionError
 
     with pytest.raises(EngineError, match=r"did not answer its self-check within 0\.05 s"):
-        check(Silent(), limit_s=0.05)
+        check(Hanging(), limit_s=0.05)
 
 
 def test_fake_engine_passes_unless_wrong() -> None:
@@ -163,5 +168,5 @@ def test_fake_engine_passes_unless_wrong() -> None:
 
 
 def test_outcomes_are_counted() -> None:
-    kept = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
-    assert counted([*kept, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}
+    outcomes = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
+    assert counted([*outcomes, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}

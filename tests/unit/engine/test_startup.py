@@ -1,4 +1,4 @@
-"""A start that takes too long: vLLM's own wait, ended; and what hangs in this process."""
+"""The time limit of a start: hanging child processes, and hangs in this process."""
 
 import multiprocessing
 import signal
@@ -16,11 +16,11 @@ from peagle.signals import interrupted_by_signal
 
 
 @pytest.fixture
-def one_second(monkeypatch):
+def limit_of_one_second(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
 
 
-def test_start_within_the_limit(one_second):
+def test_start_within_the_limit(limit_of_one_second):
     killed = []
     with start_limit(lambda: killed.append(True)):
         pass
@@ -30,23 +30,23 @@ def test_start_within_the_limit(one_second):
     assert not killed
 
 
-def test_hanging_child_process_is_killed(one_second):
-    """vLLM waits until its core says that it is up, or dies."""
-    began = time.monotonic()
+def test_hanging_child_process_is_killed(limit_of_one_second):
+    """vLLM waits until its core reports that it is ready or exits."""
+    started_at = time.monotonic()
 
-    def start_as_vllm_does():
+    def start_core():
         core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(300,))
         core.start()
         core.join()
         raise RuntimeError("Engine core initialization failed")
 
-    with pytest.raises(EngineError, match="did not start within 1 s") as late, start_limit(kill_children):
-        start_as_vllm_does()
-    assert time.monotonic() - began < 60
-    assert VARIABLE in late.value.hint
+    with pytest.raises(EngineError, match="did not start within 1 s") as error, start_limit(kill_children):
+        start_core()
+    assert time.monotonic() - started_at < 60
+    assert VARIABLE in error.value.hint
 
 
-def test_hanging_start_is_interrupted(one_second, monkeypatch):
+def test_hanging_start_is_interrupted(limit_of_one_second, monkeypatch):
     monkeypatch.setattr(module, "_UNWIND_S", 0.2)
     with interrupted_by_signal(), pytest.raises(EngineError, match="within 1 s"), start_limit(lambda: None):
         time.sleep(300)

@@ -1,4 +1,4 @@
-"""An interrupt while an engine starts. That vLLM swallows one is shown with vLLM's own context."""
+"""Interrupts while an engine starts. vLLM's own context manager swallows them."""
 
 import signal
 import threading
@@ -12,52 +12,52 @@ from peagle.signals import interrupted_by_signal
 
 @pytest.fixture(autouse=True)
 def handler():
-    """What Python does with an interrupt, whatever a test before has left."""
+    """Python's default handler, regardless of earlier tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
 
-def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
-    """Open the socket that the core says on that it is up, and be interrupted."""
+def start_interrupted(address: str, number: int = signal.SIGINT) -> str:
+    """Open the socket for the core's ready message, and raise a signal."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 
     with zmq_socket_ctx(address, zmq.ROUTER, bind=True) as socket, closing(socket):
         signal.raise_signal(number)
-    return "waits on"
+    return "still waiting"
 
 
 def test_vllm_swallows_interrupts_at_start(tmp_path):
-    assert start_as_vllm_does(f"ipc://{tmp_path}/core") == "waits on"
+    assert start_interrupted(f"ipc://{tmp_path}/core") == "still waiting"
 
 
 def test_interrupt_ends_a_start(tmp_path, handler):
     with pytest.raises(KeyboardInterrupt), interruptible():
-        start_as_vllm_does(f"ipc://{tmp_path}/core")
+        start_interrupted(f"ipc://{tmp_path}/core")
     assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_foreign_handler_that_raises_ends_a_start(tmp_path):
     seen = []
 
-    def theirs(*_):
-        seen.append("theirs")
+    def handle(*_):
+        seen.append("other")
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, theirs)
+    signal.signal(signal.SIGINT, handle)
     with pytest.raises(KeyboardInterrupt), interruptible():
-        start_as_vllm_does(f"ipc://{tmp_path}/core")
-    assert seen == ["theirs"]
-    assert signal.getsignal(signal.SIGINT) is theirs
+        start_interrupted(f"ipc://{tmp_path}/core")
+    assert seen == ["other"]
+    assert signal.getsignal(signal.SIGINT) is handle
 
 
 def test_foreign_handler_that_returns_does_not_end_a_start():
     seen = []
-    signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
+    signal.signal(signal.SIGINT, lambda *_: seen.append("other"))
     with interruptible():
         signal.raise_signal(signal.SIGINT)
-    assert seen == ["theirs"]
+    assert seen == ["other"]
 
 
 def test_ignored_interrupt_stays_ignored():
@@ -83,8 +83,8 @@ def test_start_in_another_thread():
 def test_sigterm_ends_a_start(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with interrupted_by_signal():
-        ours = signal.getsignal(signal.SIGTERM)
+        peagle_handler = signal.getsignal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt), interruptible():
-            start_as_vllm_does(f"ipc://{tmp_path}/core", signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is ours
+            start_interrupted(f"ipc://{tmp_path}/core", signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is peagle_handler
     assert signal.getsignal(signal.SIGTERM) is before

@@ -19,9 +19,9 @@ def gpu(memory_gib: float = 80) -> Hardware:
     )  # fmt: skip
 
 
-def engine(method: DraftMethod | None, k: int, at_once: int, **changes: Any) -> EngineSpec:
+def engine(method: DraftMethod | None, k: int, concurrency: int, **changes: Any) -> EngineSpec:
     drafter = DrafterSpec(method=method, model="head", num_speculative_tokens=k) if method else None
-    return EngineSpec(model="org/m", drafter=drafter, max_num_seqs=at_once, **changes)
+    return EngineSpec(model="org/m", drafter=drafter, max_num_seqs=concurrency, **changes)
 
 
 def sizes_of(spec: EngineSpec, hardware: Hardware) -> list[int]:
@@ -30,30 +30,30 @@ def sizes_of(spec: EngineSpec, hardware: Hardware) -> list[int]:
     return sizes
 
 
-def after_v1(sizes: list[int], width: int) -> list[int]:
-    """As model runner V1 has them (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`)."""
+def adjusted_by_v1(sizes: list[int], width: int) -> list[int]:
+    """Adjust sizes like model runner V1 (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`)."""
     rounded = {-(-size // width) * width for size in sizes}
     return sorted(size for size in rounded if size <= sizes[-1])
 
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 10, 11, 18])
-@pytest.mark.parametrize("at_once", [1, 2, 5, 37, 64, 100, 128])
-def test_widest_steps_of_p_eagle_are_captured(k: int, at_once: int) -> None:
-    captured = after_v1(sizes_of(engine("peagle", k, at_once), gpu()), 1 + k)
+@pytest.mark.parametrize("concurrency", [1, 2, 5, 37, 64, 100, 128])
+def test_widest_steps_of_peagle_are_captured(k: int, concurrency: int) -> None:
+    captured = adjusted_by_v1(sizes_of(engine("peagle", k, concurrency), gpu()), 1 + k)
     reachable = 4096 // (1 + k) * (1 + k)
-    assert at_once * (1 + k) in captured or at_once * (1 + k) > reachable
-    assert captured[-1] >= min(at_once * 2 * k, reachable)
+    assert concurrency * (1 + k) in captured or concurrency * (1 + k) > reachable
+    assert captured[-1] >= min(concurrency * 2 * k, reachable)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 64, 100, 256])
-def test_eagle3_verification_is_captured(at_once: int) -> None:
-    sizes = sizes_of(engine("eagle3", 3, at_once), gpu())
-    assert at_once * 4 in sizes
+@pytest.mark.parametrize("concurrency", [1, 7, 64, 100, 256])
+def test_eagle3_verification_is_captured(concurrency: int) -> None:
+    sizes = sizes_of(engine("eagle3", 3, concurrency), gpu())
+    assert concurrency * 4 in sizes
     assert sizes[-1] % 4 == 0  # model runner V1 would drop the last one otherwise
 
 
 def test_vllms_own_sizes_are_included() -> None:
-    """So that a short step is padded no more than without peagle."""
+    """Otherwise peagle would pad short steps more than vLLM does."""
     sizes = set(sizes_of(engine("eagle3", 7, 256), gpu()))
     assert {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} <= sizes
 
@@ -64,19 +64,19 @@ def test_padding_wastes_at_most_a_ninth() -> None:
     assert all(above / below < 1.13 for below, above in pairwise(sizes))
 
 
-@pytest.mark.parametrize(("memory_gib", "most"), [(22.5, 32), (45, 65), (80, 96), (180, 96)])
-def test_number_of_graphs_is_limited(memory_gib: float, most: int) -> None:
+@pytest.mark.parametrize(("memory_gib", "max_graphs"), [(22.5, 32), (45, 65), (80, 96), (180, 96)])
+def test_number_of_graphs_is_limited(memory_gib: float, max_graphs: int) -> None:
     spec = engine("eagle3", 15, 256)
     sizes = sizes_of(spec, gpu(memory_gib))
-    assert len(sizes) <= most
+    assert len(sizes) <= max_graphs
     assert sizes[0] == 1
     assert sizes[-1] == 4096
     assert graphs_gib(spec, gpu(memory_gib)) <= 0.04 * memory_gib
 
 
-@pytest.mark.parametrize(("at_once", "expected"), [(8, None), (256, None), (100, 100), (600, 600)])
-def test_sizes_without_a_drafter(at_once: int, expected: int | None) -> None:
-    sizes = capture_sizes(engine(None, 0, at_once), gpu())
+@pytest.mark.parametrize(("concurrency", "expected"), [(8, None), (256, None), (100, 100), (600, 600)])
+def test_sizes_without_a_drafter(concurrency: int, expected: int | None) -> None:
+    sizes = capture_sizes(engine(None, 0, concurrency), gpu())
     assert sizes is None if expected is None else expected in (sizes or [])
 
 

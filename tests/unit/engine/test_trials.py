@@ -1,10 +1,11 @@
-"""Grammars on trial, in real processes."""
+"""Trial compilation of grammars, in real processes."""
 
 import asyncio
 import faulthandler
 import json
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from peagle.engine.trials import (
 )
 from peagle.errors import ConfigError
 
-BYTES = [bytes([one]) for one in range(256)]
+BYTES = [bytes([value]) for value in range(256)]
 KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
 
 
@@ -34,7 +35,7 @@ def constraint(**given):
     return SimpleNamespace(**{**dict.fromkeys(KINDS), **given})
 
 
-def thing(num_optional):
+def object_schema(num_optional):
     return {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(num_optional)}}
 
 
@@ -47,30 +48,27 @@ def vocabulary():
 
 
 @pytest.fixture(scope="module")
-def tried(embedded_target):
-    """Whether constraints pass, by one process."""
-    about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
-    trials = Trials(lambda: about, cpu_s=1.0)
+def try_constraint(embedded_target):
+    """Return the refusal of a constraint, or None; all share one process."""
+    settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
+    trials = Trials(lambda: settings, cpu_s=1.0)
 
-    def ask(**given):
-        async def scene():
-            await trials.require(constraint(**given))
-
+    def require(**given):
         try:
-            return asyncio.run(scene())
+            asyncio.run(trials.require(constraint(**given)))
         except TrialRefused as refusal:
             return str(refusal)
+        return None
 
-    ask.trials = trials
-    yield ask
+    yield require
     trials.close()
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"json": thing(5)},
-        {"json": json.dumps(thing(5))},
+        {"json": object_schema(5)},
+        {"json": json.dumps(object_schema(5))},
         {"regex": "[a-z]{1,10}"},
         {"choice": ["yes", 'no "not"']},
         {"grammar": 'root ::= "a" | "b"'},
@@ -84,19 +82,23 @@ def tried(embedded_target):
     ],
     ids=str,
 )
-def test_valid_constraint_passes(tried, given):
-    assert tried(**given) is None
+def test_valid_constraint_passes(try_constraint, given):
+    assert try_constraint(**given) is None
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"json": thing(3000)}, {"regex": r"(\w+\s?)*$"}, {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}}],
+    [
+        {"json": object_schema(3000)},
+        {"regex": r"(\w+\s?)*$"},
+        {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}},
+    ],
 )
-def test_slow_constraint_is_refused(tried, given):
-    began = time.monotonic()
-    assert "refused" in tried(**given)
-    assert time.monotonic() - began < 60  # a second of processor time, on a slow machine
-    assert tried(json=thing(7)) is None
+def test_slow_constraint_is_refused(try_constraint, given):
+    started_at = time.monotonic()
+    assert "refused" in try_constraint(**given)
+    assert time.monotonic() - started_at < 60  # one second of CPU time, on a slow machine
+    assert try_constraint(json=object_schema(7)) is None
 
 
 @pytest.mark.parametrize(
@@ -111,20 +113,20 @@ def test_slow_constraint_is_refused(tried, given):
     ],
     ids=str,
 )
-def test_unsatisfiable_constraint_is_refused(tried, given):
-    assert "no token can start a response" in tried(**given)
+def test_unsatisfiable_constraint_is_refused(try_constraint, given):
+    assert "no token can start a response" in try_constraint(**given)
 
 
-def test_finite_recursion_passes(tried):
-    assert tried(grammar='root ::= root "a" | "b"') is None
-    assert tried(json={"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}) is None
+def test_finite_recursion_passes(try_constraint):
+    assert try_constraint(grammar='root ::= root "a" | "b"') is None
+    assert try_constraint(json={"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}) is None
 
 
 def test_large_constraint_is_refused():
     trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)
 
     async def scene():
-        await trials.require(constraint(json=thing(400)))
+        await trials.require(constraint(json=object_schema(400)))
 
     try:
         with pytest.raises(TrialRefused, match="memory"):
@@ -133,21 +135,22 @@ def test_large_constraint_is_refused():
         trials.close()
 
 
-def test_invalid_grammar_is_left_to_vllm(tried):
-    assert tried(regex="(") is None
-    assert tried(json="{") is None
+def test_invalid_grammar_is_left_to_vllm(try_constraint):
+    assert try_constraint(regex="(") is None
+    assert try_constraint(json="{") is None
 
 
-def test_verdicts_are_cached_and_the_process_restarts(tried):
-    assert tried(json=thing(9)) is None
-    child = next(one for one in psutil.Process().children() if "peagle.engine.trial_process" in one.cmdline())
+def test_verdicts_are_cached_and_the_process_restarts(try_constraint):
+    assert try_constraint(json=object_schema(9)) is None
+    children = psutil.Process().children()
+    child = next(process for process in children if "peagle.engine.trial_process" in process.cmdline())
     child.kill()
     child.wait()
-    assert tried(json=thing(9)) is None
-    assert "peagle.engine.trial_process" not in str([one.cmdline() for one in psutil.Process().children()])
+    assert try_constraint(json=object_schema(9)) is None
+    assert "peagle.engine.trial_process" not in str([child.cmdline() for child in psutil.Process().children()])
     with pytest.raises(TrialsBusy):
-        tried(json=thing(10))
-    assert tried(json=thing(10)) is None
+        try_constraint(json=object_schema(10))
+    assert try_constraint(json=object_schema(10)) is None
 
 
 def test_failed_process_refuses_nothing_permanently(monkeypatch):
@@ -168,23 +171,23 @@ def test_failed_process_refuses_nothing_permanently(monkeypatch):
      ("SIGABRT", "large")],
 )  # fmt: skip
 def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
-    """As by a machine without memory: the verdict would hold for everybody who has that schema."""
+    """A kill, e.g. for lack of memory, must not become a cached refusal for all users of the schema."""
 
     def die(*_):
-        faulthandler.disable()  # in the child, whose end is wanted
+        faulthandler.disable()  # in the child, which must die
         os.kill(os.getpid(), getattr(signal, number))
 
     monkeypatch.setattr(trial_process, "_compile", die)
-    said = trial_process._tried(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
-    assert said["outcome"] == outcome
+    trial = trial_process._tried(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
+    assert trial["outcome"] == outcome
 
 
 def test_refusals_expire(monkeypatch):
-    outcomes, asked, now = ["slow", "ok"], [], [0.0]
+    outcomes, specs, now = ["slow", "ok"], [], [0.0]
 
     class Process:
-        def ask(self, about):
-            asked.append(about["spec"])
+        def ask(self, job):
+            specs.append(job["spec"])
             return {"outcome": outcomes.pop(0)}
 
         def close(self):
@@ -203,17 +206,17 @@ def test_refusals_expire(monkeypatch):
             await trials.require(constraint(regex="a"))
 
     asyncio.run(scene())
-    assert asked == ["a", "a"]
+    assert specs == ["a", "a"]
     trials.close()
 
 
 def test_slow_grammars_delay_only_their_requester(monkeypatch):
-    asked, now = [], [0.0]
+    specs, now = [], [0.0]
 
     class Process:
-        def ask(self, about):
-            asked.append(about["spec"])
-            return {"outcome": "slow" if about["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
+        def ask(self, job):
+            specs.append(job["spec"])
+            return {"outcome": "slow" if job["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
 
         def close(self):
             pass
@@ -232,24 +235,24 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     async def scene():
         assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
         assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
-        assert await outcome("mallory", "good 0") is None  # what is known needs no trial
+        assert await outcome("mallory", "good 0") is None  # a cached verdict needs no trial
         now[0] = 60.0
         assert await outcome("mallory", "slow 9") is TrialRefused
 
     asyncio.run(scene())
-    assert len(asked) == 25
+    assert len(specs) == 25
     trials.close()
 
 
-class Slow:
-    """A process that answers when a test says so."""
+class BlockedProcess:
+    """A process that answers once `may_answer` is set."""
 
     def __init__(self):
-        self.asked, self.may = [], None
+        self.specs, self.may_answer = [], threading.Event()
 
-    def ask(self, asked):
-        self.asked.append(asked["spec"])
-        while not self.may.is_set():
+    def ask(self, job):
+        self.specs.append(job["spec"])
+        while not self.may_answer.is_set():
             time.sleep(0.005)
         return {"outcome": "ok"}
 
@@ -257,69 +260,66 @@ class Slow:
         pass
 
 
-def shared(monkeypatch):
-    import threading
-
-    slow = Slow()
-    slow.may = threading.Event()
-    monkeypatch.setattr(module, "_Process", lambda settings: slow)
-    return Trials(vocabulary, is_shared=True), slow
+def shared_trials(monkeypatch):
+    process = BlockedProcess()
+    monkeypatch.setattr(module, "_Process", lambda settings: process)
+    return Trials(vocabulary, is_shared=True), process
 
 
-async def asks(trials, key, spec):
+async def require_for(trials, key, spec):
     REQUESTER.set(key)
     await trials.require(constraint(regex=spec))
 
 
 def test_flooding_key_only_delays_itself(monkeypatch):
-    """What it has beyond a few is refused; another key comes after one of its trials."""
-    trials, slow = shared(monkeypatch)
+    """A few of its trials wait, the rest are refused; another key's trial comes next."""
+    trials, process = shared_trials(monkeypatch)
 
     async def scene():
-        flood = [asyncio.create_task(asks(trials, "mallory", f"m{index}")) for index in range(50)]
+        flood = [asyncio.create_task(require_for(trials, "mallory", f"m{index}")) for index in range(50)]
         await asyncio.sleep(0.05)
-        alice = asyncio.create_task(asks(trials, "alice", "a"))
+        alice = asyncio.create_task(require_for(trials, "alice", "a"))
         await asyncio.sleep(0.05)
-        slow.may.set()
+        process.may_answer.set()
         ends = await asyncio.gather(*flood, alice, return_exceptions=True)
         return sum(isinstance(end, TrialsBusy) for end in ends[:-1]), ends[-1]
 
-    num_refused, alices = asyncio.run(scene())
-    assert (num_refused, alices) == (50 - 5, None)
-    assert slow.asked.index("a") <= 2
+    num_refused, alice_outcome = asyncio.run(scene())
+    assert (num_refused, alice_outcome) == (50 - 5, None)
+    assert process.specs.index("a") <= 2
     trials.close()
 
 
 def test_same_constraint_is_tried_once(monkeypatch):
-    trials, slow = shared(monkeypatch)
+    trials, process = shared_trials(monkeypatch)
 
     async def scene():
-        many = [asyncio.create_task(asks(trials, f"k{index}", "same")) for index in range(20)]
+        many = [asyncio.create_task(require_for(trials, f"k{index}", "same")) for index in range(20)]
         await asyncio.sleep(0.05)
-        slow.may.set()
+        process.may_answer.set()
         await asyncio.gather(*many)
 
     asyncio.run(scene())
-    assert slow.asked == ["same"]
+    assert process.specs == ["same"]
     trials.close()
 
 
 def test_disconnected_client_keeps_its_trial(monkeypatch):
-    trials, slow = shared(monkeypatch)
+    trials, process = shared_trials(monkeypatch)
 
     async def scene():
         num_busy = 0
         for index in range(30):
-            one = asyncio.create_task(asks(trials, "mallory", f"m{index}"))
+            request = asyncio.create_task(require_for(trials, "mallory", f"m{index}"))
             await asyncio.sleep(0.01)
-            num_busy += one.done() and isinstance(one.exception(), TrialsBusy)
-            one.cancel()
-        slow.may.set()
+            num_busy += request.done() and isinstance(request.exception(), TrialsBusy)
+            request.cancel()
+        process.may_answer.set()
         await asyncio.sleep(0.2)
         return num_busy
 
     assert asyncio.run(scene()) == 25
-    assert len(slow.asked) == 5
+    assert len(process.specs) == 5
     trials.close()
 
 
@@ -327,13 +327,13 @@ def test_requesters_take_turns():
     async def scene():
         turns, order = _FairLock(), []
 
-        async def work(asker):
-            await turns.acquire(asker)
-            order.append(asker)
+        async def work(requester):
+            await turns.take(requester)
+            order.append(requester)
             await asyncio.sleep(0)
             turns.release()
 
-        await asyncio.gather(*(work(asker) for asker in "aaaabbc"))
+        await asyncio.gather(*(work(requester) for requester in "aaaabbc"))
         await work("d")
         return "".join(order)
 
@@ -345,18 +345,18 @@ class Client:
 
     model_config = SimpleNamespace(get_vocab_size=lambda: 100)
 
-    def __init__(self, taken):
-        self._taken = taken
+    def __init__(self, received):
+        self._received = received
 
     async def add_request(self, request_id, prompt, params, **options):
-        self._taken.append((request_id, options))
+        self._received.append((request_id, options))
 
 
 def test_invalid_token_ids_do_not_reach_the_engine():
     from vllm.exceptions import VLLMValidationError
 
-    taken, params = [], SimpleNamespace(structured_outputs=None)
-    client = Client(taken)
+    received, params = [], SimpleNamespace(structured_outputs=None)
+    client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
     async def scene():
@@ -368,17 +368,17 @@ def test_invalid_token_ids_do_not_reach_the_engine():
                 await client.add_request("unknown", {"type": "token", "prompt_token_ids": ids}, params)
 
     asyncio.run(scene())
-    assert [name for name, _ in taken] == ["last id", "bulk", "placeholder"]
+    assert [name for name, _ in received] == ["last id", "bulk", "placeholder"]
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
 def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, status):
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-    taken = []
+    received = []
 
-    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda asked: {"outcome": outcome}))
-    client = Client(taken)
+    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda job: {"outcome": outcome}))
+    client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
     async def scene():
@@ -391,8 +391,8 @@ def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, statu
         with pytest.raises(VLLMValidationError if outcome == "slow" else GracefulHTTPError) as raised:
             asyncio.run(scene())
         assert getattr(raised.value, "http_status", None) == status
-    assert taken[0] == ("plain", {"priority": 1})
-    assert len(taken) == (2 if outcome == "ok" else 1)
+    assert received[0] == ("plain", {"priority": 1})
+    assert len(received) == (2 if outcome == "ok" else 1)
 
 
 def test_all_kinds_of_constraints_are_tried():
@@ -413,7 +413,7 @@ def test_all_kinds_of_constraints_are_tried():
 
 
 def test_schema_of_a_run_is_checked_before_engines_start(embedded_target):
-    about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
-    check_schema(json.dumps(thing(5)), **about)
+    settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
+    check_schema(json.dumps(object_schema(5)), **settings)
     with pytest.raises(ConfigError, match=r"json_schema: .*CPU time"):
-        check_schema(json.dumps(thing(3000)), **about)
+        check_schema(json.dumps(object_schema(3000)), **settings)

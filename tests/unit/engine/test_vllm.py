@@ -1,4 +1,4 @@
-"""What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
+"""Conversion of vLLM's results, without a running engine; tests/integration runs it."""
 
 import asyncio
 import os
@@ -30,15 +30,15 @@ def by_position(*values: int) -> Any:
 def test_counters_of_ranks_add_up() -> None:
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
     others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
-    found = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
-    assert found == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
+    totals = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
+    assert totals == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
 def test_no_draft_counters() -> None:
     assert _totals([SimpleNamespace(name="vllm:num_requests_running", value=1.0)]) is None
 
 
-def test_counter_names_are_vllms() -> None:
+def test_counter_names_exist_in_vllm() -> None:
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import get_metrics_snapshot
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
@@ -84,7 +84,7 @@ def test_several_completions():
     assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
     assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
     assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
-    assert generation.speculation.num_lookup_tokens == 2  # one of each, as the plug-in counts them
+    assert generation.speculation.num_lookup_tokens == 2  # the first item of per_step_drafted in each
 
 
 def test_sampled_token_and_most_likely_tokens():
@@ -108,30 +108,30 @@ def test_sampling_options_exist_in_vllm():
 
 
 def test_all_parameters_reach_vllm():
-    own = {
+    sampling = {
         "temperature": 1.0, "max_tokens": 5, "min_tokens": 1, "stop_token_ids": [3], "bad_words": ["x"], "top_k": 0,
         "logit_bias": {"7": 200.0}, "allowed_token_ids": [7], "skip_special_tokens": False, "json_schema": None,
         "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "stop": ["y"],
         "structured_outputs": {"regex": "a+"}, "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
     }  # fmt: skip
-    params = _sampling_params(own)
+    params = _sampling_params(sampling)
     assert params.logit_bias == {7: 100.0}
     assert params.structured_outputs.regex == "a+"
     assert (params.repetition_detection.max_pattern_size, params.repetition_detection.min_count) == (2, 3)
-    plain = own.keys() - {"logit_bias", "structured_outputs", "repetition_detection", "json_schema"}
-    assert {name: getattr(params, name) for name in plain} == {name: own[name] for name in plain}
+    plain = sampling.keys() - {"logit_bias", "structured_outputs", "repetition_detection", "json_schema"}
+    assert {name: getattr(params, name) for name in plain} == {name: sampling[name] for name in plain}
 
 
-def test_vllms_refusal_is_the_requests_error():
+def test_refusal_of_vllm_is_an_error_of_the_request():
     from vllm.exceptions import VLLMValidationError
 
-    class Refusing:
+    class RefusingEngine:
         async def generate(self, *_, **__):
             raise VLLMValidationError("Grammar error: no such pointer")
             yield
 
     engine = object.__new__(VllmEngine)
-    engine._llm = Refusing()
+    engine._llm = RefusingEngine()
     sampling = {"temperature": 0.0, "max_tokens": 4}
     with pytest.raises(RequestRefused, match="no such pointer"):
         asyncio.run(engine.generate("r", [1], sampling))
@@ -140,14 +140,14 @@ def test_vllms_refusal_is_the_requests_error():
 
 
 def test_refusals_of_older_vllm(monkeypatch):
-    class Refusing:
+    class RefusingEngine:
         async def generate(self, *_, **__):
             raise ValueError("the prompt is too long")
             yield
 
     monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
     engine = object.__new__(VllmEngine)
-    engine._llm = Refusing()
+    engine._llm = RefusingEngine()
     with pytest.raises(RequestRefused, match="too long"):
         asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
 
@@ -155,7 +155,7 @@ def test_refusals_of_older_vllm(monkeypatch):
 def test_failed_request_and_dead_engine():
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-    class Failing:
+    class FailingEngine:
         def __init__(self, error):
             self.error = error
 
@@ -164,11 +164,11 @@ def test_failed_request_and_dead_engine():
             yield
 
     engine = object.__new__(VllmEngine)
-    engine._llm = Failing(EngineGenerateError())
+    engine._llm = FailingEngine(EngineGenerateError())
     sampling = {"temperature": 0.0, "max_tokens": 4}
     with pytest.raises(RequestRefused, match="no such block"):
         asyncio.run(engine.generate("r", [1], sampling))
-    engine._llm = Failing(EngineDeadError())
+    engine._llm = FailingEngine(EngineDeadError())
     with pytest.raises(EngineError, match="engine process died"):
         asyncio.run(engine.generate("r", [1], sampling))
 
@@ -191,7 +191,7 @@ def test_steps_are_signs_of_life():
 
 
 def test_kill_ends_all_processes():
-    """In a process of its own: all that descends from it is killed. Whether init buries orphans is its own business."""
+    """Runs in a subprocess, whose descendants are all killed. Zombies count as ended."""
     code = """if True:
         import psutil, subprocess, sys, time
         from peagle.engine.vllm import VllmEngine
@@ -203,42 +203,42 @@ def test_kill_ends_all_processes():
         sleeper = "import subprocess as s; s.Popen(['sleep', '60']); print('up', flush=True); s.run(['sleep', '60'])"
         core = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE)
         core.stdout.readline()
-        there = psutil.Process().children(recursive=True)
+        descendants = psutil.Process().children(recursive=True)
         object.__new__(VllmEngine).kill()
-        while any(map(runs, there)):
+        while any(map(runs, descendants)):
             time.sleep(0.05)
-        print(len(there))
+        print(len(descendants))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(done.stdout) > 1
 
 
 def test_batch_rows_have_low_priority_and_the_keys_salt():
-    asked = []
+    calls = []
 
-    class Answering:
+    class RecordingEngine:
         async def generate(self, prompt, params, request_id, priority):
-            asked.append((prompt, request_id, priority))
+            calls.append((prompt, request_id, priority))
             yield output_of(completion([1, 2]))
 
     prompt = {"prompt_token_ids": [1], "cache_salt": "s"}
-    answer = asyncio.run(generate(Answering(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
-    assert (asked, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
+    answer = asyncio.run(generate(RecordingEngine(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
+    assert (calls, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
 def test_incomplete_answers_are_refused(reason):
     from vllm.v1.engine import FINISH_REASON_STRINGS
 
-    class Ending:
+    class AbortingEngine:
         async def generate(self, *_, **__):
-            ended = completion([1, 2])
-            ended.finish_reason = reason
-            yield output_of(completion([1, 2, 3]), ended)
+            incomplete = completion([1, 2])
+            incomplete.finish_reason = reason
+            yield output_of(completion([1, 2, 3]), incomplete)
 
     assert reason in FINISH_REASON_STRINGS
     engine = object.__new__(VllmEngine)
-    engine._llm = Ending()
+    engine._llm = AbortingEngine()
     with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
         asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
 
@@ -258,12 +258,14 @@ def test_vllm_names_its_model_runner() -> None:
     assert isinstance(VllmConfig.use_v2_model_runner, property)
 
 
-HERE = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
+CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
 SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num_speculative_tokens=3))
 
 
 @pytest.mark.parametrize("has_request_metrics", [True, False])
-def test_start_sets_environment_and_known_arguments(has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_sets_environment_and_supported_arguments(
+    has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: dict[str, Any] = {}
 
     def vllm(arguments: dict[str, Any]) -> str:
@@ -273,7 +275,7 @@ def test_start_sets_environment_and_known_arguments(has_request_metrics: bool, m
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "VllmEngine", vllm)
     monkeypatch.setattr(start, "has_request_metrics", lambda: has_request_metrics)
-    assert start.start_engine(SPEC, HERE, engine_index=1, num_engines_on_node=2) == "engine"
+    assert start.start_engine(SPEC, CPU, engine_index=1, num_engines_on_node=2) == "engine"
     assert started["bound_to"] == "1"
     assert ("per_request_spec_decode_metrics" in started) == has_request_metrics
     assert started["speculative_config"]["num_speculative_tokens"] == 3
@@ -285,18 +287,18 @@ def test_unsupported_synthetic_acceptance_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
     monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
     with pytest.raises(ConfigError, match="does not support synthetic acceptance"):
-        start.start_engine(EngineSpec(model="m", drafter=head), HERE)
+        start.start_engine(EngineSpec(model="m", drafter=head), CPU)
 
 
 def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
-    for name, begin in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
+    for name, start_on_node in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
         started: dict[str, Any] = {}
         monkeypatch.setattr(start, name, started.update)
         spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
-        place = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
-        begin(spec, HERE, engine_index=0, num_engines_on_node=1, node_rank=place)
+        node_rank = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
+        start_on_node(spec, CPU, engine_index=0, num_engines_on_node=1, node_rank=node_rank)
         assert started["tensor_parallel_size"] == 2
         assert (started["nnodes"], started["node_rank"], started["distributed_executor_backend"]) == (2, 1, "mp")
         assert (started["master_addr"], started["master_port"]) == ("10.0.0.1", 4000)
@@ -304,15 +306,15 @@ def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) ->
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
-@pytest.mark.parametrize("linked", [True, False])
-def test_kubernetes_variables_are_removed(linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes tells each pod of its namespace where it listens, by a name that vLLM reads a port from."""
+@pytest.mark.parametrize("is_service", [True, False])
+def test_kubernetes_variables_are_removed(is_service: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets VLLM_PORT to an address for a service named vllm; vLLM expects a port."""
     from vllm.envs import get_vllm_port
 
-    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if linked else "29500"})
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if is_service else "29500"})
     monkeypatch.setattr(start, "VllmEngine", lambda arguments: get_vllm_port())
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
-    assert start.start_engine(SPEC, HERE) == (None if linked else 29500)
+    assert start.start_engine(SPEC, CPU) == (None if is_service else 29500)
 
 
 def test_too_long_temporary_folder_is_refused_by_vllm(
@@ -320,4 +322,4 @@ def test_too_long_temporary_folder_is_refused_by_vllm(
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
     with pytest.raises(ConfigError, match="the limit for vLLM is 70"):
-        start.start_engine(SPEC, HERE)
+        start.start_engine(SPEC, CPU)

@@ -1,4 +1,4 @@
-"""vLLM's internals are still what `vllm_internals.py` takes them for."""
+"""vLLM's internals are still as `vllm_internals.py` expects."""
 
 import inspect
 import os
@@ -40,13 +40,13 @@ def test_vocabulary(embedded_target: Path) -> None:
         model_config=SimpleNamespace(get_vocab_size=lambda: 49_152),
         speculative_config=None,
     )
-    found = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
-    assert found.vocab_size == 49_152
-    assert found.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
+    info = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
+    assert info.vocab_size == 49_152
+    assert info.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
 
 
 def test_vllm_still_compiles_schemas_without_a_limit() -> None:
-    """Once this fails, vLLM has mended issue 54003, or takes requests by another call."""
+    """Once this fails, vLLM has fixed issue 54003 or receives requests by another call."""
     from vllm import AsyncLLMEngine
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
@@ -87,13 +87,13 @@ def test_arguments_are_parsed_like_vllm_serve() -> None:
 
 
 def test_vllm_logs_start_times() -> None:
-    (words,) = set(re.findall(r'"(init engine \(.*?\) took )', source("v1/engine/core.py")))
-    assert vllm_internals.compile_seconds(f"INFO 11-25 08:21:10 [core.py:369] {words}64.75 s") == 64.75
+    (text,) = set(re.findall(r'"(init engine \(.*?\) took )', source("v1/engine/core.py")))
+    assert vllm_internals.compile_seconds(f"INFO 11-25 08:21:10 [core.py:369] {text}64.75 s") == 64.75
 
 
 def test_hidden_warnings_exist_in_vllm() -> None:
     sources = source("config/vllm.py") + source("model_executor/layers/utils.py")
-    assert [words for words in vllm_internals._HARMLESS if words not in sources] == []
+    assert [text for text in vllm_internals._HARMLESS if text not in sources] == []
 
 
 def test_root_cause_of_a_failed_start() -> None:
@@ -105,14 +105,14 @@ def test_root_cause_of_a_failed_start() -> None:
 
 def test_root_cause_with_time_limit() -> None:
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
-    late = EngineError("the engine did not start within 5 s", hint="h")
-    told = with_root_cause(late, log)
-    assert told.message == "the engine did not start within 5 s: ValueError: no route to the hub"
-    assert told.hint == "h"
+    timeout = EngineError("the engine did not start within 5 s", hint="h")
+    error = with_root_cause(timeout, log)
+    assert error.message == "the engine did not start within 5 s: ValueError: no route to the hub"
+    assert error.hint == "h"
 
 
 def test_vllm_log_line_format() -> None:
-    """In a process of its own, whose output vLLM decorates."""
+    """Runs in a subprocess, because vLLM replaces its output streams."""
     code = """if True:
         from vllm.logger import init_logger
         from vllm.utils.system_utils import decorate_logs

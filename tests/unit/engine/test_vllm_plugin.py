@@ -26,24 +26,24 @@ def test_missing_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_plugin.require()
 
 
-def _core(mine: multiprocessing.connection.Connection) -> None:
+def _core(connection: multiprocessing.connection.Connection) -> None:
     vllm_plugin.exit_with_parent()
-    mine.send(os.getpid())
+    connection.send(os.getpid())
     time.sleep(600)
 
 
-def _starter(mine: multiprocessing.connection.Connection) -> None:
-    multiprocessing.get_context("spawn").Process(target=_core, args=(mine,)).start()
+def _starter(connection: multiprocessing.connection.Connection) -> None:
+    multiprocessing.get_context("spawn").Process(target=_core, args=(connection,)).start()
     time.sleep(600)
 
 
 def test_core_ends_with_its_parent() -> None:
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    starter = spawn.Process(target=_starter, args=(theirs,))
+    receiver, sender = spawn.Pipe()
+    starter = spawn.Process(target=_starter, args=(sender,))
     starter.start()
-    assert ours.poll(60)
-    core = psutil.Process(ours.recv())
+    assert receiver.poll(60)
+    core = psutil.Process(receiver.recv())
     assert starter.pid is not None
     os.kill(starter.pid, signal.SIGKILL)
     starter.join()
@@ -51,7 +51,7 @@ def test_core_ends_with_its_parent() -> None:
 
 
 def test_vllm_cores_still_outlive_their_parent() -> None:
-    """Once this fails, vLLM has mended issue 55510: `exit_with_parent` can go."""
+    """Once this fails, vLLM has fixed issue 55510: `exit_with_parent` can go."""
     from vllm.v1.engine import core, utils
 
     assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
@@ -59,7 +59,7 @@ def test_vllm_cores_still_outlive_their_parent() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's table of CPU kernels, and its sampler; both are as they were when the test is over."""
+    """vLLM's table of CPU kernels and its sampler; both are restored after the test."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
@@ -72,8 +72,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(table=cpu_triton_utils, sampler=rejection_sampler)
 
 
-class Registered:
-    """A kernel as vLLM 0.32's `dispatcher.KernelOverride` launches it: by position, from its function alone."""
+class KernelLauncher:
+    """Launches a kernel like vLLM 0.32's `KernelOverride`: only its function, with positional arguments."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -95,7 +95,7 @@ def test_kernel_is_replaced_in_029_and_032(kernels: Any) -> None:
     vllm_plugin.replace_kernel()
     kernels.sampler.expand_kernel = kernels.table.expand_kernel
     vllm_plugin.probe()
-    kernels.sampler.expand_kernel = Registered(kernels.table._expand_kernel_impl)
+    kernels.sampler.expand_kernel = KernelLauncher(kernels.table._expand_kernel_impl)
     vllm_plugin.probe()
 
 
@@ -109,13 +109,13 @@ def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda output, values, ends, *_, **__: output.copy_(values[[0, 0, 0, 2, 3, 3]]),  # nothing is replaced
-        lambda output, values, ends, *_, **__: None,  # the memory stays as it was
+        lambda output, values, ends, *_, **__: output.copy_(values[[0, 0, 0, 2, 3, 3]]),  # copies, but replaces nothing
+        lambda output, values, ends, *_, **__: None,  # writes nothing
         lambda output, values, ends, *_, **__: output.fill_(1),
     ],
 )
 def test_wrong_kernel_is_refused(kernels: Any, wrong: Any) -> None:
-    kernels.sampler.expand_kernel = Registered(wrong)
+    kernels.sampler.expand_kernel = KernelLauncher(wrong)
     with pytest.raises(RuntimeError, match="does not use the requests' sampling values for drafts"):
         vllm_plugin.probe()
 
@@ -124,7 +124,7 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
     from vllm.v1.worker import worker_base
 
     def install(self: Any) -> None:
-        kernels.sampler.expand_kernel = Registered(lambda *_, **__: None)
+        kernels.sampler.expand_kernel = KernelLauncher(lambda *_, **__: None)
 
     monkeypatch.setattr(worker_base.WorkerWrapperBase, "init_device", install)
     for _ in range(2):  # a process may load plug-ins more than once
@@ -137,15 +137,15 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
         worker.init_device()
 
 
-def test_vllms_own_kernel_is_still_wrong(said: list[str]) -> None:
-    """Once this fails, vLLM has mended issue 55005: `replace_kernel` can go, and the probe stays."""
-    assert "the kernel is right: False" in said
+def test_vllms_own_kernel_is_still_wrong(script_output: list[str]) -> None:
+    """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can go, and the probe stays."""
+    assert "the kernel is right: False" in script_output
 
 
 def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.structured_output import StructuredOutputManager
 
-    class Started(StructuredOutputManager):
+    class OfflineManager(StructuredOutputManager):
         def __init__(self) -> None:
             super().__init__(
                 SimpleNamespace(
@@ -166,10 +166,10 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) 
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert Started().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
+    assert OfflineManager().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
 
 
-# A process of its own: torch and vLLM are patched for good. One for all, as vLLM's import is most of it.
+# Runs in a subprocess, because it patches torch and vLLM permanently; shared by tests, because importing vLLM is slow.
 _SCRIPT = """if True:
     import os, sys, torch
     from contextlib import nullcontext
@@ -186,15 +186,15 @@ _SCRIPT = """if True:
     print("the kernel is right:", output.tolist() == [0.5, 0.5, 0.25])
 
     def keys():
-        found = []
+        factors = []
         for os.environ["VLLM_CPU_OMP_THREADS_BIND"] in ("0", "1", "0,1"):
-            found.append(str(envs.compile_factors()))
-        return [found.index(key) for key in found]
+            factors.append(str(envs.compile_factors()))
+        return [factors.index(key) for key in factors]
 
-    print("keys as they are:", keys())
+    print("original keys:", keys())
     for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.share_between_cores()
-    print("keys mended:", keys())
+    print("fixed keys:", keys())
 
     class Model(torch.nn.Module):
         _is_encoder = False
@@ -211,14 +211,14 @@ _SCRIPT = """if True:
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(model.forward, fullgraph=True, backend="inductor", options=options)
     compiled.aot_compile(((x,), {})).save_compiled_function(path)
-    print("loaded as it is:", decorators._try_load_aot_compiled_fn(model, path))
+    print("loaded originally:", decorators._try_load_aot_compiled_fn(model, path))
     vllm_plugin.load_compiled()
-    print("loaded when mended:", decorators._try_load_aot_compiled_fn(model, path)(model, x).tolist())
+    print("loaded when fixed:", decorators._try_load_aot_compiled_fn(model, path)(model, x).tolist())
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def script_output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The lines that the script prints."""
     path = tmp_path_factory.mktemp("compiled") / "model"
     command = [sys.executable, "-c", _SCRIPT, str(path)]
@@ -227,22 +227,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_vllm_still_fails_to_load_what_it_compiled(said: list[str]) -> None:
-    """Once this fails, vLLM or torch has mended it: `load_compiled` can go."""
-    assert "loaded as it is: None" in said
+def test_vllm_still_fails_to_load_compiled_code(script_output: list[str]) -> None:
+    """Once this fails, vLLM or torch has fixed it: `load_compiled` can go."""
+    assert "loaded originally: None" in script_output
 
 
-def test_compiled_code_is_loaded(said: list[str]) -> None:
-    assert "loaded when mended: [1.0, 1.0, 1.0, 2.0]" in said
+def test_compiled_code_is_loaded(script_output: list[str]) -> None:
+    assert "loaded when fixed: [1.0, 1.0, 1.0, 2.0]" in script_output
 
 
-def test_vllm_still_keys_by_cores(said: list[str]) -> None:
-    """Once this fails, vLLM's keys leave out which cores compute: `share_between_cores` can go."""
-    assert "keys as they are: [0, 1, 2]" in said
+def test_vllms_cache_keys_still_depend_on_cores(script_output: list[str]) -> None:
+    """Once this fails, vLLM's compile-cache keys no longer depend on the cores: `share_between_cores` can go."""
+    assert "original keys: [0, 1, 2]" in script_output
 
 
-def test_engines_with_as_many_cores_share_compiled_code(said: list[str]) -> None:
-    assert "keys mended: [0, 0, 2]" in said
+def test_engines_with_equal_core_counts_share_compiled_code(script_output: list[str]) -> None:
+    assert "fixed keys: [0, 0, 2]" in script_output
 
 
 def test_vllm_still_refuses_unverifiable_parameters() -> None:
@@ -261,44 +261,44 @@ PROCESSORS = "v1/sample/logits_processor/__init__.py"
 
 
 @pytest.fixture
-def skipping(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's scheduler, parameters and processors, with the work-around of this process only."""
+def scheduler_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A scheduler class with the work-around, which is undone after the test."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor
 
     class Scheduler:
         def __init__(self, requests: dict[str, Any]) -> None:
-            self.requests, self.taken = requests, []
+            self.requests, self.received = requests, []
 
         def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-            self.taken.append(draft_token_ids.draft_token_ids)
+            self.received.append(draft_token_ids.draft_token_ids)
 
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
-    only = logits_processor.LogitsProcessors(
+    processors = logits_processor.LogitsProcessors(
         [logits_processor.MinTokensLogitsProcessor(None, torch.device("cpu"), False)]
     )
-    monkeypatch.setattr(logits_processor, "build_logitsprocs", lambda *arguments, **options: only)
+    monkeypatch.setattr(logits_processor, "build_logitsprocs", lambda *arguments, **options: processors)
     monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.build_logitsprocs", None)
     for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.skip_drafts()
     return Scheduler
 
 
-def test_unverifiable_requests_have_no_drafts(skipping: Any) -> None:
+def test_unverifiable_requests_have_no_drafts(scheduler_class: Any) -> None:
     from vllm import SamplingParams
     from vllm.v1.outputs import DraftTokenIds
 
     kinds = {"plain": {}, "biased": {"logit_bias": {7: 1.0}}, "min_p": {"min_p": 0.1}, "top_p": {"top_p": 0.5}}
     requests = {name: SimpleNamespace(sampling_params=SamplingParams(**kind)) for name, kind in kinds.items()}
-    scheduler = skipping(requests)
+    scheduler = scheduler_class(requests)
     scheduler.update_draft_token_ids(DraftTokenIds([*kinds, "gone"], [[1, 2] for _ in range(5)]))
-    assert scheduler.taken == [[[1, 2], [], [], [1, 2], [1, 2]]]
+    assert scheduler.received == [[[1, 2], [], [], [1, 2], [1, 2]]]
     for request in requests.values():
         request.sampling_params._validate_spec_decode(object())  # does not raise
 
 
-def test_engine_with_drafter_has_both_processors(skipping: Any) -> None:
+def test_engine_with_drafter_has_both_processors(scheduler_class: Any) -> None:
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
 
@@ -308,12 +308,12 @@ def test_engine_with_drafter_has_both_processors(skipping: Any) -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=2),
     )
     for build in (logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs):
-        built = build(config, torch.device("cpu"), False, False, ())
-        assert [type(one).__name__ for one in built.non_argmax_invariant] == [
+        processors = build(config, torch.device("cpu"), False, False, ())
+        assert [type(processor).__name__ for processor in processors.non_argmax_invariant] == [
             "MinTokensLogitsProcessor",
             "LogitBiasLogitsProcessor",
         ]
-        assert [type(one).__name__ for one in built.argmax_invariant] == ["MinPLogitsProcessor"]
-        config.speculative_config, kept = None, config.speculative_config
+        assert [type(processor).__name__ for processor in processors.argmax_invariant] == ["MinPLogitsProcessor"]
+        config.speculative_config, speculation = None, config.speculative_config
         assert len(list(build(config, torch.device("cpu"), False, False, ()).all)) == 1
-        config.speculative_config = kept
+        config.speculative_config = speculation

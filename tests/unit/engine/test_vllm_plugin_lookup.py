@@ -1,4 +1,4 @@
-"""The lookup beside a head, as it stands in vLLM's scheduler, and that its drafts leave the target's text as it is."""
+"""Prompt lookup next to a head, in vLLM's scheduler; its drafts do not change the target's text."""
 
 import inspect
 import json
@@ -17,14 +17,14 @@ from peagle.engine import vllm_plugin
 
 
 class Scheduler:
-    """Where vLLM's scheduler is patched: what it is given after a step, and how it counts what was accepted."""
+    """The patched methods of vLLM's scheduler: drafts after a step, and counts of accepted tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.requests: dict[str, Any] = {}
-        self.taken: list[list[list[int]]] = []
+        self.received: list[list[list[int]]] = []
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        self.taken.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
+        self.received.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, request_id: str
@@ -32,28 +32,30 @@ class Scheduler:
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
 
     def accept(self, request_id: str, num_accepted: int) -> str:
-        """As vLLM calls it."""
+        """Call it like vLLM."""
         return self.make_spec_decoding_stats(
             None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
         )
 
 
 def config_of(**other: Any) -> SimpleNamespace:
-    found = {
+    settings = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **other,
     }  # fmt: skip
-    speculation = SimpleNamespace(**{name: found[name] for name in ("draft_sample_method", "rejection_sample_method")})
+    speculation = SimpleNamespace(
+        **{name: settings[name] for name in ("draft_sample_method", "rejection_sample_method")}
+    )
     return SimpleNamespace(
         speculative_config=speculation,
-        scheduler_config=SimpleNamespace(async_scheduling=found["is_async"]),
-        use_v2_model_runner=found["use_v2_model_runner"],
+        scheduler_config=SimpleNamespace(async_scheduling=settings["is_async"]),
+        use_v2_model_runner=settings["use_v2_model_runner"],
     )
 
 
 @pytest.fixture
 def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
-    """A scheduler of an engine whose n-grams of two tokens are looked up."""
+    """Make a scheduler that looks up n-grams of two tokens."""
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
     for _ in range(2):  # a process may load plug-ins more than once
@@ -72,7 +74,7 @@ def request_of(*tokens: int) -> Any:
     return request
 
 
-def drafted(*drafts: int, request_id: str = "one") -> Any:
+def draft_ids(*drafts: int, request_id: str = "one") -> Any:
     from vllm.v1.outputs import DraftTokenIds
 
     return DraftTokenIds([request_id], [list(drafts)])
@@ -83,13 +85,13 @@ def test_scheduler_copies_and_counts_by_source(
 ) -> None:
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
     scheduler.requests["one"] = request
-    scheduler.update_draft_token_ids(drafted(2, 9, 9))  # 1 2 occurred: 3 4 followed
-    assert scheduler.taken == [[[2, 3, 4]]]
+    scheduler.update_draft_token_ids(draft_ids(2, 9, 9))  # earlier, 1 2 was followed by 3 4
+    assert scheduler.received == [[[2, 3, 4]]]
     assert scheduler.accept("one", 3) == "one: 3 of 3"
     request.append_output_token_ids([2, 3, 4, 8])
-    scheduler.update_draft_token_ids(drafted(7, 9, 9))
-    assert scheduler.taken[-1] == [[7, 9, 9]]
-    scheduler.accept("one", 2)  # both are the head's
+    scheduler.update_draft_token_ids(draft_ids(7, 9, 9))
+    assert scheduler.received[-1] == [[7, 9, 9]]
+    scheduler.accept("one", 2)  # both come from the head
     assert sum(request.spec_decode_metrics.per_step_drafted) == 2
     request.spec_decode_metrics.observe(3, 3)
     assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
@@ -99,13 +101,13 @@ def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..
     from vllm.v1.request import RequestStatus
 
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
-    scheduler.update_draft_token_ids(drafted(2, 9, 9))
+    scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
     scheduler.requests["one"] = request
     request.is_prefill_chunk = True
-    scheduler.update_draft_token_ids(drafted(2, 9, 9))
+    scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
     request.is_prefill_chunk, request.status = False, RequestStatus.FINISHED_STOPPED
-    scheduler.update_draft_token_ids(drafted(2, 9, 9))
-    assert scheduler.taken == [[[2, 9, 9]]] * 3
+    scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
+    assert scheduler.received == [[[2, 9, 9]]] * 3
 
 
 def test_failed_lookup_is_turned_off(
@@ -118,9 +120,9 @@ def test_failed_lookup_is_turned_off(
     scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
     monkeypatch.setattr(vllm_plugin.PromptLookup, "extend", fail)
     for _ in range(3):
-        scheduler.update_draft_token_ids(drafted(2, 9, 9))
+        scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
         scheduler.accept("one", 3)
-    assert scheduler.taken == [[[2, 9, 9]]] * 3
+    assert scheduler.received == [[[2, 9, 9]]] * 3
     assert [record.message for record in caplog.records] == [
         "prompt lookup failed and was disabled; only the head drafts"
     ]
@@ -135,8 +137,8 @@ def test_lookup_is_off_by_default(make_scheduler: Callable[..., Scheduler], monk
     schedulers.append(make_scheduler(is_async=True))
     for scheduler in schedulers:
         scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
-        scheduler.update_draft_token_ids(drafted(2, 9, 9))
-        assert (scheduler.taken, scheduler.accept("one", 3)) == ([[[2, 9, 9]]], "one: 3 of 3")
+        scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
+        assert (scheduler.received, scheduler.accept("one", 3)) == ([[[2, 9, 9]]], "one: 3 of 3")
         assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted == []
 
 
@@ -157,15 +159,15 @@ def test_unsupported_lookup_does_not_start(
 
 
 def test_lookup_fits_vllms_scheduler() -> None:
-    """Once this fails, vLLM hands drafts on in another way: look at `look_up_drafts` again."""
-    from vllm.v1.core.sched.scheduler import Scheduler as Vllms
+    """Once this fails, vLLM passes drafts differently: check `look_up_drafts`."""
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
-    assert list(inspect.signature(Vllms.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
-    counts = inspect.getsource(Vllms.update_from_output).partition("self.make_spec_decoding_stats(")[2]
+    assert list(inspect.signature(VllmScheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
+    counts = inspect.getsource(VllmScheduler.update_from_output).partition("self.make_spec_decoding_stats(")[2]
     assert re.search(r"num_accepted_tokens=num_accepted,.*request_id=req_id", counts.partition(")")[0], re.DOTALL)
 
 
-# A process of its own: vLLM's kernels are for this processor. Each row is a request of one draft of two tokens.
+# Runs in a subprocess, because it imports vLLM's kernels for this CPU. Each row is a request with two draft tokens.
 _SAMPLES = """if True:
     import json, sys, torch
     from types import SimpleNamespace
@@ -179,21 +181,21 @@ _SAMPLES = """if True:
     job = json.loads(sys.argv[1])
     num, chances = job["num"], torch.tensor(job["chances"])
     torch.manual_seed(0)
-    logits = chances[torch.tensor([0, 1])].log().repeat(num, 1)  # of the first token, and behind that draft
-    found = rejection_sampler.rejection_sample(
+    logits = chances[torch.tensor([0, 1])].log().repeat(num, 1)  # for the first token, and after the first draft token
+    samples = rejection_sampler.rejection_sample(
         torch.tensor(job["drafts"], dtype=torch.int32).repeat(num), [2] * num, 2,
         torch.arange(2, 2 * num + 1, 2, dtype=torch.int32), None, logits,
         torch.zeros((num, 1), dtype=torch.int32),
         SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(num), generators={}),
     )
-    print(json.dumps(found[:, :2].tolist()))
+    print(json.dumps(samples[:, :2].tolist()))
 """
 
 
-def test_certain_drafts_keep_the_distribution() -> None:
-    """A token that was looked up is certain, as a head's greedy draft is: vLLM is given no probabilities of either.
+def test_drafts_without_probabilities_keep_the_distribution() -> None:
+    """Like a head's greedy drafts, tokens from lookup have no probabilities in vLLM.
 
-    The two tokens that were drafted are as frequent as the target has them, one after the other.
+    Sampled pairs of tokens must follow the target's distribution.
     """
     num, drafts = 6000, [1, 3]
     chances = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
@@ -202,12 +204,12 @@ def test_certain_drafts_keep_the_distribution() -> None:
         [sys.executable, "-c", _SAMPLES, job], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    seen = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
-    # Behind another token than the draft a step ends.
-    known: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
-    known |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
-    assert seen.total() == num
-    assert p_value(seen, known) > 1e-4, seen
-    # A sampler that took a draft's share twice, as if the head had been unsure, would be found out.
-    twice = known | {(1, 3): known[1, 3] * 1.5, (1, 4): known[1, 4] - known[1, 3] / 2}
-    assert power(known, twice, num, 1e-4) > 0.98
+    counts = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
+    # If the first draft token is rejected, the step ends.
+    expected: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
+    expected |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
+    assert counts.total() == num
+    assert p_value(counts, expected) > 1e-4, counts
+    # The test must detect a sampler that overweights drafts, as if the head had given probabilities.
+    biased = expected | {(1, 3): expected[1, 3] * 1.5, (1, 4): expected[1, 4] - expected[1, 3] / 2}
+    assert power(expected, biased, num, 1e-4) > 0.98

@@ -1,4 +1,4 @@
-"""An answer must end at the same token with drafts, when a step accepts several tokens, and without.
+"""Answers end at the same token with drafts, when a step accepts several tokens, and without drafts.
 
 vLLM's own output processor gets the same tokens, one in each step and several in each step.
 """
@@ -50,8 +50,8 @@ def tokenizer(embedded_target: Path) -> Any:
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the work-around, and undo it after the test."""
+def work_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the work-around for stop strings; it is undone after the test."""
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
     for _ in range(2):  # a process may load plug-ins more than once
@@ -63,7 +63,7 @@ def _original(function: Any) -> Any:
 
 
 def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int = 1, **sampling: Any) -> dict[str, Any]:
-    """Return the merged answer of all steps, of which each has the next number of tokens in `sizes`."""
+    """Return the merged answer of all steps; `sizes` are their numbers of tokens."""
     processor = OutputProcessor(tokenizer, log_stats=False)
     params = SamplingParams(n=n, max_tokens=len(tokens), logprobs=1, **sampling)
     params.update_from_generation_config({}, tokenizer.eos_token_id)
@@ -89,7 +89,7 @@ def _request(request_id: str, params: SamplingParams) -> EngineCoreRequest:
 
 
 def _step(request_id: str, tokens: Sequence[int], start: int, size: int) -> EngineCoreOutput:
-    """Return a step of vLLM's core, which ends at max_tokens and at the token that ends a text (the last one)."""
+    """Return a step of vLLM's core; it finishes at the last token."""
     new = list(tokens[start : start + size])
     rows = np.array([[token, token + 1] for token in new])
     logprobs = LogprobsLists(rows, -rows / 7.0, np.ones(len(new), int), None)
@@ -109,29 +109,29 @@ def _merged(outputs: Sequence[RequestOutput], *, is_delta: bool) -> dict[str, An
     return {"finished": outputs[-1].finished, "choices": choices}
 
 
-@pytest.mark.usefixtures("cut")
+@pytest.mark.usefixtures("work_around")
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_answer_is_independent_of_accepted_tokens(
     tokenizer: Any, kind: RequestOutputKind, include: bool, n: int
 ) -> None:
-    draw = random.Random(1)
+    rng = random.Random(1)
     tokens = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
     seen = set()
     for _ in range(60):
-        stop = draw.sample(STOPS, draw.choice([0, 1, 1, 2, 3]))
+        stop = rng.sample(STOPS, rng.choice([0, 1, 1, 2, 3]))
         sampling = {
             "stop": stop,
             "include_stop_str_in_output": include,
-            "min_tokens": draw.choice([0, 0, 3, 12]),
-            "skip_special_tokens": draw.choice([True, False]),
+            "min_tokens": rng.choice([0, 0, 3, 12]),
+            "skip_special_tokens": rng.choice([True, False]),
             "output_kind": kind,
         }
-        alone = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
-        drafted = answer(tokenizer, tokens, iter(lambda: draw.randint(1, 8), 0), n, **sampling)
-        assert drafted == alone, (stop, sampling)
-        seen.add(alone["choices"][0]["ends"][1])
+        one_by_one = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
+        several_at_a_time = answer(tokenizer, tokens, iter(lambda: rng.randint(1, 8), 0), n, **sampling)
+        assert several_at_a_time == one_by_one, (stop, sampling)
+        seen.add(one_by_one["choices"][0]["ends"][1])
     assert len(seen) > 5, "several stop strings, and none, must have ended an answer"
 
 
@@ -143,18 +143,18 @@ def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeyp
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
     tokens = tokenizer.encode("Repeat\nand so on")
-    alone = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
-    drafted = answer(tokenizer, tokens, itertools.repeat(4), stop=["\n"])["choices"][0]
-    assert drafted["text"] == alone["text"] == "Repeat"
-    assert (len(alone["tokens"]), len(drafted["tokens"])) == (2, 4)
+    one_by_one = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
+    several_at_a_time = answer(tokenizer, tokens, itertools.repeat(4), stop=["\n"])["choices"][0]
+    assert several_at_a_time["text"] == one_by_one["text"] == "Repeat"
+    assert (len(one_by_one["tokens"]), len(several_at_a_time["tokens"])) == (2, 4)
 
 
-def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
+def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
     """Return the logits of the token after all drafts, of four requests with min_tokens 3 and the stop token 5."""
     sampling = SamplingParams(min_tokens=3, stop_token_ids=[5])
     outputs, drafts = [[7], [7], [7, 7], []], [[8, 8], [8], [], [8, 8, 8]]
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)  # type: ignore[arg-type]
-    added = [(place, sampling, None, tokens) for place, tokens in enumerate(outputs)]
+    added = [(index, sampling, None, tokens) for index, tokens in enumerate(outputs)]
     processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
     metadata = SimpleNamespace(
         bad_words_token_ids={},
@@ -166,20 +166,20 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
         logitsprocs=SimpleNamespace(non_argmax_invariant=[processor]),
     )
     monkeypatch.setattr(Sampler, "apply_logits_processors", _original(Sampler.apply_logits_processors))
-    if is_mended:
+    if is_fixed:
         for _ in range(2):  # a process may load plug-ins more than once
             vllm_plugin.count_drafts_toward_min_tokens()
     Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=False)
-    assert processor.apply(torch.zeros(4, 9))[:, 5].isinf().all(), "the processor is as it was"
+    assert processor.apply(torch.zeros(4, 9))[:, 5].isinf().all(), "the processor is unchanged"
     return Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=True)
 
 
 def test_token_after_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = bonus_logits(monkeypatch, is_mended=True)
+    logits = bonus_logits(monkeypatch, is_fixed=True)
     assert logits[:, 5].isinf().tolist() == [False, True, True, False]
     assert logits.isinf().sum() == 2
 
 
 def test_vllm_still_counts_no_drafts_toward_min_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once this fails, vLLM has fixed it: `count_drafts_toward_min_tokens` can go."""
-    assert bonus_logits(monkeypatch, is_mended=False)[:, 5].isinf().all()
+    assert bonus_logits(monkeypatch, is_fixed=False)[:, 5].isinf().all()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_target
+from config_only import skip_waiting, write_target
 
 from jobs.cli import run
 from peagle.bench import run as runner
@@ -37,7 +37,7 @@ def test_bench_prints_tables_and_writes_result(
 
     bench = runner.bench
     monkeypatch.setattr(runner, "bench", with_fakes)
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     data, result = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "result.json"
     arguments = ["--dataset", str(data), "--methods", "none,ngram", "-k", "3", "--concurrency", "1,2", "--repeats", "1"]
     code = run(["bench", "--model", target, *arguments, "--output", str(tmp_path / "out"), "--json", str(result)])
@@ -73,7 +73,7 @@ def test_bench_exit_codes(
 def test_sigterm_interrupts_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)  # in the whole suite Ray's, else the system's own
+    before = signal.getsignal(signal.SIGTERM)  # Ray's handler if another test started Ray
     monkeypatch.setattr(runner, "bench", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     assert run(["bench"]) == 3
     assert "peagle bench: interrupted" in capsys.readouterr().err

@@ -9,53 +9,53 @@ from peagle.profiles.profile import write_profile
 
 
 @pytest.fixture
-def job(tmp_path, speaking_target):
+def job(tmp_path, chat_target):
     path = tmp_path / "job.yaml"
-    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {speaking_target}\nmax_tokens: 7\ntop_k: 2\n")
+    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {chat_target}\nmax_tokens: 7\ntop_k: 2\n")
     return path
 
 
 @pytest.fixture
-def shown(capsys):
-    def shown(*argv):
+def show_config(capsys):
+    def show(*argv):
         assert cli.run(["config", "show", *map(str, argv), "--json", "-"]) == 0
-        return {name: (one["value"], one["from"]) for name, one in json.loads(capsys.readouterr().out).items()}
+        return {name: (entry["value"], entry["from"]) for name, entry in json.loads(capsys.readouterr().out).items()}
 
-    return shown
+    return show
 
 
-def test_values_have_origins(job, shown, monkeypatch):
+def test_values_have_origins(job, show_config, monkeypatch):
     monkeypatch.setenv("PEAGLE_TOP_K", "3")
     monkeypatch.setenv("PEAGLE_SEED", "4")
-    found = shown(job, "--max-tokens", "9", "--engines", "2")
-    assert found["max_tokens"] == (9, "flag")
-    assert found["engines"] == ("2", "flag")
-    assert found["top_k"] == (3, "environment, PEAGLE_TOP_K")
-    assert found["output"] == (str(Path("runs/a").absolute()), str(job))
-    assert found["temperature"] == (0.0, "default")
-    assert found["max_num_seqs"] == (8, "default on cpu")
-    assert found["precision"][1].startswith("detected: ")
-    assert found["drafter"][1].startswith("catalog: ")
-    assert found["instance_type"] == ("c7a.large", "assumed")
+    values = show_config(job, "--max-tokens", "9", "--engines", "2")
+    assert values["max_tokens"] == (9, "flag")
+    assert values["engines"] == ("2", "flag")
+    assert values["top_k"] == (3, "environment, PEAGLE_TOP_K")
+    assert values["output"] == (str(Path("runs/a").absolute()), str(job))
+    assert values["temperature"] == (0.0, "default")
+    assert values["max_num_seqs"] == (8, "default on cpu")
+    assert values["precision"][1].startswith("detected: ")
+    assert values["drafter"][1].startswith("catalog: ")
+    assert values["instance_type"] == ("c7a.large", "assumed")
 
 
-def test_origin_of_profile_keys(shown, tmp_path, embedded_target, profile):  # noqa: F811
+def test_origin_of_profile_keys(show_config, tmp_path, embedded_target, profile):  # noqa: F811
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "serve.yaml"
     path.write_text(f"profile: {tmp_path / 'profile.yaml'}\n")
-    found = shown(path)
-    assert found["max_num_seqs"][1] == f"profile {tmp_path / 'profile.yaml'}"
-    assert found["profile"][1] == str(path)
-    assert found["max_replicas"] == (1, "default")
+    values = show_config(path)
+    assert values["max_num_seqs"][1] == f"profile {tmp_path / 'profile.yaml'}"
+    assert values["profile"][1] == str(path)
+    assert values["max_replicas"] == (1, "default")
 
 
-def test_endpoint_configuration_with_several_models(shown, tmp_path, speaking_target):
+def test_endpoint_configuration_with_several_models(show_config, tmp_path, chat_target):
     path = tmp_path / "serve.yaml"
-    path.write_text(f"model: {speaking_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
-    found = shown(path)
-    assert found["a.max_num_seqs"] == (8, "default on cpu")
-    assert "b.max_num_seqs" not in found
-    assert [one["name"] for one in found["models"][0]] == ["a", "b"]
+    path.write_text(f"model: {chat_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
+    values = show_config(path)
+    assert values["a.max_num_seqs"] == (8, "default on cpu")
+    assert "b.max_num_seqs" not in values
+    assert [model["name"] for model in values["models"][0]] == ["a", "b"]
 
 
 def test_invalid_configuration_is_refused(tmp_path, capsys):
@@ -68,7 +68,7 @@ def test_invalid_configuration_is_refused(tmp_path, capsys):
     assert cli.run(["config", "show", str(path)]) == 2
     printed = capsys.readouterr()
     assert "nobody/has/it" in printed.err
-    assert "temperature" in printed.out  # the keys are shown all the same
+    assert "temperature" in printed.out  # the keys are shown nevertheless
 
 
 def test_flag_of_another_command_is_refused(job):

@@ -36,19 +36,19 @@ def blocks():
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block[0])
 def test_docs_match_cost_command(peagle, block):
-    command, shown = block
-    assert peagle(*command.split()).rstrip() == shown.rstrip()
+    command, expected = block
+    assert peagle(*command.split()).rstrip() == expected.rstrip()
 
 
 def test_docs_match_savings(peagle):
     saved = json.loads(peagle("cost", "runs/serve", "--format", "json"))["total"]["saved"]
     drafter = saved["speculation"]
-    found = (
+    savings = (
         saved["generation_usd"], saved["prompt_usd"], drafter["without_usd"], drafter["error_usd"], drafter["usd"],
     )  # fmt: skip
     text = DOCS.read_text(encoding="utf-8").partition("## What was saved")[2]
-    by_hand = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
-    assert [f"{usd:.6f}" for usd in found] == by_hand
+    documented = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
+    assert [f"{usd:.6f}" for usd in savings] == documented
 
 
 def test_formats_have_the_same_total(peagle):
@@ -62,8 +62,8 @@ def test_formats_have_the_same_total(peagle):
     assert "$27.83" in peagle(*arguments, "--format", "html")
 
 
-MACHINE = {"hardware": {"description": "1 x H100"}, "precision": "fp8 weights"}
-"""Of a benchmark's report."""
+HARDWARE = {"hardware": {"description": "1 x H100"}, "precision": "fp8 weights"}
+"""Hardware and precision in a benchmark's report."""
 
 
 def test_benchmark_as_baseline(peagle):
@@ -72,7 +72,7 @@ def test_benchmark_as_baseline(peagle):
         {"method": "peagle", "k": 4, "concurrency": 1, "output_tokens_per_s": 500.0, "step_s": 0.0025, "spread": 0.1},
     ]
     setups = [{"head": None, "method": "none", "k": 0}, {"head": "head", "method": "peagle", "k": 4}]
-    report = {"model": "gpt-oss-20b", "cells": cells, "setups": setups, **MACHINE}
+    report = {"model": "gpt-oss-20b", "cells": cells, "setups": setups, **HARDWARE}
     Path("bench.json").write_text(json.dumps(report), encoding="utf-8")
     arguments = ("cost", "runs/serve", "--by", "key", "--format", "json")
     result = json.loads(peagle(*arguments, "--baseline", "bench.json"))
@@ -81,7 +81,7 @@ def test_benchmark_as_baseline(peagle):
     # alice 1,600 s of generation and bob 750 s; without the drafter 2,000,000 and 900,000 steps of 4 ms.
     assert saved["generation_usd"] == pytest.approx(2350 * 6.88 / 3600)
     assert saved["speculation"]["without_usd"] == pytest.approx(11_600 * 6.88 / 3600)
-    assert saved["speculation"]["error_usd"] is None, "one of the two was measured once"
+    assert saved["speculation"]["error_usd"] is None, "one of the two has no error, because it was measured once"
     by_key = {row["key"]: row["saved"]["speculation"]["usd"] for row in result["rows"]}
     assert by_key == {"": None, "alice": pytest.approx(6400 * 6.88 / 3600), "bob": pytest.approx(2850 * 6.88 / 3600)}
 
@@ -92,13 +92,13 @@ def test_drafter_that_loses_money_is_reported(peagle):
         {"method": "peagle", "k": 4, "concurrency": 1, "output_tokens_per_s": 500.0, "step_s": 0.005, "spread": 0.02},
     ]
     setups = [{"head": "head", "method": "peagle", "k": 4}]
-    report = {"model": "m", "cells": cells, "setups": setups, **MACHINE}
+    report = {"model": "m", "cells": cells, "setups": setups, **HARDWARE}
     Path("bench.json").write_text(json.dumps(report), encoding="utf-8")
-    said = peagle("cost", "runs/serve", "--baseline", "bench.json")
-    assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in said
-    assert "where 5.00 breaks even" in said
-    said = peagle("cost", "runs/*", "--baseline", "bench.json")
-    assert "! 1 runs used different hardware or precision from the baseline: runs/nightly, ..." in said
+    text = peagle("cost", "runs/serve", "--baseline", "bench.json")
+    assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in text
+    assert "where 5.00 breaks even" in text
+    text = peagle("cost", "runs/*", "--baseline", "bench.json")
+    assert "! 1 runs used different hardware or precision from the baseline: runs/nightly, ..." in text
 
 
 def test_months_add_up_to_all_time(peagle):
@@ -129,9 +129,9 @@ def test_invalid_period_or_dimension(peagle, flags, message):
 
 def test_currency_conversion(peagle):
     arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
-    said = peagle(*arguments)
-    assert "13.76 EUR" in said
-    assert "Converted at 0.5 EUR per dollar on all days." in said
+    text = peagle(*arguments)
+    assert "13.76 EUR" in text
+    assert "Converted at 0.5 EUR per dollar on all days." in text
     assert ",EUR," in peagle(*arguments, "--format", "focus")
 
 

@@ -1,4 +1,4 @@
-"""`peagle deploy`: its targets write a file, and run a client if told to."""
+"""`peagle deploy`: files, and clients run by --apply."""
 
 import json
 import stat
@@ -44,7 +44,7 @@ def kuberay(*argv):
 def test_kuberay_prints_objects_and_required_secrets(job, capsys):
     assert kuberay(job, "--env-secret", "aws") == 0
     printed = capsys.readouterr()
-    assert [one["kind"] for one in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
+    assert [item["kind"] for item in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
     assert "kubectl create secret generic peagle-ray" in printed.err
     assert "kubectl create secret generic aws" in printed.err
 
@@ -61,7 +61,7 @@ def test_kuberay_apply(job, client, tmp_path, capsys):
     assert kuberay(job, "--namespace", "team", "--apply") == 0
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     objects = list(yaml.safe_load_all((tmp_path / "input").read_text()))
-    assert {one["metadata"]["namespace"] for one in objects} == {"team"}
+    assert {item["metadata"]["namespace"] for item in objects} == {"team"}
     assert capsys.readouterr().out.endswith("made\n")
 
 
@@ -86,8 +86,10 @@ def test_cluster_apply_needs_names_and_output(job, client, tmp_path, capsys):
     assert (tmp_path / "arguments").read_text() == f"up --yes {file}\n"
 
 
-@pytest.mark.parametrize(("most", "more"), [(MAX_NAME_LENGTH, []), (MAX_CRON_NAME_LENGTH, ["--schedule", "0 2 * * *"])])
-def test_too_long_name_is_refused(job, capsys, most, more):
-    assert kuberay(job, "--name", "a" * most, *more) == 0
-    assert kuberay(job, "--name", "a" * (most + 1), *more) == 2
-    assert f"has {most + 1} characters; the limit is {most}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("max_length", "flags"), [(MAX_NAME_LENGTH, []), (MAX_CRON_NAME_LENGTH, ["--schedule", "0 2 * * *"])]
+)
+def test_too_long_name_is_refused(job, capsys, max_length, flags):
+    assert kuberay(job, "--name", "a" * max_length, *flags) == 0
+    assert kuberay(job, "--name", "a" * (max_length + 1), *flags) == 2
+    assert f"has {max_length + 1} characters; the limit is {max_length}" in capsys.readouterr().err

@@ -11,40 +11,39 @@ FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """SageMaker, which records requests."""
-
-    asked = []
+def calls(monkeypatch):
+    """Replace SageMaker by a class that records calls."""
+    calls = []
 
     class Api:
         def __init__(self, region, *, say):
-            asked.append(region)
+            calls.append(region)
 
         def create(self, requests):
-            asked.append(requests)
+            calls.append(requests)
             return "arn"
 
         def remove(self, name):
-            asked.append(name)
+            calls.append(name)
             return Removed(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
 
     monkeypatch.setattr(sagemaker_api, "SageMaker", Api)
-    return asked
+    return calls
 
 
-def test_sagemaker_dry_run(asked, capsys):
+def test_sagemaker_dry_run(calls, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
     assert price.startswith("$3.36 an hour while it exists (EC2's price of g7e.2xlarge")
     assert json.loads("\n".join(data))["endpoint"]["EndpointName"] == MODEL
-    assert asked == []
+    assert calls == []
 
 
-def test_sagemaker_create(asked, capsys):
+def test_sagemaker_create(calls, capsys):
     flags = [*FLAGS, "--region", "us-west-2", "--variable", "HF_HOME=/tmp", "--concurrency", "128"]
     assert cli.run(["deploy", "sagemaker", MODEL, *flags]) == 0
-    region, requests = asked
+    region, requests = calls
     assert region == "us-west-2"
     variables = requests.model["PrimaryContainer"]["Environment"]
     assert (variables["HF_HOME"], '"num_speculative_tokens": 7' in variables["SM_VLLM_SPECULATIVE_CONFIG"]) == (
@@ -54,9 +53,9 @@ def test_sagemaker_create(asked, capsys):
     assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
 
 
-def test_sagemaker_down(asked, capsys):
+def test_sagemaker_down(calls, capsys):
     assert cli.run(["deploy", "sagemaker", "--down", "mine"]) == 0
-    assert asked == [None, "mine"]
+    assert calls == [None, "mine"]
     assert capsys.readouterr().out.splitlines() == [
         "mine: deleted endpoint; it existed for 30 min 0 s, about $2.00",
         "not deleted: the image i",
@@ -73,7 +72,7 @@ def test_sagemaker_down(asked, capsys):
         ((MODEL, *FLAGS, "--role", "me"), "role: must have the form arn:aws:iam"),
     ],
 )
-def test_sagemaker_bad_usage(asked, capsys, arguments, reason):
+def test_sagemaker_bad_usage(calls, capsys, arguments, reason):
     assert cli.run(["deploy", "sagemaker", *arguments]) == 2
     assert reason in capsys.readouterr().err
-    assert asked == []
+    assert calls == []

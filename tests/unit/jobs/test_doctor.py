@@ -69,9 +69,9 @@ def test_torchvision_with_cuda_torch_is_fine() -> None:
     ],
 )
 def test_advice(hardware: Hardware, versions: dict[str, str | None], libraries: dict[str, str], advice: str) -> None:
-    found = doctor.find_advice(hardware, versions, libraries)
-    assert len(found) == 1
-    assert advice in found[0]
+    notes = doctor.find_advice(hardware, versions, libraries)
+    assert len(notes) == 1
+    assert advice in notes[0]
 
 
 def test_gpu_node_needs_no_cpu_libraries() -> None:

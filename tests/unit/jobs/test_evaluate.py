@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import skip_waiting, write_head, write_target
 
 from jobs.cli import run
 from peagle.bench import acceptance as runner
@@ -33,7 +33,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
     evaluate = runner.evaluate
     monkeypatch.setattr(runner, "evaluate", with_fakes)
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
 
 
 @pytest.mark.usefixtures("fake_engines")

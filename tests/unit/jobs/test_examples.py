@@ -1,4 +1,4 @@
-"""Each file in `examples/` is a valid configuration (`test_skypilot.py` tests the one for SkyPilot)."""
+"""Each file in `examples/` is a valid configuration (`test_skypilot.py` tests SkyPilot's)."""
 
 import argparse
 from pathlib import Path
@@ -36,4 +36,4 @@ def test_job_example_uses_all_gpus():
 def test_serve_example_requires_keys():
     config = read_configuration(EXAMPLES / "serve.yaml")
     assert (config.host, str(config.keys)) == ("0.0.0.0", "keys.json")
-    assert [one.served_name for one in config.served] == ["coder", "coder-plain"]
+    assert [model.served_name for model in config.served] == ["coder", "coder-plain"]

@@ -29,8 +29,13 @@ def test_priority_of_sources(parse, tmp_path, monkeypatch):
     config.write_text("max_tokens: 1\ntop_k: 2\nengines: 3\n")
     monkeypatch.setenv("PEAGLE_TOP_K", "20")
     monkeypatch.setenv("PEAGLE_ENGINES", "30")
-    found = parse("--config", str(config), "--engines", "300")
-    assert (found.max_tokens, found.top_k, found.engines, found.temperature) == (1, 20, "300", 0.0)
+    config_values = parse("--config", str(config), "--engines", "300")
+    assert (config_values.max_tokens, config_values.top_k, config_values.engines, config_values.temperature) == (
+        1,
+        20,
+        "300",
+        0.0,
+    )
 
 
 def test_every_key_has_a_flag_with_help():
@@ -94,8 +99,8 @@ def test_invalid_fake_options(parse, text, message):
 
 
 def test_lists_and_booleans(parse):
-    found = parse("--stop", "a", "--stop", "b", "--no-chat", "--enforce-eager")
-    assert (found.stop, found.chat, found.enforce_eager) == (["a", "b"], False, True)
+    config_values = parse("--stop", "a", "--stop", "b", "--no-chat", "--enforce-eager")
+    assert (config_values.stop, config_values.chat, config_values.enforce_eager) == (["a", "b"], False, True)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +134,14 @@ def test_missing_config_file_and_missing_flag(parse):
 def test_sexagesimal_yaml_is_text(parse, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("engines: 2:8\ndeadline: 18:30\nmax_tokens: 64\n")
-    found = parse("--config", str(config))
-    assert (found.engines, found.deadline, found.max_tokens) == ("2:8", "18:30", 64)
+    config_values = parse("--config", str(config))
+    assert (config_values.engines, config_values.deadline, config_values.max_tokens) == ("2:8", "18:30", 64)
     with pytest.raises(ConfigError, match=r"engines: a number of engines, or MIN:MAX, not '8:2'"):
         parse("--config", str(config), "--engines", "8:2")
 
 
 @pytest.fixture
-def served():
+def load_serve():
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, ServeConfig, {}, yaml_only=["models"])
     return lambda *argv: flags.load(ServeConfig, parser.parse_args(argv))
@@ -144,12 +149,12 @@ def served():
 
 @pytest.mark.parametrize("name", ["PEAGLE_PORT", "PEAGLE_METRICS_PORT"])
 @pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "udp://[fd00::1]:53"])
-def test_kubernetes_service_variables_are_ignored(served, monkeypatch, name, value):
+def test_kubernetes_service_variables_are_ignored(load_serve, monkeypatch, name, value):
     """For services named peagle and peagle-metrics, Kubernetes sets these in every pod of the namespace."""
     for suffix in ("", "_8000_TCP", "_8000_TCP_PORT"):
         monkeypatch.setenv(name + suffix, value)
     monkeypatch.setenv("PEAGLE_SERVICE_HOST", "10.0.0.1")
-    assert (served().port, served().metrics_port) == (8000, None)
+    assert (load_serve().port, load_serve().metrics_port) == (8000, None)
 
 
 def test_empty_variable_is_ignored(parse, monkeypatch):
@@ -159,12 +164,12 @@ def test_empty_variable_is_ignored(parse, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [("PEAGLE_PORT", "http"), ("PEAGLE_MAX_NUM_SEQS", "many")])
-def test_invalid_variable_is_named(served, monkeypatch, name, value):
+def test_invalid_variable_is_named(load_serve, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name}: .* not '{value}'"):
-        served()
-    with pytest.raises(ConfigError, match=r"^port: "):  # what a flag says counts, and is to blame
-        served("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
+        load_serve()
+    with pytest.raises(ConfigError, match=r"^port: "):  # a flag has priority over the variable
+        load_serve("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
 
 
 def test_list_from_environment(monkeypatch):
@@ -178,17 +183,17 @@ def test_list_from_environment(monkeypatch):
 def test_bad_usage_lists_variables(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_INPUT", str(tmp_path / "nothing.jsonl"))
     assert run(["generate", "--engine", "fake", "--output", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "nothing.jsonl': no such file" in said
-    assert "set in the environment: PEAGLE_INPUT" in said
+    errors = capsys.readouterr().err
+    assert "nothing.jsonl': no such file" in errors
+    assert "set in the environment: PEAGLE_INPUT" in errors
 
 
 def test_map_flags_replace_yaml(parse, tmp_path, monkeypatch):
     config = tmp_path / "c.yaml"
     config.write_text("engine_args:\n  block_size: 32\n  async_scheduling: false\n")
     assert parse("--config", str(config)).engine_args == {"block_size": 32, "async_scheduling": False}
-    found = parse("--config", str(config), "--engine-arg", "block-size=16", "--engine-arg", "stream_interval=4")
-    assert found.engine_args == {"block_size": 16, "stream_interval": 4}
+    config_values = parse("--config", str(config), "--engine-arg", "block-size=16", "--engine-arg", "stream_interval=4")
+    assert config_values.engine_args == {"block_size": 16, "stream_interval": 4}
     monkeypatch.setenv("PEAGLE_ENGINE_ARGS", "block_size=64")
     assert parse("--config", str(config)).engine_args == {"block_size": 64}
     with pytest.raises(ConfigError, match="'dtype' is managed by peagle; set 'precision' instead"):

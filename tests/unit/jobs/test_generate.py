@@ -4,21 +4,21 @@ from jobs import cli
 
 
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         ("s3://nowhere/run", "create the bucket"),
-        ("s3://bucket", "must be a local folder, or s3://BUCKET/FOLDER, not 's3://bucket'"),
-        ("gs://bucket/run", "must be a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
+        ("s3://bucket", "must be a local folder or s3://BUCKET/FOLDER, not 's3://bucket'"),
+        ("gs://bucket/run", "must be a local folder or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
     ],
 )
-def test_invalid_output_is_refused_before_reading_the_corpus(s3, capsys, output, said):
+def test_invalid_output_is_refused_before_reading_the_corpus(s3, capsys, output, message):
     assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", output]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert "none.jsonl" not in error
 
 
 def test_unsuitable_store_is_refused_before_reading_the_corpus(s3, capsys):
-    s3.is_simple = True
+    s3.ignores_conditions = True
     assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", "s3://bucket/run"]) == 2
     assert "no conditional writes" in capsys.readouterr().err

@@ -57,14 +57,14 @@ def test_published_deployments(capsys: pytest.CaptureFixture[str]) -> None:
     run("qwen3-coder-30b-a3b-instruct")
     printed = " ".join(capsys.readouterr().out.split())
     assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
-    assert "…" not in printed, "the address is whole"
+    assert "…" not in printed, "the address is not shortened"
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_card_rows_have_sources(name: str) -> None:
     rows = models.card_rows(load_catalog().get(name))
-    without = {label for label, _, source in rows if not source}
-    assert without <= {"target", "", "speculation"}
+    unsourced = {label for label, _, source in rows if not source}
+    assert unsourced <= {"target", "", "speculation"}
 
 
 def test_sagemaker_env_format(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,16 +21,16 @@ def run(*argv, **environment):
 @pytest.mark.parametrize("argv", [["models"], ["models", "--json", "-"], ["generate", "--help"], ["doctor"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_closed_pipe_ends_command_silently(argv, unbuffered):
-    reads, writes = os.pipe()
-    os.close(reads)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
     with subprocess.Popen(
-        [*PEAGLE, *argv], stdout=writes, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        [*PEAGLE, *argv], stdout=write_end, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
     ) as process:
-        os.close(writes)
-        _, told = process.communicate(timeout=120)
+        os.close(write_end)
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode in (0, SIGPIPE_CODE)
-    assert b"roken" not in told
-    assert told == b"" or "--json" in argv  # what people read is then on standard error
+    assert b"roken" not in stderr
+    assert stderr == b"" or "--json" in argv  # with --json -, text is on standard error
 
 
 def test_pipe_into_head():

@@ -19,9 +19,9 @@ def test_prices_have_date_and_source(capsys):
 def test_prices_filter_and_full_table(capsys, tmp_path):
     assert cli.run(["prices", "c7a.large", "--json", str(tmp_path / "one.json")]) == 0
     assert cli.run(["prices", "--json", str(tmp_path / "all.json")]) == 0
-    one, everything = (json.loads((tmp_path / name).read_text())["prices"] for name in ("one.json", "all.json"))
-    assert {offer["instance_type"] for offer in one} == {"c7a.large"}
-    assert len(everything) > 80
+    filtered, all_prices = (json.loads((tmp_path / name).read_text())["prices"] for name in ("one.json", "all.json"))
+    assert {offer["instance_type"] for offer in filtered} == {"c7a.large"}
+    assert len(all_prices) > 80
 
 
 def test_own_prices(capsys, tmp_path):

@@ -25,12 +25,12 @@ def test_jsonl_and_parquet_have_the_same_prompts(tmp_path: Path, capsys: pytest.
 
 
 def test_excluded_prompts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    held, output, result = (tmp_path / name for name in ("held.jsonl", "prompts.jsonl", "result.json"))
-    held.write_text(json.dumps({"docstring": json.load.__doc__}) + "\n")
-    assert run(["prompts", "--output", str(output), "--exclude", str(held), "--json", str(result)]) == 0
+    evaluation_set, output, result = (tmp_path / name for name in ("held.jsonl", "prompts.jsonl", "result.json"))
+    evaluation_set.write_text(json.dumps({"docstring": json.load.__doc__}) + "\n")
+    assert run(["prompts", "--output", str(output), "--exclude", str(evaluation_set), "--json", str(result)]) == 0
     (dropped,) = json.loads(result.read_text())["dropped"]
-    assert (dropped["name"], dropped["evaluation_set"]) == ("load", str(held))
-    assert f"dropped __init__.load: shares {dropped['overlap']!r} with {held}" in capsys.readouterr().out
+    assert (dropped["name"], dropped["evaluation_set"]) == ("load", str(evaluation_set))
+    assert f"dropped __init__.load: shares {dropped['overlap']!r} with {evaluation_set}" in capsys.readouterr().out
     assert '"name": "load"' not in output.read_text()
 
 

@@ -10,7 +10,7 @@ from pipelines.online.config import ServeConfig
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
+def serve_error(tmp_path, capsys):
     def run(*arguments):
         code = cli.run(["serve", "--state", str(tmp_path / "state"), "--usd-per-hour", "1", *arguments])
         return code, capsys.readouterr().err
@@ -18,59 +18,61 @@ def refused(tmp_path, capsys):
     return run
 
 
-def test_public_address_needs_keys(refused, embedded_target):
-    code, error = refused("--host", "0.0.0.0")
+def test_public_address_needs_keys(serve_error, embedded_target):
+    code, error = serve_error("--host", "0.0.0.0")
     assert code == 2
     assert "host 0.0.0.0: without API keys" in error
     assert "--keys" in error
 
 
-def test_empty_key_file_is_refused(refused, embedded_target, tmp_path):
-    code, error = refused("--keys", str(tmp_path / "none.json"))
+def test_empty_key_file_is_refused(serve_error, embedded_target, tmp_path):
+    code, error = serve_error("--keys", str(tmp_path / "none.json"))
     assert code == 2
     assert "contains no keys" in error
 
 
-def test_too_many_engines_are_refused(refused, embedded_target):
-    code, error = refused("--max-replicas", "1000")
+def test_too_many_engines_are_refused(serve_error, embedded_target):
+    code, error = serve_error("--max-replicas", "1000")
     assert code == 1
     assert "1000 engines" in error
 
 
-def test_port_in_use_is_refused(refused, embedded_target):
+def test_port_in_use_is_refused(serve_error, embedded_target):
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Serve's proxy
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # like Serve's proxy
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        code, error = refused("--port", str(port))
+        code, error = serve_error("--port", str(port))
     assert code == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in error
 
 
-def test_metrics_port_of_remote_cluster_is_refused(refused, monkeypatch):
+def test_metrics_port_of_remote_cluster_is_refused(serve_error, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    code, error = refused("--engine", "fake", "--metrics-port", "9000")
+    code, error = serve_error("--engine", "fake", "--metrics-port", "9000")
     assert code == 2
     assert "ray start --metrics-export-port" in error
 
 
-def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Let Serve listen at a fixed address, whatever it is told."""
+def set_listening_address(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
+    """Let Serve listen at a fixed address, regardless of its options."""
     from ray import serve
     from ray.serve import context
 
-    there = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
-    client = SimpleNamespace(http_config=there)
+    http_config = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    client = SimpleNamespace(http_config=http_config)
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(context, "_get_global_client", lambda: client)
 
 
-@pytest.mark.parametrize(("is_remote", "ended"), [(True, [("delete", "peagle")]), (False, [("shutdown",)])])
+@pytest.mark.parametrize(("is_remote", "expected_calls"), [(True, [("delete", "peagle")]), (False, [("shutdown",)])])
 @pytest.mark.parametrize(
-    ("broken", "raised"), [(RuntimeError("no"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
+    ("error", "expected_error"), [(RuntimeError("no"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
-def test_failed_start_deletes_only_its_own_application(monkeypatch, tmp_path, is_remote, ended, broken, raised):
+def test_failed_start_deletes_only_its_own_application(
+    monkeypatch, tmp_path, is_remote, expected_calls, error, expected_error
+):
     from ray import serve
 
     from jobs.serve import _deploy
@@ -79,17 +81,17 @@ def test_failed_start_deletes_only_its_own_application(monkeypatch, tmp_path, is
     calls = []
 
     def run(*_, **__):
-        raise broken
+        raise error
 
     monkeypatch.setattr(app, "bind", lambda *_: None)
-    listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
+    set_listening_address(monkeypatch, ServeConfig().host, ServeConfig().port)
     monkeypatch.setattr(serve, "run", run)
     monkeypatch.setattr(serve, "delete", lambda name, _blocking: calls.append(("delete", name)))
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr(serve, "shutdown", lambda: calls.append(("shutdown",)))
-    with pytest.raises(raised):
+    with pytest.raises(expected_error):
         _deploy(ServeConfig(state=tmp_path), None, [], is_remote=is_remote)
-    assert calls == ended
+    assert calls == expected_calls
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,10 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     from pipelines.online import app
 
     calls = []
-    there = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
+    overview = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
     monkeypatch.setattr(app, "bind", lambda *_: None)
-    listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
-    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": there, "another": there}))
+    set_listening_address(monkeypatch, ServeConfig().host, ServeConfig().port)
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": overview, "another": overview}))
     for name in ("run", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
     with pytest.raises(ConfigError, match=rf"an application `peagle` \({status}\)") if is_refused else nullcontext():
@@ -122,35 +124,35 @@ def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    listens_at(monkeypatch, host, port)
+    set_listening_address(monkeypatch, host, port)
     with pytest.raises(ConfigError, match=rf"listens on {host}:{port}, not on 127.0.0.1:8000"):
         _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted", "how"),
+    ("running", "options", "message"),
     [
         ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "with the certificate /c.pem"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
     ],
 )
-def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, there, wanted, how):
-    """Otherwise keys would be sent in plain text in spite of --tls-cert."""
+def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, options, message):
+    """Otherwise keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    listens_at(monkeypatch, "127.0.0.1", 8000, **there)
-    with pytest.raises(ConfigError, match=f"{how}"):
-        _deploy(ServeConfig(state=tmp_path, **wanted), None, [], is_remote=True)
+    set_listening_address(monkeypatch, "127.0.0.1", 8000, **running)
+    with pytest.raises(ConfigError, match=message):
+        _deploy(ServeConfig(state=tmp_path, **options), None, [], is_remote=True)
 
 
-def test_certificate_without_key_is_refused(refused, tmp_path):
-    code, error = refused("--tls-cert", str(tmp_path / "cert.pem"))
+def test_certificate_without_key_is_refused(serve_error, tmp_path):
+    code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"))
     assert (code, "tls_cert is given without tls_key" in error) == (2, True)
-    code, error = refused("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     assert (code, f"tls_cert {tmp_path / 'cert.pem'}: No such file" in error) == (2, True)
 
 

@@ -113,13 +113,13 @@ def test_set_and_rotate(tmp_path, capsys):
 
     old = keys("add", "alice", "--budget-usd", "5", "--requests-per-min", "60", "--operator").out.strip()
     (before,) = json.loads(file.read_text())
-    shown = keys("set", "alice", "--budget-usd", "20", "--without", "requests-per-min", "--without", "operator").out
-    assert shown.strip() == "alice  budget_usd=20.0"
+    listed = keys("set", "alice", "--budget-usd", "20", "--without", "requests-per-min", "--without", "operator").out
+    assert listed.strip() == "alice  budget_usd=20.0"
     new = keys("rotate", "alice").out.strip()
     (after,) = read_keys(file)
     assert (find(old, [after]), find(new, [after])) == (None, after)
     assert (after.budget_usd, after.requests_per_min, after.is_operator) == (20.0, None, False)
-    assert after.created_at == before["created_at"]  # so what it has spent stays spent
+    assert after.created_at == before["created_at"]  # its earlier spending still counts
     assert "did you mean alice" in keys("rotate", "alcie", code=2).err
     assert "budget_usd" in keys("set", "alice", "--budget-usd", "-1", code=2).err
     assert read_keys(file) == (after,)
@@ -133,9 +133,9 @@ def test_list_shows_spending(tmp_path, capsys, monkeypatch):
     (tmp_path / "ledger").mkdir()
     for record in read_keys(tmp_path / "keys.json"):
         for at, usd in (((11, 30), 3.0), ((12, 1), 1.5)):
-            ended = datetime(2026, *at, 12, tzinfo=UTC).timestamp()
+            finished_at = datetime(2026, *at, 12, tzinfo=UTC).timestamp()
             request = a_request(
-                f"{record.name}{at}", account=record.account, usd=usd, started_at=1.0, finished_at=ended
+                f"{record.name}{at}", account=record.account, usd=usd, started_at=1.0, finished_at=finished_at
             )
             append_request(tmp_path / "ledger", request)
     capsys.readouterr()

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from jobs.cli import run
 from peagle.errors import StoppedEarly
 
-SMALL = ("--draft-vocab-size", 40)  # as small as the tiny target
+SMALL = ("--draft-vocab-size", 40)  # the tiny target has 96 tokens
 
 
 def _train(*arguments: object) -> int:
@@ -44,10 +44,10 @@ def test_invalid_training_options(capsys: pytest.CaptureFixture[str], arguments:
 
 @pytest.mark.parametrize("responses", ["given", "regenerate"])
 def test_missing_prompts_are_refused(
-    speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
+    chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
 ) -> None:
     output = tmp_path / "out"
-    source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
+    source = ["--target", chat_target, "--prompts", tmp_path / "none", "--responses", responses]
     assert _train(*source, *SMALL, "--output", output) == 2
     assert "has no prompts or responses" in capsys.readouterr().err
     assert not output.exists()
@@ -55,12 +55,12 @@ def test_missing_prompts_are_refused(
 
 @pytest.fixture
 def heads(tmp_path: Path) -> None:
-    """Heads to continue, none of which fits the tiny target."""
+    """Heads that do not fit the tiny target."""
     layers = {"hidden_size": 32, "vocab_size": 96}
-    reading: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
-    write_head(tmp_path / "stranger", **reading)
-    write_head(tmp_path / "deep", transformer_layer_config=layers | {"num_hidden_layers": 3}, **reading)
-    fp8 = write_head(tmp_path / "fp8", transformer_layer_config=layers, **reading)
+    inputs: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
+    write_head(tmp_path / "unrelated", **inputs)
+    write_head(tmp_path / "deep", transformer_layer_config=layers | {"num_hidden_layers": 3}, **inputs)
+    fp8 = write_head(tmp_path / "fp8", transformer_layer_config=layers, **inputs)
     save_file({"fc.weight": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)}, fp8 / "model.safetensors")
 
 
@@ -75,13 +75,13 @@ def heads(tmp_path: Path) -> None:
         (("--num-layers", "5"), "5 layers cannot start as the last layers of a target that has 4"),
         (("--mask-token-id", "96"), "--mask-token-id 96: the target's tokens are 0 to 95"),
         ((), "--draft-vocab-size 8192: the target has only 96 tokens"),
-        (("--init", "stranger"), "its hidden size is 8, but the target's is 32"),
+        (("--init", "unrelated"), "its hidden size is 8, but the target's is 32"),
         (("--init", "deep"), "deep: has 3 layers, but the head to train has 2"),
         (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
     ],
 )
 def test_impossible_training_is_refused_early(
-    speaking_target: Path,
+    chat_target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -89,9 +89,9 @@ def test_impossible_training_is_refused_early(
     message: str,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("it answers"))
+    monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("generation started"))
     monkeypatch.chdir(tmp_path)
-    assert _train("--target", speaking_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
+    assert _train("--target", chat_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -103,12 +103,12 @@ def test_training_warnings_come_before_generation(
         printed = capsys.readouterr()
         assert "may not serve heads for 'gemma3_text' targets" in printed.out
         assert "the head starts at random" in printed.out
-        raise StoppedEarly("here it would answer")
+        raise StoppedEarly("generation would start")
 
     monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)
     source = ["--target", foreign_target("gemma3_text"), "--prompts", "stdlib"]
     assert _train(*source, *SMALL, "--output", "out") == 3
-    assert "here it would answer" in capsys.readouterr().err
+    assert "generation would start" in capsys.readouterr().err
 
 
 def test_regeneration_needs_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_target
+from config_only import skip_waiting, write_target
 
 from jobs.cli import run
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
@@ -26,10 +26,10 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
-    what = ["--model", str(write_target(tmp_path / "target")), "--dataset", str(data), "--methods", "none"]
-    return ["tune", *what, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
+    options = ["--model", str(write_target(tmp_path / "target")), "--dataset", str(data), "--methods", "none"]
+    return ["tune", *options, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
 
 
 def test_tune_prints_table_and_writes_profile(
@@ -48,11 +48,11 @@ def test_tune_prints_table_and_writes_profile(
 def test_tune_does_not_overwrite_peagle_profile(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = tmp_path / "taken.yaml"
-    taken.write_text("of another tuning")
-    monkeypatch.setenv("PEAGLE_PROFILE", str(taken))
+    existing = tmp_path / "taken.yaml"
+    existing.write_text("another tuning")
+    monkeypatch.setenv("PEAGLE_PROFILE", str(existing))
     assert run(arguments) == 0
-    assert taken.read_text() == "of another tuning"
+    assert existing.read_text() == "another tuning"
     assert "max_num_seqs: 2" in (tmp_path / "out" / "profile.yaml").read_text()
 
 

@@ -9,68 +9,68 @@ from pipelines.online import background
 
 
 @pytest.fixture
-def started(monkeypatch, tmp_path):
-    """Record what `peagle up` starts, and whether it comes up."""
+def recorder(monkeypatch, tmp_path):
+    """Record what `peagle up` starts; `error` fails the start."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    seen = SimpleNamespace(config=None, port=None, ended=[], error=None)
+    recorded = SimpleNamespace(config=None, port=None, ended=[], error=None)
     endpoint = background.Endpoint(
         folder=tmp_path / "endpoints" / "m", state=tmp_path, url="http://x/v1", pid=1, born_at=0.0, started_at=0.0,
         stop_s=1.0,
     )  # fmt: skip
 
     def start(config, *, port):
-        seen.config, seen.port = config, port
+        recorded.config, recorded.port = config, port
         return endpoint
 
     def wait_until_up(endpoint, say):
-        if seen.error:
-            raise seen.error
+        if recorded.error:
+            raise recorded.error
 
     monkeypatch.setattr(background, "start", start)
     monkeypatch.setattr(background, "wait_until_up", wait_until_up)
-    monkeypatch.setattr(background, "end", lambda endpoint: seen.ended.append(endpoint))
-    return seen
+    monkeypatch.setattr(background, "end", lambda endpoint: recorded.ended.append(endpoint))
+    return recorded
 
 
-def test_up_takes_model_and_serve_flags(started, capsys):
+def test_up_takes_model_and_serve_flags(recorder, capsys):
     assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
-    config = started.config
-    assert (config.model, config.max_num_seqs, config.idle_timeout, started.port) == ("org/model", 2, 1800, 8123)
+    config = recorder.config
+    assert (config.model, config.max_num_seqs, config.idle_timeout, recorder.port) == ("org/model", 2, 1800, 8123)
     assert "m is up at http://x/v1; `peagle down m` stops it" in capsys.readouterr().out
 
 
-def test_up_chooses_a_free_port(started):
+def test_up_chooses_a_free_port(recorder):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        taken = other.getsockname()[1]
-        assert cli.run(["up", "--port", str(taken)]) == 0
-        assert started.port == taken
+        used_port = other.getsockname()[1]
+        assert cli.run(["up", "--port", str(used_port)]) == 0
+        assert recorder.port == used_port
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             other.bind(("127.0.0.1", 8000))
             other.listen()
         except OSError:
-            pass  # somebody else has it
+            pass  # already in use
         assert cli.run(["up"]) == 0
-    assert started.port != 8000
+    assert recorder.port != 8000
 
 
 @pytest.mark.parametrize(("error", "code"), [(EngineError("no"), 1), (KeyboardInterrupt(), 3)])
-def test_failed_start_is_stopped(started, error, code):
-    started.error = error
+def test_failed_start_is_stopped(recorder, error, code):
+    recorder.error = error
     assert cli.run(["up", "m"]) == code
-    assert [endpoint.name for endpoint in started.ended] == ["m"]
+    assert [endpoint.name for endpoint in recorder.ended] == ["m"]
 
 
 def test_up_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    one = SimpleNamespace(
+    endpoint = SimpleNamespace(
         name="m", status=lambda: "up", url="http://x/v1", started_at=0.0, usd=lambda: 1.5, log=tmp_path, state=tmp_path
     )
-    other = SimpleNamespace(**{**vars(one), "name": "n", "status": lambda: "starting", "usd": lambda: None})
-    monkeypatch.setattr(background, "endpoints", lambda: [one, other])
+    other = SimpleNamespace(**{**vars(endpoint), "name": "n", "status": lambda: "starting", "usd": lambda: None})
+    monkeypatch.setattr(background, "endpoints", lambda: [endpoint, other])
     assert cli.run(["up", "--list"]) == 0
     _, first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:3] == ["m", "up", "http://x/v1"]
@@ -80,15 +80,15 @@ def test_up_list(monkeypatch, capsys, tmp_path):
 
 def test_down(monkeypatch, capsys, tmp_path):
     ended = []
-    one = SimpleNamespace(
+    endpoint = SimpleNamespace(
         name="m", status=lambda: "ended", url="u", started_at=0.0, usd=lambda: 0.25, log=tmp_path, state=tmp_path,
         process=lambda: None if ended else 1,
     )  # fmt: skip
-    monkeypatch.setattr(background, "find", lambda name: one)
+    monkeypatch.setattr(background, "find", lambda name: endpoint)
     monkeypatch.setattr(background, "end", ended.append)
     assert cli.run(["down", "m"]) == 0
-    assert ended == [one]
+    assert ended == [endpoint]
     assert "m has stopped; its engines cost $0.250" in capsys.readouterr().out
     assert cli.run(["down"]) == 0
     assert "m has already stopped" in capsys.readouterr().out
-    assert ended == [one]
+    assert ended == [endpoint]

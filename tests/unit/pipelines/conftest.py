@@ -4,8 +4,8 @@ import pytest
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all of histograms."""
+def ray_metrics(monkeypatch):
+    """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all values of histograms."""
     values = {}
 
     class Metric:

@@ -29,18 +29,18 @@ def engine(model="qwen3-coder-30b-a3b-instruct", k=7, precision=FP8, **keys):
 
 
 @pytest.mark.parametrize(
-    ("k", "at_once", "tokens_per_s", "published_at"),
+    ("k", "concurrency", "tokens_per_s", "published_at"),
     [(7, 64, 10643, 32), (7, 128, 23329, 128), (11, 8, 6252, 8), (0, 4, 889, 4), (7, 3, 1032, 1)],
 )
-def test_published_speed_of_the_same_engine(k, at_once, tokens_per_s, published_at):
-    speed = known_speed(engine(k=k), B200, at_once)
+def test_published_speed_of_the_same_engine(k, concurrency, tokens_per_s, published_at):
+    speed = known_speed(engine(k=k), B200, concurrency)
     assert (speed.tokens_per_s, speed.concurrency) == (tokens_per_s, published_at)
     assert "published, one B200" in speed.describe()
     assert "AWS machine learning blog" in speed.describe()
 
 
 @pytest.mark.parametrize(
-    ("other", "where"),
+    ("other", "hardware"),
     [
         (engine(), H100),
         (engine(k=5), B200),
@@ -50,5 +50,5 @@ def test_published_speed_of_the_same_engine(k, at_once, tokens_per_s, published_
         (engine(), replace(B200, platform="cpu", accelerator=None)),
     ],
 )
-def test_published_speeds_of_other_engines_do_not_apply(other, where):
-    assert known_speed(other, where, 64) is None
+def test_published_speeds_of_other_engines_do_not_apply(other, hardware):
+    assert known_speed(other, hardware, 64) is None

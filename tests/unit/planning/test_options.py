@@ -20,17 +20,21 @@ def plan(**keys):
 
 
 def test_every_machine_with_the_accelerator_is_compared():
-    found = plan()
+    result = plan()
     carrying = {offer.instance_type for offer in PriceTable.load().offers if offer.accelerator == "B200"}
-    assert {one["instance_type"] for one in found["options"]} == carrying
-    assert (found["chosen"]["method"], found["chosen"]["k"], found["chosen"]["concurrency"]) == ("peagle", 7, 128)
-    hours = {one["num_engines"]: one["hours"] for one in found["options"] if one["k"] == 7 and one["lost_share"] == 0}
+    assert {option["instance_type"] for option in result["options"]} == carrying
+    assert (result["chosen"]["method"], result["chosen"]["k"], result["chosen"]["concurrency"]) == ("peagle", 7, 128)
+    hours = {
+        option["num_engines"]: option["hours"]
+        for option in result["options"]
+        if option["k"] == 7 and option["lost_share"] == 0
+    }
     assert hours[8] == pytest.approx((2e9 / (8 * 23_329) + 300 + 180) / 3600)
 
 
 def test_region_and_provider_can_be_set():
-    found = plan(provider="lambda", market="on_demand")
-    assert {one["place"] for one in found["options"]} == {"lambda us-east-1"}
+    result = plan(provider="lambda", market="on_demand")
+    assert {option["place"] for option in result["options"]} == {"lambda us-east-1"}
     with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
         plan(provider="azure")
     assert "--instance-types" in refused.value.hint
@@ -52,10 +56,10 @@ def test_values_without_published_figures_must_be_stated():
 
 def test_published_and_measured_speeds_are_compared(sweep):
     cells = [{"method": "peagle", "k": 7, "concurrency": 128, "output_tokens_per_s": 20_000.0}]
-    ours = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
-    found = plan(measured=[ours, QWEN], market="on_demand")
-    assert {one["measured"] for one in found["options"]} == {"sweep.json", f"{QWEN} (published, one B200)"}
-    assert "measured in" in text_plan(found)
+    own_sweep = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
+    result = plan(measured=[own_sweep, QWEN], market="on_demand")
+    assert {option["measured"] for option in result["options"]} == {"sweep.json", f"{QWEN} (published, one B200)"}
+    assert "measured in" in text_plan(result)
 
 
 def machine(**changes):
@@ -68,44 +72,44 @@ SPOT = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
 def test_estimate_without_interruptions():
-    found = estimate(machine(), 2, 720_000, provision_s=180)
-    assert found is not None
-    assert found.wall_s == pytest.approx(180 + 100 + 3600)
-    assert found.usd == pytest.approx(2 * 3700 * 0.001)
-    assert (found.device_s.load, found.device_s.busy, found.device_s.lost) == (200, 7200, 0)
-    assert found.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
+    result = estimate(machine(), 2, 720_000, provision_s=180)
+    assert result is not None
+    assert result.wall_s == pytest.approx(180 + 100 + 3600)
+    assert result.usd == pytest.approx(2 * 3700 * 0.001)
+    assert (result.device_s.load, result.device_s.busy, result.device_s.lost) == (200, 7200, 0)
+    assert result.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
 
 
 def test_estimate_with_interruptions():
-    found = estimate(machine(**SPOT), 1, 360_000)
-    assert found is not None
-    assert found.device_s.total == pytest.approx(3708.0, abs=0.1)  # the head of estimate.py
-    assert found.wall_s == pytest.approx(3723.5, abs=0.1)
-    assert found.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
+    result = estimate(machine(**SPOT), 1, 360_000)
+    assert result is not None
+    assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the example at the top of estimate.py
+    assert result.wall_s == pytest.approx(3723.5, abs=0.1)
+    assert result.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
 
 
 def test_devices_without_an_engine_are_idle():
     price = Price.fixed(usd_per_hour=3.6, device="accelerator", num_devices=3)
-    found = estimate(Machine(price=price, num_engines=1, devices_per_engine=2, tokens_per_s=100, start_s=0), 1, 1e5)
-    assert found is not None
-    assert (found.device_s.busy, found.device_s.idle) == (2000, 1000)
-    assert found.usd == pytest.approx(1000 * 0.001)
+    result = estimate(Machine(price=price, num_engines=1, devices_per_engine=2, tokens_per_s=100, start_s=0), 1, 1e5)
+    assert result is not None
+    assert (result.device_s.busy, result.device_s.idle) == (2000, 1000)
+    assert result.usd == pytest.approx(1000 * 0.001)
 
 
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
 def test_machines_for_is_minimal(changes):
-    one = machine(**changes)
-    num = machines_for(one, 50e6, 7200, provision_s=180)
+    candidate = machine(**changes)
+    num = machines_for(candidate, 50e6, 7200, provision_s=180)
     assert num is not None
     assert num > 2
     for count, is_in_time in ((num, True), (num - 1, False)):
-        found = estimate(one, count, 50e6, provision_s=180)
-        assert found is not None
-        assert (found.wall_s <= 7200 + 1e-6) is is_in_time
+        result = estimate(candidate, count, 50e6, provision_s=180)
+        assert result is not None
+        assert (result.wall_s <= 7200 + 1e-6) is is_in_time
 
 
 def test_a_service_does_not_pay_during_replacements():
-    one = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
-    assert one.wall_per_paid == 2
-    assert one.sustained_tokens_per_s == 50
-    assert one.usd_per_sustained_h == 1.8
+    candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
+    assert candidate.wall_per_paid == 2
+    assert candidate.sustained_tokens_per_s == 50
+    assert candidate.usd_per_sustained_h == 1.8

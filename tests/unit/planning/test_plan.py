@@ -23,7 +23,7 @@ def plan(sweep, prices):
 
 def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
-    # 400 tokens/s a machine, 8 h less 280 s: 11.4 M tokens each; spot is a quarter of the price, here.
+    # 400 tokens/s per machine, 8 h less 280 s: 11.4 M tokens each; spot costs a quarter.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -32,44 +32,44 @@ def test_the_cheapest_fleet_within_the_deadline(plan):
 
 
 def test_a_latency_limit_chooses_the_drafter(plan):
-    found = plan(max_tpot_ms=22)
-    assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
-    by_factor = {row["factor"]: row for row in found["sensitivity"]}
-    assert by_factor[1.0]["usd"] == found["chosen"]["usd"]
+    result = plan(max_tpot_ms=22)
+    assert (result["chosen"]["method"], result["chosen"]["k"]) == ("peagle", 3)
+    by_factor = {row["factor"]: row for row in result["sensitivity"]}
+    assert by_factor[1.0]["usd"] == result["chosen"]["usd"]
     assert by_factor[0.8]["output_tokens_per_s"] == pytest.approx(40)
     assert by_factor[0.8]["num_machines"] > by_factor[1.2]["num_machines"]
-    assert min(row["acceptance_length"] for row in found["sensitivity"]) >= 1
+    assert min(row["acceptance_length"] for row in result["sensitivity"]) >= 1
 
 
 def test_break_even_acceptance_length(plan):
-    # At 1.6 it makes 50 tokens/s, and the best without within 30 ms makes 40.
+    # 50 tokens/s at a length of 1.6; the best without a drafter within 30 ms has 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
 
 def test_sensitivity_names_exceeded_limits(plan):
-    found = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
-    by_factor = {row["factor"]: row["beyond"] for row in found["sensitivity"]}
+    result = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
+    by_factor = {row["factor"]: row["beyond"] for row in result["sensitivity"]}
     assert by_factor == {
         0.7: "exceeds the latency limits", 0.8: "exceeds the latency limits", 0.9: "exceeds the latency limits",
         1.0: None, 1.1: None, 1.2: None,
     }  # fmt: skip
-    assert found["least_acceptance_length"] == pytest.approx(1.6 * 20 / 22, abs=1e-3)
-    text = text_plan(found)
+    assert result["least_acceptance_length"] == pytest.approx(1.6 * 20 / 22, abs=1e-3)
+    text = text_plan(result)
     assert "not possible" in text
     assert "exceeds the latency limits" in text
     assert "Below an acceptance length of 1.45 the choice is beyond a limit that was given." in text
-    free = plan(max_tpot_ms=30)
-    assert free["least_acceptance_length"] is None or free["least_acceptance_length"] < 1.1
-    assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
+    loose = plan(max_tpot_ms=30)
+    assert loose["least_acceptance_length"] is None or loose["least_acceptance_length"] < 1.1
+    assert {row["beyond"] for row in loose["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
 def test_a_service_has_machines_and_dollars_per_hour(plan):
-    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
-    assert found["chosen"]["num_machines"] == 3  # 400 a machine
-    assert found["chosen"]["usd_per_h"] == 12
-    assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
-    assert "machines used to 100% of their capacity" in text_plan(found)
+    result = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
+    assert result["chosen"]["num_machines"] == 3  # 400 tokens/s per machine
+    assert result["chosen"]["usd_per_h"] == 12
+    assert result["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
+    assert "machines used to 100% of their capacity" in text_plan(result)
 
 
 def test_another_machine_with_the_same_accelerator_can_be_priced(plan):
@@ -87,9 +87,9 @@ def test_benchmark_reports_are_read(plan, tmp_path):
         "hardware": {"platform": "cpu", "num_cpus": 2}, "engine": {"tensor_parallel_size": 1},
     }  # fmt: skip
     (tmp_path / "report.json").write_text(json.dumps(report))
-    found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
-    assert found["labels"] == ["DUMMY WEIGHTS: x"]
-    assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
+    result = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
+    assert result["labels"] == ["DUMMY WEIGHTS: x"]
+    assert result["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
     with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as refused:
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, market="spot")
     assert "--instance-types" in refused.value.hint
@@ -98,14 +98,14 @@ def test_benchmark_reports_are_read(plan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "notes",
     [
         {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
-        {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
+        {"notes": ["Not finished: 3 passes are left."]},  # reports of earlier versions have no key caveats
     ],
 )
-def test_caveats_of_a_benchmark_are_in_the_plan(said, plan, tmp_path):
-    report = said | {
+def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, tmp_path):
+    report = notes | {
         "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
         "cells": [{"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 900.0, "start_s": 60.0}],
@@ -160,10 +160,10 @@ def test_lookups_have_no_sensitivity(plan, sweep):
         {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 40.0},
         {"method": "ngram", "k": 3, "concurrency": 1, "output_tokens_per_s": 46.0, "acceptance_length": 3.0},
     ]
-    found = plan(measured=[sweep(cells=cells)], within=None)
-    assert found["chosen"]["method"] == "ngram"
-    assert found["sensitivity"] == []
-    assert found["break_even_acceptance_length"] is None
+    result = plan(measured=[sweep(cells=cells)], within=None)
+    assert result["chosen"]["method"] == "ngram"
+    assert result["sensitivity"] == []
+    assert result["break_even_acceptance_length"] is None
 
 
 @pytest.mark.parametrize(
@@ -244,10 +244,10 @@ def test_invalid_sweeps_are_refused(changes, message, sweep, plan):
 def test_several_files_are_priced_separately(plan, sweep):
     little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
-    found = plan(measured=files, instance_types="box-2,small-2", within=None)
-    places = {(one["measured"], one["instance_type"]) for one in found["options"]}
+    result = plan(measured=files, instance_types="box-2,small-2", within=None)
+    places = {(option["measured"], option["instance_type"]) for option in result["options"]}
     assert places == {("big.json", "box-2"), ("little.json", "small-2")}
-    assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in found["notes"]
+    assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in result["notes"]
     with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as refused:
         plan(measured=files, instance_types="box-2,cpu-2")
     assert "big.json was" in refused.value.message
@@ -264,13 +264,13 @@ def test_text_names_file_and_precision(plan, sweep, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "report.json").write_text(json.dumps(report))
         report["cells"][0]["output_tokens_per_s"] = 800.0  # type: ignore[index]
-    both = [tmp_path / name / "report.json" for name in ("a", "b")]
-    text = text_plan(plan(measured=both, instance_types="box-2", within=None))
-    where = f"{both[0]} (fp8 weights, fp8 KV cache)"
+    reports = [tmp_path / name / "report.json" for name in ("a", "b")]
+    text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
+    where = f"{reports[0]} (fp8 weights, fp8 KV cache)"
     assert f"requests at once on each, as measured in {where}; " in text
-    assert text.count(where) > 1, "and so do the rows"
-    alone = text_plan(plan(measured=both[:1], instance_types="box-2", within=None))
-    assert "measured in" not in alone
+    assert text.count(where) > 1, "the rows name it, too"
+    single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
+    assert "measured in" not in single
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [QWEN, HUB_ID])
-def test_published_speeds_are_a_sweep(name):
+def test_published_speeds_are_read_as_a_sweep(name):
     (sweep,) = read_sweeps([Path(name)])
     assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
     assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
     assert (sweep.is_published, sweep.instance_type, sweep.stated) == (True, None, None)
     speeds = {(cell.method, cell.k, cell.concurrency): cell.output_tokens_per_s for cell in sweep.cells}
-    assert len(speeds) == 7 * 5, "SPEED-Bench: HumanEval ends at 8 requests at once"
+    assert len(speeds) == 7 * 5, "SPEED-Bench, because HumanEval ends at 8 concurrent requests"
     assert (speeds["peagle", 7, 128], speeds["none", 0, 1]) == (23_329, 294)
     assert {(cell.start_s, cell.acceptance_length) for cell in sweep.cells} == {(None, None)}
     (label,) = sweep.labels

@@ -22,23 +22,25 @@ def test_baseline_of_cells_by_concurrency(cells):
         for cell in cells
         if (cell.method, cell.concurrency) != ("none", 1)
     ]
-    found = baseline_of_cells(timed, "peagle", 3, "here")
-    assert found is not None
-    assert [step.concurrency for step in found.steps] == [4, 16]
-    assert [step.break_even for step in found.steps] == [2.0, 2.0]
-    assert [step.error for step in found.steps] == pytest.approx([0.04, 0.04])
+    baseline = baseline_of_cells(timed, "peagle", 3, "here")
+    assert baseline is not None
+    assert [step.concurrency for step in baseline.steps] == [4, 16]
+    assert [step.break_even for step in baseline.steps] == [2.0, 2.0]
+    assert [step.error for step in baseline.steps] == pytest.approx([0.04, 0.04])
     assert baseline_of_cells(timed, "eagle3", 3, "here") is None
 
 
 def test_baseline_of_a_table_equals_its_benchmark():
     (table,) = load_catalog().get("smollm2-135m").steps
-    found, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
-    assert found is not None
+    baseline, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
+    assert baseline is not None
     assert measured is not None
-    assert {step.concurrency: step.break_even for step in found.steps} == pytest.approx(table.break_even("eagle3", 3))
-    for ours, theirs in zip(found.steps, measured.steps, strict=True):
-        assert (ours.step_s, ours.plain_step_s) == pytest.approx((theirs.step_s, theirs.plain_step_s), abs=1e-4)
-        assert ours.error == pytest.approx(theirs.error, abs=1e-3)
+    assert {step.concurrency: step.break_even for step in baseline.steps} == pytest.approx(
+        table.break_even("eagle3", 3)
+    )
+    for step, reference in zip(baseline.steps, measured.steps, strict=True):
+        assert (step.step_s, step.plain_step_s) == pytest.approx((reference.step_s, reference.plain_step_s), abs=1e-4)
+        assert step.error == pytest.approx(reference.error, abs=1e-3)
     assert baseline_of_table(table, "eagle3", 64) is None
     between = baseline_of_table(table, "eagle3", 4)
     assert between is not None
@@ -47,7 +49,7 @@ def test_baseline_of_a_table_equals_its_benchmark():
 
 def test_a_benchmark_applies_to_its_heads_and_model():
     measured = read_benchmark(MEASURED)
-    assert measured.baseline(session(k=0)) is None, "it measured that head at several K"
+    assert measured.baseline(session(k=0)) is None, "that head was measured at several K"
     assert measured.baseline(session(k=9)) is None
     assert measured.baseline(session("another head")) is None
     plain = measured.baseline(session(None, 0))
@@ -77,7 +79,7 @@ def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
         read_benchmark(path)
 
 
-def test_break_evens_by_hand(cell, cells):
+def test_break_evens_of_cells(cell, cells):
     assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}

@@ -13,7 +13,7 @@ def file(profile, tmp_path):
 
 
 @pytest.fixture
-def changed(file):
+def change_profile(file):
     def change(edit):
         data = yaml.safe_load(file.read_text())
         edit(data)
@@ -59,9 +59,9 @@ def test_other_files_are_not_profiles(text, message, tmp_path):
         (lambda d: d.update(mine=1), "mine: Extra inputs"),
     ],
 )
-def test_invalid_profiles_are_refused(edit, message, changed):
+def test_invalid_profiles_are_refused(edit, message, change_profile):
     with pytest.raises(ConfigError, match=message):
-        read_profile(changed(edit))
+        read_profile(change_profile(edit))
 
 
 def test_profile_completes_the_options(file):
@@ -71,15 +71,15 @@ def test_profile_completes_the_options(file):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("options", "expected"),
     [
         ({"drafter": "none"}, {"drafter": "none", "num_speculative_tokens": None, "max_num_seqs": 4}),
         ({"num_speculative_tokens": 7}, {"drafter": "auto", "num_speculative_tokens": 7}),
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_related_options_are_replaced_together(said, expected, file):
-    keys = EngineOptions(profile=file, **said)
+def test_related_options_are_replaced_together(options, expected, file):
+    keys = EngineOptions(profile=file, **options)
     assert {name: getattr(keys, name) for name in expected} == expected
 
 
@@ -89,10 +89,10 @@ def test_a_profile_of_another_target_is_refused(file):
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
 
 
-def test_a_folder_target_has_several_names(changed, tmp_path, monkeypatch):
+def test_a_folder_target_has_several_names(change_profile, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
-    file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
+    file = change_profile(lambda data: data["engine"].update(model=str(tmp_path / "target")))
     assert EngineOptions(profile=file, model="target").model == "target"
     with pytest.raises(ConfigError, match="but the model is elsewhere"):
         EngineOptions(profile=file, model="elsewhere")

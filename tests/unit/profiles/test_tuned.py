@@ -37,7 +37,7 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def resolved(file):
+def resolve_with_profile(file):
     """Resolve a run with the fake engine; its drafter is named by K."""
 
     def make(**keys):
@@ -52,14 +52,14 @@ def notes(run):
     return run.engine.profile_notes(HERE)
 
 
-def test_a_run_uses_the_profile(resolved):
-    run = resolved()
+def test_a_run_uses_the_profile(resolve_with_profile):
+    run = resolve_with_profile()
     assert (run.spec.max_num_seqs, run.spec.max_num_batched_tokens) == (4, 2048)
     assert notes(run)[0] == "profile: P-EAGLE K=3: 50.0 output tokens/s, 4 at once."
 
 
-def test_a_losing_drafter_has_one_warning(resolved):
-    watch = resolved().drafter_watch()
+def test_a_losing_drafter_has_one_warning(resolve_with_profile):
+    watch = resolve_with_profile().drafter_watch()
     assert watch.needed == pytest.approx(1.28)  # 1.6 x 40 / 50
     assert watch.new(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new(num_drafts=1000, acceptance_length=1.1)
@@ -67,19 +67,21 @@ def test_a_losing_drafter_has_one_warning(resolved):
     assert watch.new(num_drafts=2000, acceptance_length=1.1) == []
 
 
-def test_other_weights_have_a_note(resolved, file):
+def test_other_weights_have_a_note(resolve_with_profile, file):
     file.write_text(file.read_text().replace("revision: fake", "revision: other"))
-    assert any("weights other, now fake" in note for note in notes(resolved()))
+    assert any("weights other, now fake" in note for note in notes(resolve_with_profile()))
 
 
-def test_another_head_has_a_note(resolved, file):
-    assert not any("head" in note for note in notes(resolved())), "the profile does not have its fingerprint"
+def test_another_head_has_a_note(resolve_with_profile, file):
+    assert not any("head" in note for note in notes(resolve_with_profile())), (
+        "the profile has no fingerprint of its head"
+    )
     file.write_text(file.read_text().replace("head_fingerprint: null", "head_fingerprint: other", 1))
-    assert any("head other, now fake" in note for note in notes(resolved()))
-    assert not any("head" in note for note in notes(resolved(num_speculative_tokens=7)))
+    assert any("head other, now fake" in note for note in notes(resolve_with_profile()))
+    assert not any("head" in note for note in notes(resolve_with_profile(num_speculative_tokens=7)))
 
 
-def test_profiles_with_ranges_load(resolved, file):
+def test_profiles_with_ranges_load(resolve_with_profile, file):
     old = "tuned:\n  concurrency_low: 1\n  concurrency_high: 4\n  acceptance_low: 1.28\n  acceptance_high: 4.0\n"
     file.write_text(file.read_text().replace("tuned:\n", old))
-    assert resolved().spec.max_num_seqs == 4
+    assert resolve_with_profile().spec.max_num_seqs == 4

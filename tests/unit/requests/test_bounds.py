@@ -10,7 +10,7 @@ from peagle.requests.bounds import choice_error, grammar_error, pattern_error, r
 from peagle.requests.sampling import SamplingOptions, parse_overrides
 
 
-def thing(num_properties, num_required=0):
+def object_schema(num_properties, num_required=0):
     names = [f"p{index}" for index in range(num_properties)]
     return {"type": "object", "properties": {name: {} for name in names}, "required": names[:num_required]}
 
@@ -23,8 +23,8 @@ def nested(depth):
 
 
 LARGE = {
-    "optional properties": thing(201),
-    "properties of all objects": {"allOf": [thing(600, 600), thing(600, 600)]},
+    "optional properties": object_schema(201),
+    "properties of all objects": {"allOf": [object_schema(600, 600), object_schema(600, 600)]},
     "depth": nested(65),
     "an enum": {"enum": list(range(2001))},
     "unions together": {"anyOf": [{"enum": list(range(1000))}] * 3},
@@ -46,14 +46,22 @@ def test_schema_beyond_a_bound_is_refused(schema):
 
 
 def test_schema_that_stalled_an_engine_is_refused_quickly():
-    began = time.process_time()
-    assert "3,000" in schema_error(thing(3000)) or "bytes" in schema_error(thing(3000))
-    assert time.process_time() - began < 5  # the engine stood still for minutes
+    started_at = time.process_time()
+    assert "3,000" in schema_error(object_schema(3000)) or "bytes" in schema_error(object_schema(3000))
+    assert time.process_time() - started_at < 5  # the engine was blocked for minutes
 
 
 @pytest.mark.parametrize(
     "schema",
-    [thing(200), thing(1000, 900), nested(60), {"enum": ["a"] * 2000}, {"maxItems": 100_000}, {"$ref": "#"}, True],
+    [
+        object_schema(200),
+        object_schema(1000, 900),
+        nested(60),
+        {"enum": ["a"] * 2000},
+        {"maxItems": 100_000},
+        {"$ref": "#"},
+        True,
+    ],
 )
 def test_schema_within_the_bounds_passes(schema):
     assert schema_error(schema) is None
@@ -61,7 +69,9 @@ def test_schema_within_the_bounds_passes(schema):
 
 def test_schema_deeper_than_pythons_stack_is_refused():
     assert "nested" in schema_error(nested(5000))
-    assert "nested" in schema_error("[" * 60_000) or schema_error("[" * 60_000) is None  # no JSON, by whoever reads it
+    assert (
+        "nested" in schema_error("[" * 60_000) or schema_error("[" * 60_000) is None
+    )  # not valid JSON, refused elsewhere
 
 
 def test_bounds_of_patterns_grammars_and_choices():
@@ -78,13 +88,13 @@ def test_bounds_of_patterns_grammars_and_choices():
 @pytest.mark.parametrize("text", ["a{1, ", "a{1 ", "a{ ", "a{1", "{1, "])
 def test_repetition_check_is_linear(text):
     """Sixty kilobytes of blanks once blocked all streams of the endpoint for 45 seconds."""
-    began = time.process_time()
+    started_at = time.process_time()
     assert grammar_error(text + text[-1] * 60_000) is None
     assert grammar_error(text * 12_000) is None
-    assert time.process_time() - began < 5
+    assert time.process_time() - started_at < 5
 
 
-HEAVY = thing(201)
+HEAVY = object_schema(201)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": HEAVY}}]
 STRICT = [{"type": "function", "function": {"name": "f", "parameters": HEAVY, "strict": True}}]
 
@@ -133,7 +143,7 @@ def test_bulk_has_the_same_bounds():
     with pytest.raises(ValueError, match="optional properties"):
         SamplingOptions(json_schema=json.dumps(HEAVY))
     assert "optional properties" in parse_overrides({"json_schema": HEAVY})
-    assert "optional properties" not in str(parse_overrides({"json_schema": thing(10)}))
+    assert "optional properties" not in str(parse_overrides({"json_schema": object_schema(10)}))
 
 
 @pytest.mark.parametrize(

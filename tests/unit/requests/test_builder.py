@@ -28,27 +28,27 @@ def test_list_with_one_prompt(prompt):
     assert build({"url": "/v1/completions", "body": {"prompt": prompt}}) == Request(prompt_token_ids=[97, 98])
 
 
-def test_row_constraint_replaces_the_runs():
-    own = build({"url": "/v1/completions", "body": {"prompt": "a", "structured_outputs": {"regex": "x"}}}).sampling
-    assert own == {"json_schema": None, "structured_outputs": {"regex": "x"}}
+def test_row_constraint_replaces_that_of_the_run():
+    sampling = build({"url": "/v1/completions", "body": {"prompt": "a", "structured_outputs": {"regex": "x"}}}).sampling
+    assert sampling == {"json_schema": None, "structured_outputs": {"regex": "x"}}
 
 
-class Recording(ByteTokenizer):
-    """Records the arguments of its chat template."""
+class RecordingTokenizer(ByteTokenizer):
+    """Records the arguments of its chat template and of `encode`."""
 
     chat_template = "role: content"
 
-    def apply_chat_template(self, conversation, **names):
-        self.given = conversation, names
+    def apply_chat_template(self, conversation, **variables):
+        self.template_arguments = conversation, variables
         return super().apply_chat_template(conversation)
 
-    def encode(self, text, **names):
-        self.encoded = names
+    def encode(self, text, **options):
+        self.encode_options = options
         return super().encode(text)
 
 
 def test_template_receives_all_variables():
-    tokenizer = Recording()
+    tokenizer = RecordingTokenizer()
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
@@ -63,7 +63,7 @@ def test_template_receives_all_variables():
     limits = SamplingLimits(max_model_len=300)
     spec = SamplingSpec(base=SamplingOptions().model_dump(), limits=limits)
     RequestBuilder(PromptBuilder(BATCH, tokenizer, 300), spec).build({"url": CHAT, "body": body})
-    assert tokenizer.given == (
+    assert tokenizer.template_arguments == (
         [{"role": "user", "content": "x"}],
         {
             "tokenize": False,
@@ -81,7 +81,7 @@ def test_template_receives_all_variables():
             "continue_final_message": True,
         },
     )
-    assert tokenizer.encoded == {}
+    assert tokenizer.encode_options == {}
 
 
 @pytest.mark.parametrize(

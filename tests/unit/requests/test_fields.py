@@ -1,6 +1,6 @@
-"""The table of fields compared with the installed schemas, and with the page that shows it.
+"""The table of request fields, compared with the installed schemas and with docs/requests.md.
 
-WRITE_DOCS=1 (`make docs-requests`) writes the page's table instead of comparing it.
+WRITE_DOCS=1 (`make docs-requests`) writes the page's table instead.
 """
 
 import json
@@ -19,7 +19,7 @@ from peagle.requests.sampling import RequestSampling
 from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "requests.md"
-OF_OPENAI = {CHAT_URL: chat_create_params, COMPLETIONS_URL: completion_create_params}
+OPENAI_MODULES = {CHAT_URL: chat_create_params, COMPLETIONS_URL: completion_create_params}
 SOURCE = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS_URL: {"prompt": "x"}}
 
 
@@ -33,27 +33,27 @@ def vllm_schema(url):
 
 def openai_fields(url):
     """Return the fields that OpenAI's client sends."""
-    module = OF_OPENAI[url]
+    module = OPENAI_MODULES[url]
     kinds = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
     return set().union(*(typing.get_type_hints(kind) for kind in kinds))
 
 
-@pytest.mark.parametrize("url", OF_OPENAI)
+@pytest.mark.parametrize("url", OPENAI_MODULES)
 def test_table_has_all_fields_of_installed_schemas(url):
-    """New fields of new versions fail here, and need a decision."""
-    known = {name for name, field in FIELDS.items() if url in field.urls}
-    assert known == set(vllm_schema(url).model_fields) | openai_fields(url)
+    """New fields of vLLM or OpenAI's client fail here and need a decision."""
+    in_table = {name for name, field in FIELDS.items() if url in field.urls}
+    assert in_table == set(vllm_schema(url).model_fields) | openai_fields(url)
 
 
-@pytest.mark.parametrize("url", OF_OPENAI)
+@pytest.mark.parametrize("url", OPENAI_MODULES)
 def test_honoured_fields_exist_in_vllm(url):
     honoured = {name for name, field in FIELDS.items() if url in field.urls and field.use in ("honoured", "online")}
     assert honoured <= set(vllm_schema(url).model_fields)
 
 
 def values_of(name):
-    """Return a value that has an effect."""
-    known = {
+    """Return the field with a value that has an effect, and the fields that it requires."""
+    examples = {
         "model": "m", "stop": ["x"], "stop_token_ids": [1], "bad_words": ["x"], "logit_bias": {"1": 1},
         "allowed_token_ids": [1], "repetition_detection": {"max_pattern_size": 2, "min_count": 2}, "top_logprobs": 1,
         "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}, "documents": [{"text": "x"}],
@@ -63,11 +63,11 @@ def values_of(name):
         "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 1,
         "presence_penalty": 1,
     }  # fmt: skip
-    beside = {
+    required_with = {
         "top_logprobs": {"logprobs": True}, "tools": {"tool_choice": "none"},
         "continue_final_message": {"add_generation_prompt": False},
     }  # fmt: skip
-    return {name: known.get(name, True), **beside.get(name, {})}
+    return {name: examples.get(name, True), **required_with.get(name, {})}
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,14 @@ def values_of(name):
 )
 def test_bulk_honours_or_refuses_every_field(url, name):
     plain = parse_body(url, SOURCE[url])
-    asked = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
-    body = parse_body(url, {**SOURCE[url], **asked})
+    values = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
+    body = parse_body(url, {**SOURCE[url], **values})
     use = FIELDS[name].use
-    if use in ("online", "refused") and not asks_nothing(name, asked[name]) and asked[name] not in FIELDS[name].neutral:
+    if (
+        use in ("online", "refused")
+        and not asks_nothing(name, values[name])
+        and values[name] not in FIELDS[name].neutral
+    ):
         assert body.startswith(f"body.{name}: ")
         assert body.endswith(f" is not supported: {FIELDS[name].note}")
     else:
@@ -88,7 +92,7 @@ def test_bulk_honours_or_refuses_every_field(url, name):
         assert parse_body(url, {**SOURCE[url], name: value}) == plain
 
 
-@pytest.mark.parametrize("url", OF_OPENAI)
+@pytest.mark.parametrize("url", OPENAI_MODULES)
 def test_fields_refused_online(url):
     for name, field in FIELDS.items():
         refused = refused_field(url, {name: object()}, in_bulk=False)
@@ -98,44 +102,49 @@ def test_fields_refused_online(url):
             assert (refused is not None) == (field.use == "refused")
 
 
-def test_row_parameters_have_vllms_names():
-    """The engine passes them on unchanged; `json_schema` is our own."""
-    own = set(RequestSampling.model_fields) - {"json_schema"}
-    assert own == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
+def test_row_parameters_have_the_names_of_vllm():
+    """The engine passes them to vLLM unchanged; `json_schema` is peagle's."""
+    names = set(RequestSampling.model_fields) - {"json_schema"}
+    assert names == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
         "model",
         "response_format",
         "add_special_tokens",
     }
 
 
-def test_reasoning_efforts_are_vllms():
+def test_reasoning_efforts_equal_those_of_vllm():
     (literal, _) = typing.get_args(vllm_schema(CHAT_URL).model_fields["reasoning_effort"].annotation)
     assert typing.get_args(literal) == EFFORTS
 
 
-def test_constraint_names_are_vllms():
+def test_constraint_names_equal_those_of_vllm():
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     for name, kind in (
         ("structured_outputs", StructuredOutputsParams),
         ("repetition_detection", RepetitionDetectionParams),
     ):
-        known = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
-        said = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
-        assert all(field in said for field in known)
+        names = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
+        message = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
+        assert all(field in message for field in names)
 
 
 def test_page_has_the_table():
-    says = {"honoured": ("yes", "yes"), "online": ("yes", "no"), "ignored": ("no effect",) * 2, "refused": ("no", "no")}
+    support = {
+        "honoured": ("yes", "yes"),
+        "online": ("yes", "no"),
+        "ignored": ("no effect",) * 2,
+        "refused": ("no", "no"),
+    }
     routes = {CHAT_URL: "chats", COMPLETIONS_URL: "completions"}
     rows = [("field", "of", "online", "bulk, batches", "taken everywhere", "note")]
     for name, field in sorted(FIELDS.items()):
-        of = "both" if len(field.urls) == 2 else routes[field.urls[0]]
+        routes_of_field = "both" if len(field.urls) == 2 else routes[field.urls[0]]
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-        rows.append((f"`{name}`", of, *says[field.use], neutral, field.note))
+        rows.append((f"`{name}`", routes_of_field, *support[field.use], neutral, field.note))
     page = PAGE.read_text()
     table = "\n".join(markdown(rows)) + "\n"
-    written = re.sub(r"\| field \| of .*?\n(?=\n|\Z)", lambda _: table, page, flags=re.DOTALL)
+    updated = re.sub(r"\| field \| of .*?\n(?=\n|\Z)", lambda _: table, page, flags=re.DOTALL)
     if os.environ.get("WRITE_DOCS"):
-        PAGE.write_text(written)
-    assert PAGE.read_text() == written, "docs/requests.md is not what the table says: make docs-requests"
+        PAGE.write_text(updated)
+    assert PAGE.read_text() == updated, "docs/requests.md is not what the table says: make docs-requests"

@@ -1,4 +1,4 @@
-"""Messages in every form of OpenAI's clients, compared with what vLLM makes of them."""
+"""Messages in every form of OpenAI's clients, compared with vLLM's conversations."""
 
 import copy
 
@@ -16,18 +16,18 @@ HISTORY = [
 FORMS = {
     "tool history": HISTORY,
     "tool history without a content": [USER, {"role": "assistant", "tool_calls": [CALL]}, HISTORY[2]],
-    "a tool's answer in parts": [*HISTORY[:2], {**HISTORY[2], "content": [{"type": "text", "text": "rain"}]}],
+    "tool answer in parts": [*HISTORY[:2], {**HISTORY[2], "content": [{"type": "text", "text": "rain"}]}],
     "several calls": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "c2"}]}],
     "no calls": [USER, {"role": "assistant", "content": "x", "tool_calls": []}],
-    "arguments that are empty": [
+    "empty arguments": [
         USER,
         {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": ""}}]},
     ],
-    "arguments that are no JSON": [
+    "arguments with invalid JSON": [
         USER,
         {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]},
     ],
-    "arguments that are no object": [
+    "arguments with a JSON list": [
         USER,
         {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
     ],
@@ -37,13 +37,13 @@ FORMS = {
     "a refusal": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
     "names": [{"role": "system", "content": "s", "name": "n"}, {**USER, "name": "me"}],
     "reasoning": [USER, {"role": "assistant", "content": "x", "reasoning": "because"}],
-    "reasoning by its old name": [USER, {"role": "assistant", "content": "x", "reasoning_content": "because"}],
-    "reasoning alone": [USER, {"role": "assistant", "content": None, "reasoning": "because"}],
+    "reasoning with its old name": [USER, {"role": "assistant", "content": "x", "reasoning_content": "because"}],
+    "only reasoning": [USER, {"role": "assistant", "content": None, "reasoning": "because"}],
 }
 
 
-def of_vllm(messages):
-    """Return vLLM's conversation for a template of text."""
+def vllm_conversation(messages):
+    """Return vLLM's conversation for a text template."""
     from vllm.entrypoints.chat_utils import parse_chat_messages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -58,29 +58,29 @@ def of_vllm(messages):
     request = ChatCompletionRequest.model_validate({"messages": copy.deepcopy(messages)})
     for message in request.messages:
         if not isinstance(message.get("content"), str | None):
-            message["content"] = list(message["content"])  # pydantic checks them as they are read
+            message["content"] = list(message["content"])  # pydantic validates lazily
     conversation, _, _ = parse_chat_messages(request.messages, Tracker(), "string")
     return conversation
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_messages_match_vllm(name):
-    assert parse_messages(FORMS[name]) == of_vllm(FORMS[name])
+    assert parse_messages(FORMS[name]) == vllm_conversation(FORMS[name])
 
 
 def test_tool_arguments_may_be_an_object():
-    """Files of conversations have them."""
+    """Conversation files often have objects."""
     call = {**CALL, "function": {"name": "f", "arguments": {"city": "Oslo"}}}
     assert parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])[1]["tool_calls"] == [call]
 
 
 def test_null_keys_are_dropped():
-    """Columnar files give every struct every key."""
+    """In columnar files, every struct has every key."""
     assert parse_messages([{**USER, "tool_calls": None, "name": None}]) == [USER]
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "expected"),
     [
         ({"role": "user", "content": None}, "it needs a role and a content"),
         ({"role": "user", "content": []}, "it needs a role and a content"),
@@ -98,5 +98,5 @@ def test_null_keys_are_dropped():
         ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "function_call is not supported"),
     ],
 )
-def test_invalid_messages(message, says):
-    assert parse_messages([USER, message]).startswith(f", message 1: {says}")
+def test_invalid_messages(message, expected):
+    assert parse_messages([USER, message]).startswith(f", message 1: {expected}")

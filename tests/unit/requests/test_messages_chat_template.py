@@ -61,14 +61,14 @@ def test_conversation_matches_vllm(chat, template):
     from vllm.renderers import hf
 
     text = TEMPLATES[template]
-    theirs = of_vllm(CHATS[chat], "openai" if takes_parts(text) else "string")
-    if any(m["role"] == "developer" for m in theirs) and not hf._detect_developer_role_support(text):
-        theirs = hf._consolidate_system_messages(hf._convert_developer_to_system(theirs))
-    theirs = [{name: value for name, value in message.items() if value is not None} for message in theirs]
-    assert conversation(parse_messages(CHATS[chat], keep_parts=takes_parts(text)), text) == theirs
+    expected = vllm_conversation(CHATS[chat], "openai" if takes_parts(text) else "string")
+    if any(m["role"] == "developer" for m in expected) and not hf._detect_developer_role_support(text):
+        expected = hf._consolidate_system_messages(hf._convert_developer_to_system(expected))
+    expected = [{name: value for name, value in message.items() if value is not None} for message in expected]
+    assert conversation(parse_messages(CHATS[chat], keep_parts=takes_parts(text)), text) == expected
 
 
-def of_vllm(messages, content_format):
+def vllm_conversation(messages, content_format):
     from vllm.entrypoints.chat_utils import parse_chat_messages
 
     class Model:

@@ -45,7 +45,7 @@ def test_top_k_off():
 
 
 def test_parameters_of_one_prompt():
-    own = {
+    parameters = {
         "stop_token_ids": [1],
         "include_stop_str_in_output": True,
         "min_tokens": 2,
@@ -59,7 +59,7 @@ def test_parameters_of_one_prompt():
         "seed": -(2**63),
     }
     for url, source in ((CHAT_URL, {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
-        assert parse_body(url, {**source, **own}).sampling == own
+        assert parse_body(url, {**source, **parameters}).sampling == parameters
 
 
 def test_completion_with_response_format():
@@ -145,19 +145,19 @@ def line(row, *, is_chat):
     return output_line(row, custom_id="mine", is_chat=is_chat, created=1_700_000_000, run_id="r")
 
 
-def parsed(kind, body):
+def parse_strictly(kind, body):
     """Return the body as the client's own type, which must know every key."""
-    found = kind.model_validate(body, strict=True)
-    assert not found.model_extra
-    return found
+    answer = kind.model_validate(body, strict=True)
+    assert not answer.model_extra
+    return answer
 
 
 def test_chat_answer_parses_in_openai_client():
-    found = line(row(), is_chat=True)
-    assert list(found) == ["id", "custom_id", "response", "error"]
-    assert (found["custom_id"], found["error"]) == ("mine", None)
-    assert (found["response"]["status_code"], set(found["response"])) == (200, {"status_code", "request_id", "body"})
-    chat = parsed(ChatCompletion, found["response"]["body"])
+    answer = line(row(), is_chat=True)
+    assert list(answer) == ["id", "custom_id", "response", "error"]
+    assert (answer["custom_id"], answer["error"]) == ("mine", None)
+    assert (answer["response"]["status_code"], set(answer["response"])) == (200, {"status_code", "request_id", "body"})
+    chat = parse_strictly(ChatCompletion, answer["response"]["body"])
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("hello", "stop")
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (5, 3, 8)
     assert chat.usage.prompt_tokens_details.cached_tokens == 2
@@ -165,18 +165,18 @@ def test_chat_answer_parses_in_openai_client():
 
 
 def test_completion_answer_parses_in_openai_client():
-    text = parsed(Completion, line(row(num_cached_tokens=None), is_chat=False)["response"]["body"])
+    text = parse_strictly(Completion, line(row(num_cached_tokens=None), is_chat=False)["response"]["body"])
     assert (text.object, text.choices[0].text, text.usage.total_tokens) == ("text_completion", "hello", 8)
 
 
 def test_several_choices_with_logprobs():
-    chat = parsed(ChatCompletion, line(row(completions=COMPLETIONS), is_chat=True)["response"]["body"])
+    chat = parse_strictly(ChatCompletion, line(row(completions=COMPLETIONS), is_chat=True)["response"]["body"])
     choices = [(c.index, c.message.content, c.finish_reason) for c in chat.choices]
     assert choices == [(0, "é x", "stop"), (1, "y", "length")]
     first = chat.choices[0].logprobs.content[0]
     assert (first.token, first.bytes, first.logprob) == ("é", [195, 169], -0.5)
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("é", -0.5), ("e", -1.0)]
-    text = parsed(Completion, line(row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
+    text = parse_strictly(Completion, line(row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
     logprobs = text.choices[0].logprobs
     assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["é", " x"], [0, 1], [-0.5, -0.1])
     assert logprobs.top_logprobs == [{"é": -0.5, "e": -1.0}, {}]
@@ -190,12 +190,12 @@ def test_ids_depend_on_run_and_row():
 
 @pytest.mark.parametrize("reason", ["invalid", "prompt_too_long", "refused"])
 def test_invalid_request_is_answered_with_400(reason):
-    found = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
-    assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("mine", None, 400)
-    assert found["response"]["body"]["error"]["code"] == reason
-    assert found["response"]["body"]["error"]["message"] == "no"
+    answer = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
+    assert (answer["custom_id"], answer["error"], answer["response"]["status_code"]) == ("mine", None, 400)
+    assert answer["response"]["body"]["error"]["code"] == reason
+    assert answer["response"]["body"]["error"]["message"] == "no"
 
 
 def test_engine_failure_is_an_error_without_response():
-    found = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
-    assert (found["response"], found["error"]) == (None, {"code": "engine_died", "message": "no"})
+    answer = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
+    assert (answer["response"], answer["error"]) == (None, {"code": "engine_died", "message": "no"})

@@ -82,18 +82,18 @@ def test_chat_options_need_a_chat_template(keys):
     ],
 )
 def test_invalid_rows_do_not_raise(spec, columns, reason):
-    found = build(spec, columns)
-    assert isinstance(found, RowError)
-    assert found.reason == reason
+    result = build(spec, columns)
+    assert isinstance(result, RowError)
+    assert result.reason == reason
 
 
 def test_empty_prompt_without_special_tokens():
-    class Bare(WordTokenizer):
+    class WithoutSpecialTokens(WordTokenizer):
         def encode(self, text, add_special_tokens=True):
             return list(range(len(text.split())))
 
-    found = PromptBuilder(PromptSpec(column="prompt", chat=False), Bare(), 10).build({"prompt": " "})
-    assert found.reason == "empty_prompt"
+    result = PromptBuilder(PromptSpec(column="prompt", chat=False), WithoutSpecialTokens(), 10).build({"prompt": " "})
+    assert result.reason == "empty_prompt"
 
 
 def test_prompt_must_leave_room_for_one_token():

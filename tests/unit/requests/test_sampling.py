@@ -86,7 +86,7 @@ def test_supported_parameters_do_not_conflict():
 
 
 def test_top_k_off_is_normalised():
-    """Both ways to switch it off must give the same fingerprint."""
+    """Both values must give the same fingerprint."""
     assert SamplingOptions(top_k=-1) == SamplingOptions(top_k=0)
     assert parse_overrides({"top_k": -2}).startswith("top_k: Input should be greater than or equal to -1")
 

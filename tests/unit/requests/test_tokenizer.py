@@ -18,12 +18,14 @@ tokenizer = load_tokenizer({str(embedded_target)!r})
 print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_template, "torch" in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    theirs = AutoTokenizer.from_pretrained(embedded_target)
-    assert done.stdout.strip() == str([type(theirs).__name__, theirs.encode(TEXT), theirs.chat_template, False])
+    reference = AutoTokenizer.from_pretrained(embedded_target)
+    assert done.stdout.strip() == str(
+        [type(reference).__name__, reference.encode(TEXT), reference.chat_template, False]
+    )
 
 
-def test_other_tokenizers_use_transformers(speaking_target, tmp_path):
-    for file in speaking_target.iterdir():
+def test_other_tokenizers_use_transformers(chat_target, tmp_path):
+    for file in chat_target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for name in ("LlamaTokenizer", "PreTrainedTokenizerFast"):
@@ -35,9 +37,9 @@ def test_other_tokenizers_use_transformers(speaking_target, tmp_path):
 def test_tokenizer_errors_are_those_of_transformers(config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    said = []
+    errors = []
     for load in (load_tokenizer, AutoTokenizer.from_pretrained):
         with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
             load(tmp_path)
-        said.append(repr(info.value))
-    assert said[0] == said[1]
+        errors.append(repr(info.value))
+    assert errors[0] == errors[1]

@@ -15,7 +15,7 @@ NUMBERS = [(day - date(1970, 1, 1)).days for day in DAYS]
 
 @pytest.fixture
 def ledger(tmp_path):
-    """Ten dollars a month of a tag."""
+    """A ledger with a budget of $10 a month for the tag team=search."""
     path = tmp_path / "ledger"
     path.mkdir()
     with changing_budgets(path / "budgets.json") as budgets:
@@ -46,7 +46,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
     spend(ledger, 50.0, tags='{"team": "ads"}')
     spend(ledger, 50.0, day=date(2026, 10, 31))
     clock.now += 5
-    assert draw.reached(1.5, 0.5) is None, "a dollar is left, without the half that the other's end may cost"
+    assert draw.reached(1.5, 0.5) is None, "one dollar is left after the $0.5 that ending the other run may cost"
     assert draw.reached(1.5, 1.0) == (
         "the budget of $10 a month of team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
         "it resets on 2026-12-01"
@@ -67,12 +67,12 @@ def test_cost_of_attempts_counts_once_per_day(ledger, make_draw, today):
     first.reached(2.0, 0.5)
     first.end(3.0)
     today[0] = DAYS[1]
-    again = make_draw()
-    assert again.reached(3.5, 0.5) is None
-    again.end(12.0)
+    second = make_draw()
+    assert second.reached(3.5, 0.5) is None
+    second.end(12.0)
     (draw,) = read_draws(ledger)
     assert (dict(draw.usd_by_day), draw.held_usd) == ({NUMBERS[0]: 3.0, NUMBERS[1]: 9.0}, 0.0)
-    assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first three were last month's"
+    assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first $3 were spent last month"
 
 
 def test_reservation_of_a_killed_run_expires(ledger, make_draw):
@@ -96,7 +96,7 @@ def test_missing_ledger_is_an_error_but_later_failures_are_logged(ledger, make_d
     draw.reached(1.0, 0.5)
     (ledger / "budgets.json").write_text("{")
     clock.now += 5
-    assert draw.reached(9.6, 0.5) is not None, "by the budgets that it saw last"
+    assert draw.reached(9.6, 0.5) is not None, "the last valid budgets apply"
     assert "cannot read the budgets" in caplog.text
     with pytest.raises(ConfigError, match="cannot be read"):
         make_draw().reached(1.0, 0.5)

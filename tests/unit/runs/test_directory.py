@@ -126,17 +126,17 @@ def test_folder_with_other_files_is_refused(tmp_path, local, s3):
             RunDirectory(root).create({}, local.plan())
 
 
-@pytest.mark.parametrize("written", ["plan.0123456789ab.parquet", "run.json"])
-def test_next_driver_completes_a_half_created_directory(tmp_path, local, written):
+@pytest.mark.parametrize("existing_file", ["plan.0123456789ab.parquet", "run.json"])
+def test_next_driver_completes_a_half_created_directory(tmp_path, local, existing_file):
     run = RunDirectory(tmp_path / "killed")
     for folder in (".lease", "data", "failed"):
         (run.root / folder).mkdir(parents=True)
-    if written == "run.json":
-        (run.root / "plan.0123456789ab.parquet").write_bytes(b"of another cut")
-    leftover = run.root / f".{written}.0123abcd.tmp"
+    if existing_file == "run.json":
+        (run.root / "plan.0123456789ab.parquet").write_bytes(b"of another plan")
+    leftover = run.root / f".{existing_file}.0123abcd.tmp"
     leftover.write_bytes(b"PAR1")
     run.require_own()
-    assert leftover.exists()  # before the lease it may be another driver's, at work
+    assert leftover.exists()  # without the lease, another driver may be writing it
     assert run.create({"schema": 1}, local.plan())
     assert not leftover.exists()
     assert (run.manifest()["schema"], run.plan()) == (1, local.plan())
@@ -144,7 +144,7 @@ def test_next_driver_completes_a_half_created_directory(tmp_path, local, written
     assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
 
 
-def test_plan_of_the_first_of_two_drivers_is_valid(run, one_unit_plan):
+def test_first_of_two_concurrent_drivers_writes_the_plan(run, one_unit_plan):
     other = replace(one_unit_plan, rows_per_unit=7)
     assert not RunDirectory(run.root).create({"schema": 2}, other)
     assert (run.manifest()["schema"], run.plan()) == (1, one_unit_plan)
@@ -167,8 +167,8 @@ def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     with hold(local) as lost:
         local.hold(lost)
-        theirs = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
-        (local.root / ".lease" / "2.json").write_text(theirs)
+        other_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local.root / ".lease" / "2.json").write_text(other_lease)
         leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
         for path in leftovers:
             path.touch()
@@ -227,38 +227,38 @@ def test_retry_replaces_dead_letters_of_its_rows(run):
     assert run.plan() == plan
     assert plan.num_rows == 2
     assert list(run.dead_letters()) == []
-    assert [one.num_failed_rows for one in run.usages()] == [0]
+    assert [usage.num_failed_rows for usage in run.usages()] == [0]
 
     assert plan_retry(run, plan) == plan
     assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
     assert list(run.dead_letters()) == [letter(1, "again")]
-    assert [one.num_failed_rows for one in run.usages()] == [0, 1]
+    assert [usage.num_failed_rows for usage in run.usages()] == [0, 1]
     assert run.remove_leftovers() == 0
 
     third = plan_retry(run, run.plan())
     assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
     assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
-    assert sum(one.num_rows for one in run.usages()) == 2
+    assert sum(usage.num_rows for usage in run.usages()) == 2
 
 
-def test_deleted_unit_that_ran_again_has_new_dead_letters(run):
+def test_regenerated_unit_has_new_dead_letters(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
-    (again, retry) = plan.left(run.committed())
-    assert ((again.unit, again.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
+    (regenerated, retry) = plan.left(run.committed())
+    assert ((regenerated.unit, regenerated.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
 
     reopened = RunDirectory(run.root)
     assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
     assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
     assert list(reopened.dead_letters()) == [letter(0, "new")]
-    assert [one.num_failed_rows for one in reopened.usages()] == [1, 0]
+    assert [usage.num_failed_rows for usage in reopened.usages()] == [1, 0]
 
     third = plan_retry(reopened, plan)
     assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
     assert list(reopened.dead_letters()) == []
-    assert [one.num_failed_rows for one in reopened.usages()] == [0, 0]
+    assert [usage.num_failed_rows for usage in reopened.usages()] == [0, 0]
     assert plan_retry(reopened, third) == third
 
 
@@ -275,14 +275,14 @@ def test_damaged_retry_plan_is_named(run):
 
 
 def test_stop_signal_reaches_only_the_drivers_own_workers(run):
-    worker, of_the_next = (RunDirectory(run.root, driver=number) for number in (1, 2))
+    worker, next_driver_worker = (RunDirectory(run.root, driver=number) for number in (1, 2))
     with hold(run) as lease:
         run.hold(lease)
         assert worker.stop.grace_s() is None
         run.stop.request(7.5)
         assert worker.stop.grace_s() == 7.5
-        assert of_the_next.stop.grace_s() is None
-    with hold(run):  # what a driver that was killed has left is cleared
+        assert next_driver_worker.stop.grace_s() is None
+    with hold(run):  # the signal of a killed driver is cleared
         assert worker.stop.grace_s() is None
 
 
@@ -294,14 +294,14 @@ def remote(s3, one_unit_plan):
     return make_run("s3://bucket/runs/first", one_unit_plan)
 
 
-@pytest.mark.parametrize("how", [500, 503, "cut", "lost"])
-def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, how):
+@pytest.mark.parametrize("fault", [500, 503, "cut", "lost"])
+def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
-    s3.fail(how, method="PUT", path="/data/", times=2)
-    s3.fail(how, method="PUT", path="/failed/")
+    s3.fail(fault, method="PUT", path="/data/", times=2)
+    s3.fail(fault, method="PUT", path="/failed/")
     assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
     assert list(remote.dead_letters()) == letters
-    assert [one.num_rows for one in remote.usages()] == [1]
+    assert [usage.num_rows for usage in remote.usages()] == [1]
     assert remote.remove_leftovers() == 0
 
 
@@ -320,21 +320,21 @@ def test_failed_store_write_commits_nothing(remote, s3):
 def test_unit_metadata_on_s3_is_read_once(remote, s3):
     for unit in range(40):
         remote.commit(unit, TABLE, usage(), [])
-    assert [one.num_rows for one in remote.usages()] == [2] * 40
+    assert [usage.num_rows for usage in remote.usages()] == [2] * 40
     assert remote.remove_leftovers() == 0
     assert list(remote.dead_letters()) == []
     assert s3.count("GET", "/data/unit") == 40
 
 
 def test_stop_on_s3_is_polled_in_a_thread(remote, s3, one_unit_plan):
-    hears = remote.stop.reader()
+    poll_stop = remote.stop.reader()
     s3.fail(403, method="GET", path=".stop.json")
     remote.stop.request(7.5)
     deadline = time.monotonic() + 10
-    while hears() is None:
+    while poll_stop() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert hears() == 7.5
+    assert poll_stop() == 7.5
     assert make_run("s3://bucket/runs/second", one_unit_plan).stop.reader()() is None
 
 

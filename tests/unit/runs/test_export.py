@@ -128,7 +128,7 @@ def test_openai_export_has_a_line_for_each_custom_id(make_run):
 
 
 @pytest.mark.parametrize(
-    ("letter", "manifest", "says"),
+    ("letter", "manifest", "message_start"),
     [
         (
             {"reason": "invalid_row", "message": "PATH line 3: not valid JSON"},
@@ -144,17 +144,17 @@ def test_openai_export_has_a_line_for_each_custom_id(make_run):
         ({"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"}, {}, "vLLM failed on it: OSE"),
     ],
 )
-def test_error_lines_hide_server_paths(make_run, letter, manifest, says):
+def test_error_lines_hide_server_paths(make_run, letter, manifest, message_start):
     run = make_run("openai-batch", **manifest)
     span = run.plan().units[0].span
     assert span.path.startswith("/")
-    sent = {**letter, "id": "4", "unit": 0, "row": "{", "message": letter["message"].replace("PATH", span.path)}
+    dead_letter = {**letter, "id": "4", "unit": 0, "row": "{", "message": letter["message"].replace("PATH", span.path)}
     rows = output(["000000000"], custom_id=["a"], url=["/v1/completions"])
-    assert run.commit(0, rows, usage(0), [sent])
+    assert run.commit(0, rows, usage(0), [dead_letter])
     export(run, "openai-batch", partial=True)
     (error,) = lines(run, "openai-batch", "errors.jsonl")
-    told = error["error"] or error["response"]["body"]["error"]
-    assert told["message"].startswith(says)
+    api_error = error["error"] or error["response"]["body"]["error"]
+    assert api_error["message"].startswith(message_start)
     assert span.path not in json.dumps(error)
 
 
@@ -202,23 +202,23 @@ def test_only_incomplete_exports_are_repeated(whole_run):
     assert export(whole_run, "jsonl", again=False) == first
     assert file.stat().st_mtime_ns == made_at
     file.write_bytes(b"cut off")
-    killed, others = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
-    for temporary in (killed, others):
-        temporary.write_bytes(b"begun")
-    os.utime(killed, (time.time() - 2 * 24 * 3600,) * 2)
+    stale_upload, recent_upload = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
+    for temporary in (stale_upload, recent_upload):
+        temporary.write_bytes(b"partial")
+    os.utime(stale_upload, (time.time() - 2 * 24 * 3600,) * 2)
     assert export(whole_run, "jsonl", again=False) == first
     assert file.read_bytes() == content
-    assert list(file.parent.glob(".*")) == [others]
+    assert list(file.parent.glob(".*")) == [recent_upload]
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
 def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
-    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # the least that a store takes
+    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # S3's minimum
     folder = whole_run.root / "export" / "jsonl"
-    with atomic_file(folder / "output.jsonl") as theirs:
-        theirs.write(bytes(6 << 20))  # a part of it has been sent
+    with atomic_file(folder / "output.jsonl") as unfinished_upload:
+        unfinished_upload.write(bytes(6 << 20))  # its first part is uploaded
         export(whole_run, "jsonl")
-        theirs.write(b"the rest")
+        unfinished_upload.write(b"the rest")
     assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
 
 
@@ -247,11 +247,11 @@ def test_export_is_repeated_after_a_new_commit(whole_run):
 
 def test_export_of_older_version_is_repeated(whole_run):
     first = export(whole_run, "jsonl")
-    made = whole_run.root / "export" / "jsonl" / "export.json"
-    older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
-    write_atomic(made, json.dumps(older).encode())
+    metadata_path = whole_run.root / "export" / "jsonl" / "export.json"
+    older = {key: value for key, value in json.loads(metadata_path.read_bytes()).items() if key != "commits"}
+    write_atomic(metadata_path, json.dumps(older).encode())
     assert export(whole_run, "jsonl", again=False) == first
-    assert json.loads(made.read_bytes())["commits"] == first.commits
+    assert json.loads(metadata_path.read_bytes())["commits"] == first.commits
 
 
 def test_partial_export_must_be_requested(make_run, capsys):
@@ -288,8 +288,8 @@ def test_retried_rows_keep_their_position(make_run, output_format):
         letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
         assert run.commit(unit, output(ids), replace(usage(unit), num_failed_rows=1), letters)
     plan = plan_retry(run, run.plan())
-    for again in plan.units[3:5]:
-        assert run.commit(again.unit, output([again.row_id(0)]), usage(again.unit), [])
+    for retry in plan.units[3:5]:
+        assert run.commit(retry.unit, output([retry.row_id(0)]), usage(retry.unit), [])
     with pytest.raises(ConfigError, match="5 of 6 units are committed"):
         export(run, output_format)
     done = export(run, output_format, partial=True)
@@ -301,9 +301,9 @@ def test_retried_rows_keep_their_position(make_run, output_format):
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
 def test_export_is_strict_json(make_run, url):
     run = make_run("openai-batch")
-    least = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
+    logprob = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
     kinds = OUTPUT_SCHEMA.field("completions").type
-    completion = {"text": "a", "finish_reason": "stop", "num_output_tokens": 1, "logprobs": [least]}
+    completion = {"text": "a", "finish_reason": "stop", "num_output_tokens": 1, "logprobs": [logprob]}
     table = output(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
     index = table.schema.get_field_index("completions")
     table = table.set_column(index, "completions", pa.array([[completion], None], kinds))
@@ -336,10 +336,10 @@ def run_with(root, responses):
 
 
 def test_first_answers_are_described(root):
-    said = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
-    assert said[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
-    assert said[1:4] == ["  000000000", "  |   one", "  |     two"]
-    assert said[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
+    lines = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
+    assert lines[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
+    assert lines[1:4] == ["  000000000", "  |   one", "  |     two"]
+    assert lines[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
 
 
 def test_control_sequences_in_answers_are_escaped(root):

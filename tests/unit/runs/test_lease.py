@@ -25,19 +25,19 @@ def put(root, lease):
 
 @pytest.fixture
 def foreign(root):
-    """The lease of a driver of another host, which was never given back."""
+    """A lease of a driver on another host that was never released."""
     with hold(root):
-        mine = read_lease(root)
-    theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(root, theirs)
-    return theirs
+        own = read_lease(root)
+    lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+    put(root, lease)
+    return lease
 
 
 def test_lease_describes_driver_and_outcome(root):
     with hold(root):
-        held = read_lease(root)
-        assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
-        assert held.seems_alive()
+        lease = read_lease(root)
+        assert (lease.pid, lease.command, lease.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
+        assert lease.seems_alive()
     after = read_lease(root)
     assert (after.number, after.outcome) == (1, "ended")
     assert not after.seems_alive()
@@ -50,28 +50,28 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half of what a lease lasts
+    assert time.monotonic() - started < 15  # half of the expiry
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
 def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
-        said, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
+        announced, started = [], time.monotonic()
+        with pytest.raises(RunInUse) as error, hold(root, announce=announced.append):
             pass
         assert time.monotonic() - started < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
-            assert part in str(refused.value)
-        assert "waiting 20 s" in said[0]
+            assert part in str(error.value)
+        assert "waiting 20 s" in announced[0]
         assert read_lease(root).number == 1
 
 
 def test_silent_driver_is_replaced_after_expiry(root, foreign):
     put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
-    with hold(root) as mine:
-        assert mine.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not that of the next
+    with hold(root) as own:
+        assert own.number == foreign.number + 1
+    assert 1.0 <= time.monotonic() - started < 15  # the expiry of its own lease, not of the next
 
 
 def test_wrong_clock_does_not_expire_a_lease(root, foreign):
@@ -91,24 +91,24 @@ def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert read_lease(tmp_path).is_gone()
     (tmp_path / ".lease" / ".1.json.0123.tmp").touch()
-    with hold(tmp_path) as mine:
-        assert mine.number == 2
+    with hold(tmp_path) as own:
+        assert own.number == 2
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
 def test_reused_pid_is_not_the_driver(root):
     with hold(root):
-        mine = read_lease(root)
-    assert not mine.is_gone()
-    assert replace(mine, birth=mine.birth - 1).is_gone()
+        own = read_lease(root)
+    assert not own.is_gone()
+    assert replace(own, birth=own.birth - 1).is_gone()
 
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
-        theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
-        put(root, theirs)
+        other = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, other)
         assert slow.lost.wait(2)
-    assert read_lease(root) == theirs
+    assert read_lease(root) == other
 
 
 def test_one_of_several_simultaneous_drivers_wins(root, foreign):
@@ -149,8 +149,8 @@ def test_vanished_lease_is_read_again(root, monkeypatch):
         pass
     with hold(root):
         pass
-    looks = [[1]]  # as listed before the second driver removed the first one's lease
-    monkeypatch.setattr(lease_module, "_numbers", lambda _: looks.pop() if looks else [2])
+    listings = [[1]]  # as listed before the second driver removed the first one's lease
+    monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
 
@@ -158,10 +158,12 @@ def test_stale_lease_number_is_skipped(root, monkeypatch):
     for _ in range(3):
         with hold(root):
             pass
-    first_look = [None]
-    monkeypatch.setattr(lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place))
-    with hold(root) as mine:
-        assert mine.number == 4
+    stale_reads = [None]
+    monkeypatch.setattr(
+        lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
+    )
+    with hold(root) as own:
+        assert own.number == 4
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
 
 
@@ -169,14 +171,14 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
     for _ in range(2):
         with hold(root):
             pass
-    with hold(root) as theirs:
-        first_look = [None]
+    with hold(root) as other:
+        stale_reads = [None]
         monkeypatch.setattr(
-            lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place)
+            lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
         )
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
-        theirs.require()
+        other.require()
 
 
 def test_lost_lease_is_noticed_on_check(root):
@@ -225,20 +227,20 @@ def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 
 def test_lease_survives_a_lost_store_answer(s3):
     s3.fail("lost", method="PUT", times=2)
-    with hold(storage_path("s3://bucket/run")) as mine:
-        assert mine.number == 1
+    with hold(storage_path("s3://bucket/run")) as own:
+        assert own.number == 1
 
 
 def test_lease_survives_short_store_failures(s3):
     root = storage_path("s3://bucket/run")
-    with hold(root, expiry_s=1.0) as mine:
+    with hold(root, expiry_s=1.0) as own:
         before = read_lease(root).beat
         s3.fail(403, method="PUT", times=2)
         deadline = time.monotonic() + 10
         while read_lease(root).beat < before + 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert not mine.lost.is_set()
+        assert not own.lost.is_set()
     assert read_lease(root).outcome == "ended"
 
 

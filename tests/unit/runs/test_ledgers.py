@@ -13,13 +13,13 @@ from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_n
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def spent(found, days=None):
-    return sum((one.spend for ledger in found.ledgers for one in charges(ledger, days or Days())), Spend())
+def total_spend(sources, days=None):
+    return sum((charge.spend for ledger in sources.ledgers for charge in charges(ledger, days or Days())), Spend())
 
 
 @pytest.fixture
 def month(tmp_path, monkeypatch):
-    """The month of the docs, in the folder from which it is named."""
+    """The example month of docs/cost.md, in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "serve")
     write_nightly(tmp_path / "nightly")
@@ -31,9 +31,9 @@ def test_ledgers_are_found_by_name_and_glob(month):
     (month / "file").touch()
     named = find_ledgers(["serve", "nightly"])
     assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
-    found = find_ledgers(["*"])
-    assert spent(found) == spent(named)
-    assert found.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
+    globbed = find_ledgers(["*"])
+    assert total_spend(globbed) == total_spend(named)
+    assert globbed.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
 def test_endpoint_state_is_refused_where_a_run_is_required(month):
@@ -45,8 +45,8 @@ def test_endpoint_state_is_refused_where_a_run_is_required(month):
 
 def test_folder_with_several_names_counts_once(month):
     (month / "latest").symlink_to("nightly")
-    found = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
-    assert len(found.ledgers) == 2
+    sources = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
+    assert len(sources.ledgers) == 2
 
 
 def test_fake_engines_and_assumed_prices_have_notes(month):
@@ -77,16 +77,16 @@ def test_training_includes_its_response_runs(month):
     config = TrainConfig(prompts=["stdlib"], output=month / "heads")
     for way in DECODING_MODES:
         write_nightly(config.answers(way))
-    answers = ["heads/responses/greedy", "heads/responses/sampled"]
+    response_runs = ["heads/responses/greedy", "heads/responses/sampled"]
     before = find_ledgers(["heads"])
-    assert [ledger.run for ledger in before.ledgers] == answers
+    assert [ledger.run for ledger in before.ledgers] == response_runs
     assert before.notes == ()
     (month / "serve" / "ledger").rename(config.output / "ledger")
     (config.output / "run.json").write_text('{"head": "heads/head"}')
-    found = find_ledgers(["heads"])
-    assert [ledger.run for ledger in found.ledgers] == ["heads", *answers]
-    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(found)
-    assert ledger_folders(["heads"]).keys() == {"heads", *answers}
+    sources = find_ledgers(["heads"])
+    assert [ledger.run for ledger in sources.ledgers] == ["heads", *response_runs]
+    assert total_spend(find_ledgers(["heads", "heads/responses/*", "heads/"])) == total_spend(sources)
+    assert ledger_folders(["heads"]).keys() == {"heads", *response_runs}
 
 
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])
@@ -107,13 +107,13 @@ def test_engine_facts_come_from_the_manifest(month):
 def test_batch_run_counts_once_with_its_endpoint(month):
     units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
-    alone = find_ledgers(["batches"])
-    assert spent(alone).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
-    before = spent(find_ledgers(["serve"]))
+    batches_only = find_ledgers(["batches"])
+    assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    endpoint_only = total_spend(find_ledgers(["serve"]))
     write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
     both = find_ledgers(["serve", "batches"])
-    assert spent(both).attributed_usd == pytest.approx(before.attributed_usd + 3.0)
-    assert spent(both).idle_usd == pytest.approx(before.idle_usd)
+    assert total_spend(both).attributed_usd == pytest.approx(endpoint_only.attributed_usd + 3.0)
+    assert total_spend(both).idle_usd == pytest.approx(endpoint_only.idle_usd)
     assert both.notes == ("1 batch runs are counted in the ledger of their endpoint.",)
 
 
@@ -121,7 +121,7 @@ def test_lent_engines_count_in_the_endpoints_ledger(month):
     lent = "20261101T000000-lent"
     units = [a_unit(name, busy_s=10.0, tokens=5, finished_at=at(11, 30, 23)) for name in ("bulk", lent)]
     write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
-    assert spent(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    assert total_spend(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
 
 
 def test_unit_without_session_is_an_error(month):
@@ -137,15 +137,15 @@ def test_price_for_another_device_is_refused(month):
 
 
 def test_ledgers_on_s3(month, s3):
-    here = storage_path("s3://bucket/month")
+    remote = storage_path("s3://bucket/month")
     for path in (path for path in month.rglob("*") if path.is_file()):
-        target = here
+        target = remote
         for part in path.relative_to(month).parts:
             target = target / part
         write_atomic(target, path.read_bytes())
     day = day_of(at(11, 3, 12))
     for days in (Days(), Days(day, day)):
-        stored, local = (spent(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
+        stored, local = (total_spend(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
         assert stored == local
     with pytest.raises(ConfigError, match="only the last part"):
         find_ledgers(["s3://bucket/m*/serve"])

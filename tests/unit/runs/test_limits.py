@@ -16,20 +16,20 @@ def test_no_limits():
     assert reached(Limits(), situation(now=1e12, spent_usd=1e9, num_failed_rows=50)) is None
 
 
-@pytest.mark.parametrize(("spent", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_budget_reserves_the_cost_of_ending(spent, stops):
-    found = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
-    assert (found is not None) == stops
-    if found:
-        assert found.limit == "budget"
-        assert "the budget of $10.00 is reached" in found.message
-        assert "shutting the run down may cost $0.4" in found.message
+@pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
+def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
+    limit_reached = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
+    assert (limit_reached is not None) == stops
+    if limit_reached:
+        assert limit_reached.limit == "budget"
+        assert "the budget of $10.00 is reached" in limit_reached.message
+        assert "shutting the run down may cost $0.4" in limit_reached.message
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
 def test_deadline_reserves_the_time_of_ending(now, stops):
-    found = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
-    assert (found and found.limit) == ("deadline" if stops else None)
+    limit_reached = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
+    assert (limit_reached and limit_reached.limit) == ("deadline" if stops else None)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_deadline_reserves_the_time_of_ending(now, stops):
 )
 def test_dead_letters_are_limited_by_number_or_share(text, failed, done, stops):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
-    found = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
-    assert (found is not None) == stops
-    if found:
-        assert found.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
+    limit_reached = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
+    assert (limit_reached is not None) == stops
+    if limit_reached:
+        assert limit_reached.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "5 %%"])
@@ -106,18 +106,18 @@ def utc(text):
 @pytest.mark.parametrize(
     ("now", "text", "at"),
     [
-        # on the other side of a change
+        # after a clock change
         ("2026-10-20T12:00", "2026-10-30T18:30", "2026-10-30T17:30"),
         ("2026-10-30T12:00", "2027-04-01T18:30", "2027-04-01T16:30"),
         ("2026-03-28T22:00", "18:30", "2026-03-29T16:30"),
         ("2026-10-24T22:00", "18:30", "2026-10-25T17:30"),
-        # a duration is so many seconds
+        # a duration is a number of seconds
         ("2026-03-28T22:00", "1d", "2026-03-29T22:00"),
         ("2026-10-24T22:00", "24h", "2026-10-25T22:00"),
         # 02:30 is skipped on 2026-03-29
         ("2026-03-28T22:00", "02:30", "2026-03-29T01:30"),
         ("2026-03-28T22:00", "2026-03-29T02:30", "2026-03-29T01:30"),
-        # and comes twice on 2026-10-25
+        # 02:30 is repeated on 2026-10-25
         ("2026-10-24T22:00", "02:30", "2026-10-25T00:30"),
         ("2026-10-25T00:31", "02:30", "2026-10-25T01:30"),
         ("2026-10-25T01:29", "02:30", "2026-10-25T01:30"),
@@ -125,11 +125,11 @@ def utc(text):
         ("2026-10-24T22:00", "2026-10-25T02:30", "2026-10-25T00:30"),
         ("2026-10-25T00:31", "2026-10-25T02:30", "2026-10-25T01:30"),
         ("2026-10-26T12:00", "2026-10-25T02:30", "2026-10-25T00:30"),
-        # in the hour that comes twice, from now
+        # the current time is in the repeated hour
         ("2026-10-25T01:10", "30m", "2026-10-25T01:40"),
         ("2026-10-25T01:10", "02:05", "2026-10-26T01:05"),
         ("2026-10-25T00:10", "02:05", "2026-10-25T01:05"),
-        # an offset that is named counts
+        # an explicit offset has priority
         ("2026-10-20T12:00", "2026-10-30T18:30+02:00", "2026-10-30T16:30"),
     ],
 )

@@ -15,26 +15,26 @@ def test_speed_is_known_once_an_engine_runs():
 
 
 def test_seen_alive_has_the_latest_recent_session_per_slot():
-    killed, again = session("killed"), session("again", started_at=105.0)
+    killed, restarted = session("killed"), session("restarted", started_at=105.0)
     silent = session("silent", engine_index=1, started_at=50.0)
     ended = session("ended", engine_index=2, ended=True)
-    sessions = [again, killed, silent, ended]
-    assert seen_alive(sessions, since=0.0, silent_after_s=60.0) == [silent, again]
-    assert seen_alive(sessions, since=0.0, silent_after_s=50.0) == [again]
+    sessions = [restarted, killed, silent, ended]
+    assert seen_alive(sessions, since=0.0, silent_after_s=60.0) == [silent, restarted]
+    assert seen_alive(sessions, since=0.0, silent_after_s=50.0) == [restarted]
     assert seen_alive(sessions, since=200.0, silent_after_s=60.0) == []
 
 
 def test_engine_is_dead_after_two_missed_heartbeats():
     clock = [50.0]
-    heartbeats = Heartbeats(["before"], heartbeat_s=4.0, monotonic=lambda: clock[0])
-    sessions = [session("before"), session("now"), session("ended", ended=True)]
+    heartbeats = Heartbeats(["earlier"], heartbeat_s=4.0, monotonic=lambda: clock[0])
+    sessions = [session("earlier"), session("current"), session("ended", ended=True)]
     heartbeats.observe(sessions)
     clock[0] += 8
-    assert [one.session_id for one in heartbeats.alive(sessions)] == ["now"]
+    assert [session.session_id for session in heartbeats.alive(sessions)] == ["current"]
     assert heartbeats.life_s(sessions[1]) == 18
     clock[0] += 0.5
     assert heartbeats.alive(sessions) == []
     assert heartbeats.life_s(sessions[1]) == 18
-    sessions[1] = session("now", busy_s=16.0)
+    sessions[1] = session("current", busy_s=16.0)
     heartbeats.observe(sessions)
-    assert [one.session_id for one in heartbeats.alive(sessions)] == ["now"]
+    assert [session.session_id for session in heartbeats.alive(sessions)] == ["current"]

@@ -15,9 +15,9 @@ def copy_of(name):
 
 def test_logs_folder(tmp_path):
     assert logs_folder(tmp_path) == tmp_path / "logs"
-    here = logs_folder(ROOT)
-    assert here.is_absolute()
-    assert here != logs_folder(storage_path("s3://bucket/other"))
+    folder = logs_folder(ROOT)
+    assert folder.is_absolute()
+    assert folder != logs_folder(storage_path("s3://bucket/other"))
 
 
 def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):
@@ -25,12 +25,12 @@ def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):
     log = tmp_path / "engine.log"
     copy = LogCopy(ROOT, log, "engine.log")
     copy.update()
-    log.write_text("begun")
+    log.write_text("started")
     copy.update()
     copy.update()
-    assert copy_of("engine.log") == b"begun"
+    assert copy_of("engine.log") == b"started"
     assert s3.count("PUT", "engine.log") == 1
-    log.write_text("begun and ended")
+    log.write_text("started and ended")
     copy.update()
     assert copy_of("engine.log") == b" and ended"
 
@@ -54,12 +54,12 @@ def test_log_is_copied_periodically_and_at_the_end(s3, tmp_path):
 
 
 def _wait_for_copy_and_fail(log):
-    waited = threading.Event()
+    never_set = threading.Event()
     for _ in range(200):
         if (ROOT / "logs" / "driver-1.log").exists():
             log.write_text("one two")
             raise ZeroDivisionError
-        waited.wait(0.05)
+        never_set.wait(0.05)
     raise AssertionError("no copy was made")
 
 

@@ -31,10 +31,10 @@ def test_every_second_has_one_state(meter, clock):
     clock.now += 3
     meter.finish(7, 40)
     clock.now += 2
-    found = meter.snapshot()
-    assert (found.load_s, found.compile_s, found.idle_s, found.busy_s) == (18, 12, 7, 3)
-    assert found.elapsed_s == 40
-    assert found.num_output_tokens == 40
+    totals = meter.snapshot()
+    assert (totals.load_s, totals.compile_s, totals.idle_s, totals.busy_s) == (18, 12, 7, 3)
+    assert totals.elapsed_s == 40
+    assert totals.num_output_tokens == 40
 
 
 def test_compile_time_is_limited_by_the_start(meter, clock):
@@ -60,8 +60,8 @@ def test_lent_meter_advances_with_billed_seconds():
     meter.start(1)
     meter.bill(2.0)
     meter.finish(1, 7)
-    meter.bill(0.5)  # of a row that was given up
-    found = meter.snapshot()
-    assert (found.elapsed_s, found.load_s, found.busy_s, found.idle_s) == (2.5, 0.0, 2.0, 0.5)
-    assert (meter.take(1), found.num_output_tokens) == (2.0, 7)
+    meter.bill(0.5)  # for a cancelled row
+    totals = meter.snapshot()
+    assert (totals.elapsed_s, totals.load_s, totals.busy_s, totals.idle_s) == (2.5, 0.0, 2.0, 0.5)
+    assert (meter.take(1), totals.num_output_tokens) == (2.0, 7)
     assert [is_lent(new_session_id(is_lent=lent)) for lent in (False, True)] == [False, True]

@@ -62,9 +62,9 @@ def test_small_units_come_first_and_the_cut_is_stored(corpus, tmp_path):
     config = GenerateConfig(input=str(corpus), output=tmp_path, max_num_seqs=1, engines=1)
     plan = make_plan(config, Cut(rows_per_unit=4, small=(2, 1)))
     assert [unit.num_rows for unit in plan.units] == [2, 1, 4, 3]
-    again = plan_from_bytes(plan_to_bytes(plan))
-    assert again == plan
-    assert make_plan(config, again.cut) == plan
+    reloaded = plan_from_bytes(plan_to_bytes(plan))
+    assert reloaded == plan
+    assert make_plan(config, reloaded.cut) == plan
     assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
 
 
@@ -96,17 +96,17 @@ def test_retry_keeps_span_and_ids(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     retries = [Retry(unit=3, supersedes=1, rows=(0, 3)), Retry(unit=4, supersedes=3, rows=(3,))]
     assert retries_from_bytes(retries_to_bytes(retries)) == retries
-    again = plan.with_retries(retries)
-    assert again.units[:3] == plan.units
-    first, second = again.units[3:]
+    reloaded = plan.with_retries(retries)
+    assert reloaded.units[:3] == plan.units
+    first, second = reloaded.units[3:]
     assert (first.span, first.num_rows, first.attempt) == (plan.units[1].span, 2, 2)
     assert [first.row_id(index) for index in range(2)] == ["000000004", "000000007"]
     assert (second.row_id(0), second.attempt, second.supersedes) == ("000000007", 3, 3)
-    assert again.num_rows == 10
-    assert [unit_from_json(unit_to_json(unit)) for unit in again.units] == list(again.units)
+    assert reloaded.num_rows == 10
+    assert [unit_from_json(unit_to_json(unit)) for unit in reloaded.units] == list(reloaded.units)
 
 
-def test_repeated_unit_skips_retried_rows(corpus, tmp_path):
+def test_regenerated_unit_skips_retried_rows(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
     assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
@@ -125,7 +125,7 @@ def unit(number, work):
 
 def test_longest_units_come_first():
     units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0)]
-    assert [one.unit for one in longest_first(units)] == [1, 3, 4, 0, 2, 5]
+    assert [unit.unit for unit in longest_first(units)] == [1, 3, 4, 0, 2, 5]
 
 
 def test_units_without_work_keep_their_order():

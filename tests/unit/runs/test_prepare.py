@@ -25,8 +25,8 @@ def piece(tmp_path):
 def test_each_unit_becomes_one_row(piece):
     batch, resolved, _ = piece
     prepared = list(prepare_units(batch, run=resolved))
-    assert [one.num_rows for one in prepared] == [1, 1, 1]
-    units = [PreparedUnit(decode_rows(one)) for one in prepared]
+    assert [block.num_rows for block in prepared] == [1, 1, 1]
+    units = [PreparedUnit(decode_rows(block)) for block in prepared]
     assert [unit.unit.unit for unit in units] == [0, 1, 2]
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
@@ -36,10 +36,10 @@ def test_unit_with_only_retried_rows_is_empty(piece):
     unit = run.plan().units[1].without({0, 1})
     (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
     assert not is_unfinished(prepared)
-    again = PreparedUnit(prepared)
-    assert (again.unit, again.prompts, again.letters()) == (unit, [], [])
+    empty = PreparedUnit(prepared)
+    assert (empty.unit, empty.prompts, empty.letters()) == (unit, [], [])
     whole = PreparedUnit(decode_rows(next(prepare_units(batch, run=resolved))))
-    assert again.output({}, "m", None).schema == whole.output({}, "m", None).schema
+    assert empty.output({}, "m", None).schema == whole.output({}, "m", None).schema
 
 
 def test_stopped_run_prepares_nothing_more(piece):
@@ -47,14 +47,14 @@ def test_stopped_run_prepares_nothing_more(piece):
     stage = prepare_units(batch, run=resolved)
     assert not is_unfinished(decode_rows(next(stage)))
     run.stop.request(5)
-    assert [is_unfinished(decode_rows(one)) for one in stage] == [True]
+    assert [is_unfinished(decode_rows(block)) for block in stage] == [True]
 
 
 def test_tokenizer_has_the_engines_revision(monkeypatch):
-    asked = []
+    loads = []
     monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
-    monkeypatch.setattr(local, "load_tokenizer", lambda *of: asked.append(of))
+    monkeypatch.setattr(local, "load_tokenizer", lambda *args: loads.append(args))
     local.tokenizer_of("org/model-of-this-test", "v2")
     local.tokenizer_of("org/model-of-this-test")
-    assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
+    assert loads == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
     local.tokenizer_of.cache_clear()

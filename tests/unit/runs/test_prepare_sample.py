@@ -12,8 +12,8 @@ from pipelines.batch.config import GenerateConfig
 
 
 @pytest.fixture
-def sampled(tmp_path):
-    def sampled(rows, **keys):
+def sample_rows(tmp_path):
+    def sample(rows, **keys):
         path = tmp_path / "in.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = GenerateConfig(input=str(path), output=tmp_path / "run", max_tokens=10, **keys)
@@ -22,29 +22,29 @@ def sampled(tmp_path):
         prompts = resolve_prompts(config, plan.schema.names, False, body_column=None, where="input")
         sampling = SamplingSpec(base=config.sampling(), column="sampling", limits=limits)
         builder = RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), limits.max_model_len), sampling)
-        found = sample_corpus(plan, builder)
+        sample = sample_corpus(plan, builder)
         assert not (tmp_path / "run").exists()
-        return found
+        return sample
 
-    return sampled
+    return sample
 
 
-def test_small_corpus_is_counted_completely(sampled):
+def test_small_corpus_is_counted_completely(sample_rows):
     rows = [{"prompt": "x" * 7}, {"prompt": "x" * 5, "sampling": {"max_tokens": 4, "n": 3, "temperature": 1.0}}]
-    found = sampled(rows)
-    assert (found.num_rows, found.is_whole, found.num_failed) == (2, True, 0)
-    assert (found.prompt_tokens, found.most_output_tokens) == (7 + 5, 10 + 4 * 3)
+    sample = sample_rows(rows)
+    assert (sample.num_rows, sample.is_whole, sample.num_failed) == (2, True, 0)
+    assert (sample.prompt_tokens, sample.most_output_tokens) == (7 + 5, 10 + 4 * 3)
 
 
-def test_large_corpus_is_sampled_evenly(sampled):
-    found = sampled([{"prompt": "x" * (10 if n < 1000 else 30)} for n in range(2000)], rows_per_unit=50)
-    assert (found.num_rows, found.is_whole) == (2000, False)
-    assert 200 <= found.num_sampled <= 220
-    assert found.prompt_tokens == pytest.approx(2000 * 20, rel=0.1)
-    assert found.most_output_tokens == pytest.approx(2000 * 10)
+def test_large_corpus_is_sampled_evenly(sample_rows):
+    sample = sample_rows([{"prompt": "x" * (10 if n < 1000 else 30)} for n in range(2000)], rows_per_unit=50)
+    assert (sample.num_rows, sample.is_whole) == (2000, False)
+    assert 200 <= sample.num_sampled <= 220
+    assert sample.prompt_tokens == pytest.approx(2000 * 20, rel=0.1)
+    assert sample.most_output_tokens == pytest.approx(2000 * 10)
 
 
-def test_sampled_dead_letters_are_counted_with_an_example(sampled):
-    found = sampled([{"prompt": "x"}, {"prompt": "x" * 500}])
-    assert (found.num_failed, found.prompt_tokens) == (1, 1)
-    assert "500" in found.example
+def test_sampled_dead_letters_are_counted_with_an_example(sample_rows):
+    sample = sample_rows([{"prompt": "x"}, {"prompt": "x" * 500}])
+    assert (sample.num_failed, sample.prompt_tokens) == (1, 1)
+    assert "500" in sample.example

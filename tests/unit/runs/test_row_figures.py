@@ -17,11 +17,11 @@ EVIL = "<script>alert(1)</script>"
 
 @pytest.fixture
 def run(tmp_path, one_unit_plan):
-    """A finished run of the fake engine; its one unit is committed by each test."""
+    """A run of the fake engine; each test commits its only unit."""
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
-    about = {"model": "fake", "num_engines": 1}
-    manifest = {"price": price.to_dict(), "run": about, "config": {"engine": "fake"}, "created_at": 1.0}
+    run_facts = {"model": "fake", "num_engines": 1}
+    manifest = {"price": price.to_dict(), "run": run_facts, "config": {"engine": "fake"}, "created_at": 1.0}
     run.create(manifest, one_unit_plan)
     run.write_session(engine_session("a", started_at=1.0, load_s=1.0, busy_s=7.0, num_output_tokens=9))
     return run
@@ -53,14 +53,14 @@ def a_row(number, **more):
 def test_statistics_of_rows(run):
     rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
-    found = row_figures.row_figures(run)
-    assert found["num_read"] == 100
-    assert found["finish_reasons"] == {"stop": 75, "length": 25}
-    lengths = found["measures"]["num_output_tokens"]
+    figures = row_figures.row_figures(run)
+    assert figures["num_read"] == 100
+    assert figures["finish_reasons"] == {"stop": 75, "length": 25}
+    lengths = figures["measures"]["num_output_tokens"]
     assert (lengths["p50"], lengths["p99"]) == (pytest.approx(50.5), pytest.approx(99.01))
     assert sum(lengths["histogram"]["counts"]) == 100
-    assert found["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
-    assert found["measures"]["num_prompt_tokens"]["histogram"] == {
+    assert figures["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
+    assert figures["measures"]["num_prompt_tokens"]["histogram"] == {
         "first": 10.0, "step": 1.0, "counts": [100], "has_more": False,
     }  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_statistics_of_rows(run):
 def test_three_sample_rows_with_cut_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures.row_figures(run)["samples"]
-    assert [one["id"] for one in samples] == ["000000000", "000000004", "000000008"]
+    assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
     assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
     assert len(samples[1]["answer"]) < 1300
     assert samples[1]["answer"].endswith("x …")
@@ -76,9 +76,9 @@ def test_three_sample_rows_with_cut_texts(run):
 
 def test_samples_of_two_rows_without_times(run):
     commit(run, [a_row(number, ttft_s=None) for number in range(2)])
-    found = row_figures.row_figures(run)
-    assert [one["id"] for one in found["samples"]] == ["000000000", "000000001"]
-    assert "ttft_s" not in found["measures"]
+    figures = row_figures.row_figures(run)
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
+    assert "ttft_s" not in figures["measures"]
 
 
 def test_large_runs_are_sampled(run, monkeypatch):
@@ -86,9 +86,9 @@ def test_large_runs_are_sampled(run, monkeypatch):
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
         commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
-    found = row_figures.row_figures(run)
-    assert found["num_read"] == 6
-    assert [one["id"] for one in found["samples"]] == ["000000000", "000000020", "000000022"]
+    figures = row_figures.row_figures(run)
+    assert figures["num_read"] == 6
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
 def test_no_statistics_without_rows(run):
@@ -101,25 +101,25 @@ def test_failures_are_counted_by_reason(run):
     letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
     letters += [{"reason": "invalid", "message": "second"}]
     commit(run, [a_row(0)], letters=letters)
-    found = failures(run)
-    assert [(one["reason"], one["count"]) for one in found] == [("invalid", 2), ("refused", 1)]
-    assert found[0]["example"] == "first"
-    assert len(found[1]["example"]) < 210
+    counted_failures = failures(run)
+    assert [(failure["reason"], failure["count"]) for failure in counted_failures] == [("invalid", 2), ("refused", 1)]
+    assert counted_failures[0]["example"] == "first"
+    assert len(counted_failures[1]["example"]) < 210
 
 
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
 def test_histogram_has_every_value(values):
-    found = histogram(np.array(values))
-    assert sum(found["counts"]) == len(values)
-    assert len(found["counts"]) <= 27
-    assert found["first"] <= min(values)
+    bins = histogram(np.array(values))
+    assert sum(bins["counts"]) == len(values)
+    assert len(bins["counts"]) <= 27
+    assert bins["first"] <= min(values)
 
 
 def test_histogram_groups_the_largest_percent():
-    found = histogram(np.array([*range(1000), 10**6]))
-    assert found["has_more"]
-    assert found["counts"][-1] >= 1
-    assert found["first"] + found["step"] * (len(found["counts"]) - 1) < 1200
+    bins = histogram(np.array([*range(1000), 10**6]))
+    assert bins["has_more"]
+    assert bins["counts"][-1] >= 1
+    assert bins["first"] + bins["step"] * (len(bins["counts"]) - 1) < 1200
 
 
 def test_report_survives_damaged_dead_letters(run):

@@ -106,8 +106,8 @@ def test_dead_letters_have_the_input_row(tmp_path):
     schema = pa.schema(list(zip(row, types, strict=True)))
     prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
     builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
-    unprompted, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
-    unit = PreparedUnit(decode_rows(encode_rows(prepare(UNIT, [unprompted, good], schema, builder))))
+    without_prompt, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
+    unit = PreparedUnit(decode_rows(encode_rows(prepare(UNIT, [without_prompt, good], schema, builder))))
     unit.refuse(1, RowError(reason="time_limit", message=""))
     run = RunDirectory(tmp_path / "run")
     for folder in (run.data, run.failed):

@@ -27,7 +27,7 @@ def test_engines_at_start(room, units, expected):
 
 
 def test_engine_loads_if_it_works_longer_than_it_loads():
-    sessions = [session(), session()]  # 2 engines, 60 s of load; 100 s of work each for 20 pieces: 10 s a piece
+    sessions = [session(), session()]  # 2 engines, 60 s of load; 100 s of work each for 20 chunks: 10 s per chunk
     assert is_worth_loading(sessions, 2, 20, 40)  # 200 s left: 140 * 2/3 = 93 s of work
     assert not is_worth_loading(sessions, 2, 20, 25)  # 125 s left: 65 * 2/3 = 43 s
     assert not is_worth_loading(sessions, 2, 20, 0)
@@ -40,7 +40,7 @@ def test_unknown_times_do_not_delay_loading():
     assert is_worth_loading([session()], 0, 5, 1)
 
 
-def test_most_at_once():
+def test_maximum_number_of_concurrent_engines():
     lives = [session(started_at=at, load_s=0.0, busy_s=10.0) for at in (0.0, 5.0, 9.0, 20.0)]
     assert most_at_once(lives) == 3
     assert most_at_once([]) == 0

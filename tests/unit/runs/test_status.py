@@ -43,7 +43,7 @@ def commit(run, unit, *, session_id="now", num_failed_rows=0):
 
 @pytest.fixture
 def run(root):
-    """Four units of two rows: one committed before a kill, one now; an engine that died, and one that lives."""
+    """Four units of two rows: one committed by a killed engine, one by a running engine."""
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(4))
     schema = pa.schema([("prompt", pa.string())])
@@ -82,21 +82,21 @@ def test_status_of_a_running_run(run):
     assert status.acceptance_length == 1.5
     assert status.usd == pytest.approx(0.2)
     assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
-    said = status.describe()
+    text = status.describe()
     for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "5.7 s", "process"):
-        assert part in said
+        assert part in text
 
 
 @pytest.mark.parametrize(
-    ("of_attempt", "of_run", "num_engines"),
+    ("attempt_options", "run_heartbeat_s", "num_engines"),
     [({"heartbeat_s": 300}, None, 4), ({"heartbeat_s": 5}, 300, 1), ({}, 300, 4), ({}, None, 1)],
 )
-def test_engine_is_alive_between_heartbeats(run, of_attempt, of_run, num_engines):
-    manifest = {**run.manifest(), **({"config": {"heartbeat_s": of_run}} if of_run else {})}
+def test_engine_is_alive_between_heartbeats(run, attempt_options, run_heartbeat_s, num_engines):
+    manifest = {**run.manifest(), **({"config": {"heartbeat_s": run_heartbeat_s}} if run_heartbeat_s else {})}
     write_atomic(run.root / "run.json", json.dumps(manifest).encode())
-    for place in range(1, 4):
-        run.write_session(session(f"s{place}", engine_index=place, age_s=75.0 * place))
-    with hold(run, **of_attempt):
+    for index in range(1, 4):
+        run.write_session(session(f"s{index}", engine_index=index, age_s=75.0 * index))
+    with hold(run, **attempt_options):
         assert StatusReader(run).read().num_engines == num_engines
 
 
@@ -138,18 +138,18 @@ def test_status_of_a_finished_run(run):
     assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_status_while_the_report_is_written(run, monkeypatch, gone):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_status_while_the_report_is_written(run, monkeypatch, is_killed):
     commit(run, 2)
     commit(run, 3)
     with hold(run):
-        if gone:
+        if is_killed:
             monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
         status = StatusReader(run).read()
     assert status.state == "finished"
     assert "continues the run" not in status.describe()
-    assert ("is writing the report" in status.driver) is not gone
-    assert ("`peagle report` writes a missing report" in status.driver) is gone
+    assert ("is writing the report" in status.driver) is not is_killed
+    assert ("`peagle report` writes a missing report" in status.driver) is is_killed
 
 
 def test_status_shows_an_interrupted_driver(run):

@@ -7,11 +7,11 @@ from peagle.runs.stopping import GraceClock, PolledStop, resume_command
 
 
 def test_grace_starts_when_the_worker_sees_the_signal():
-    asked, now = [None], [100.0]
-    grace = GraceClock(lambda: asked[0], monotonic=lambda: now[0])
+    signal, now = [None], [100.0]
+    grace = GraceClock(lambda: signal[0], monotonic=lambda: now[0])
     assert not grace.is_asked()
     assert not grace.is_over()
-    asked[0] = 20.0
+    signal[0] = 20.0
     assert grace.is_asked()
     now[0] = 119.9
     assert not grace.is_over()
@@ -21,10 +21,10 @@ def test_grace_starts_when_the_worker_sees_the_signal():
 
 def test_polled_stop_survives_store_failures():
     answers = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
-    asked = threading.Semaphore(0)
+    reads = threading.Semaphore(0)
 
     def read():
-        asked.release()
+        reads.release()
         answer = next(answers, 7.5)
         if isinstance(answer, Exception):
             raise answer
@@ -32,7 +32,7 @@ def test_polled_stop_survives_store_failures():
 
     polled = PolledStop(read, every_s=0.01)
     for _ in range(8):
-        assert asked.acquire(timeout=10)
+        assert reads.acquire(timeout=10)
     assert polled() == 7.5
 
 

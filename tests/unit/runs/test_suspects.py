@@ -11,11 +11,11 @@ def folder(root):
     return root
 
 
-def died(*rows, alone=False):
+def crash_note(*rows, alone=False):
     return Note(rows=rows, alone=alone, died=True)
 
 
-def lost_alone(row):
+def lost_alone_note(row):
     return Note(rows=(row,), alone=True)
 
 
@@ -27,18 +27,18 @@ def verdict(suspects=(), poisoned=()):
     ("notes", "expected"),
     [
         ([], verdict()),
-        ([died(0, 2)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True), died(0, alone=True)], verdict(suspects=[2], poisoned=[0])),
-        ([died(0, 2), died(0, alone=True), died(2, alone=True)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True), lost_alone(0)], verdict(suspects=[2], poisoned=[0])),
-        ([died(0, 2), died(1)], verdict(suspects=[0, 1, 2])),
+        ([crash_note(0, 2)], verdict(suspects=[0, 2])),
+        ([crash_note(0, 2), crash_note(0, alone=True)], verdict(suspects=[0, 2])),
+        ([crash_note(0, 2), crash_note(0, alone=True), crash_note(0, alone=True)], verdict(suspects=[2], poisoned=[0])),
+        ([crash_note(0, 2), crash_note(0, alone=True), crash_note(2, alone=True)], verdict(suspects=[0, 2])),
+        ([crash_note(0, 2), crash_note(0, alone=True), lost_alone_note(0)], verdict(suspects=[2], poisoned=[0])),
+        ([crash_note(0, 2), crash_note(1)], verdict(suspects=[0, 1, 2])),
         ([LOST], verdict()),
         ([LOST, LOST], verdict(suspects=range(4))),
-        ([LOST, LOST, lost_alone(3)], verdict(suspects=range(4))),
-        ([LOST, LOST, lost_alone(3), lost_alone(3)], verdict(suspects=range(3), poisoned=[3])),
-        ([died(1), lost_alone(1)], verdict(suspects=[1])),
-        ([lost_alone(1), lost_alone(2)], verdict(suspects=[1, 2])),
+        ([LOST, LOST, lost_alone_note(3)], verdict(suspects=range(4))),
+        ([LOST, LOST, lost_alone_note(3), lost_alone_note(3)], verdict(suspects=range(3), poisoned=[3])),
+        ([crash_note(1), lost_alone_note(1)], verdict(suspects=[1])),
+        ([lost_alone_note(1), lost_alone_note(2)], verdict(suspects=[1, 2])),
     ],
 )
 def test_suspects_and_poisoned_rows(notes, expected):
@@ -48,7 +48,7 @@ def test_suspects_and_poisoned_rows(notes, expected):
 def test_notes_are_read_by_the_next_process(folder):
     first = UnitNotes(folder, 7, "a")
     first.write(Note())
-    first.write(died(1))
+    first.write(crash_note(1))
     second = UnitNotes(folder, 7, "b")
     second.write(Note())
     assert second.verdict(2) == verdict(suspects=[1])
@@ -61,7 +61,7 @@ def test_notes_are_read_by_the_next_process(folder):
 
 def test_waiting_units_are_not_suspect(folder):
     for session in ("a", "b"):
-        UnitNotes(folder, 1, session).write(lost_alone(0))
+        UnitNotes(folder, 1, session).write(lost_alone_note(0))
         UnitNotes(folder, 2, session).write(LOST)
     assert UnitNotes(folder, 2, "c").verdict(3) == verdict()
     assert UnitNotes(folder, 1, "c").verdict(3) == verdict(poisoned=[0])
@@ -69,18 +69,18 @@ def test_waiting_units_are_not_suspect(folder):
 
 def test_killed_driver_suspects_nothing(folder):
     UnitNotes(folder, 1, "a").write(LOST)
-    UnitNotes(folder, 2, "a").write(died(0))
-    UnitNotes(folder, 3, "a").write(lost_alone(0))
-    UnitNotes(folder, 4, "a").write(died(0))
-    forgotten = stale_notes(folder, committed={4})
-    assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]
+    UnitNotes(folder, 2, "a").write(crash_note(0))
+    UnitNotes(folder, 3, "a").write(lost_alone_note(0))
+    UnitNotes(folder, 4, "a").write(crash_note(0))
+    stale = stale_notes(folder, committed={4})
+    assert sorted(path.name for path in stale) == ["unit-00000001.a.json", "unit-00000004.a.json"]
 
 
 def test_crash_notes_name_the_rows_in_the_engine(folder):
     rows = RowsInEngine()
     for unit in (1, 2, 3):
         rows.start(unit, UnitNotes(folder, unit, "a")).write(Note())
-    rows.end(3)  # committed, whose notes somebody else clears
+    rows.end(3)  # committed: its notes are cleared elsewhere
     assert not rows.any()
     with rows.inside(1, 5), rows.inside(1, 0), rows.inside(3, 0):
         with rows.inside(1, 7), rows.inside(2, 0):

@@ -70,9 +70,9 @@ def test_folder_listing(folder):
 
 def test_missing_file(folder):
     assert not (folder / "none").exists()
-    for ask in (lambda path: path.read_bytes(), open_to_read, lambda path: path.stat()):
+    for read in (lambda path: path.read_bytes(), open_to_read, lambda path: path.stat()):
         with pytest.raises(FileNotFoundError, match="none"):
-            ask(folder / "none")
+            read(folder / "none")
     (folder / "none").unlink(missing_ok=True)
     write_once(folder / "none", b"x")
     (folder / "none").unlink()

@@ -1,4 +1,4 @@
-"""A faulty S3: nothing is lost or done twice, and errors have a reason."""
+"""With a faulty S3, nothing is lost or repeated, and errors have a reason."""
 
 import os
 import pickle
@@ -34,16 +34,16 @@ def _short_pauses(monkeypatch):
 
 
 @pytest.fixture
-def impatient(s3, monkeypatch):
+def impatient_s3(s3, monkeypatch):
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0.2)
     store = s3_client.ObjectStore(patience_s=0.5)
     monkeypatch.setattr(s3_client, "store", lambda: store)
     return s3
 
 
-@pytest.mark.parametrize("how", EVERY_FAULT)
-def test_write_once_survives_repeated_faults(s3, how):
-    s3.fail(how, method="PUT", times=6)
+@pytest.mark.parametrize("fault", EVERY_FAULT)
+def test_write_once_survives_repeated_faults(s3, fault):
+    s3.fail(fault, method="PUT", times=6)
     assert write_once(FOLDER / "unit", b"rows")
     assert (FOLDER / "unit").read_bytes() == b"rows"
     assert s3.count("PUT", "/bucket/run/unit") >= 6
@@ -52,7 +52,7 @@ def test_write_once_survives_repeated_faults(s3, how):
 
 def test_write_once_recognises_its_own_object(s3):
     s3.fail("lost", method="PUT")
-    assert write_once(FOLDER / "unit", b"ours")
+    assert write_once(FOLDER / "unit", b"own")
     assert s3.count("PUT", "unit") == 2
     assert s3.count("HEAD", "unit") == 1
 
@@ -64,16 +64,16 @@ def test_write_once_does_not_claim_anothers_object(s3):
 
 
 def test_write_once_retries_after_deletion(s3, monkeypatch):
-    write_once(FOLDER / "unit", b"theirs")
-    look = s3_client.ObjectStore.writer_of
+    write_once(FOLDER / "unit", b"other")
+    original = s3_client.ObjectStore.writer_of
 
-    def look_too_late(store, at, taken):
+    def writer_of_after_deletion(store, at, taken):
         store.delete(at)
-        return look(store, at, taken)
+        return original(store, at, taken)
 
-    monkeypatch.setattr(s3_client.ObjectStore, "writer_of", look_too_late)
-    assert write_once(FOLDER / "unit", b"ours")
-    assert (FOLDER / "unit").read_bytes() == b"ours"
+    monkeypatch.setattr(s3_client.ObjectStore, "writer_of", writer_of_after_deletion)
+    assert write_once(FOLDER / "unit", b"own")
+    assert (FOLDER / "unit").read_bytes() == b"own"
 
 
 def test_exactly_one_of_many_writers_wins(s3):
@@ -95,18 +95,18 @@ def test_exactly_one_of_many_writers_wins(s3):
     assert {unit: int((FOLDER / f"unit-{unit}").read_bytes()) for unit in range(5)} == dict(won)
 
 
-@pytest.mark.parametrize("how", [500, 503, "cut", "lost", "half"])
-def test_read_list_and_delete_survive_faults(s3, how):
+@pytest.mark.parametrize("fault", [500, 503, "cut", "lost", "half"])
+def test_read_list_and_delete_survive_faults(s3, fault):
     data = os.urandom(200_000)
     write_atomic(FOLDER / "file", data)
-    s3.fail(how, times=3)
+    s3.fail(fault, times=3)
     assert (FOLDER / "file").read_bytes() == data
-    s3.fail(how, times=3)
+    s3.fail(fault, times=3)
     with open_to_read(FOLDER / "file") as file:
         assert file.read() == data
-    s3.fail(how, times=3)
+    s3.fail(fault, times=3)
     assert [path.name for path in FOLDER.iterdir()] == ["file"]
-    s3.fail(how, times=3)
+    s3.fail(fault, times=3)
     (FOLDER / "file").unlink()
     assert not (FOLDER / "file").exists()
 
@@ -116,7 +116,7 @@ def test_listing_is_paginated(s3):
         write_atomic(FOLDER / f"{number}", b"")
     s3.fail(503, method="GET", times=2)
     address = s3_client.Address("bucket", "run")
-    assert [one.name for one in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
+    assert [path.name for path in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
 
 
 def test_unchanged_objects_come_from_the_cache(s3):
@@ -126,14 +126,14 @@ def test_unchanged_objects_come_from_the_cache(s3):
     write_atomic(FOLDER / "beat-1", b"one")
     write_atomic(FOLDER / "beat-2", b"one")
     assert read() == [b"one", b"one"]
-    seen = s3.count("GET", "beat-")
-    assert seen == 2
+    num_reads = s3.count("GET", "beat-")
+    assert num_reads == 2
     assert read() == [b"one", b"one"]
-    assert s3.count("GET", "beat-") == seen
+    assert s3.count("GET", "beat-") == num_reads
     write_atomic(FOLDER / "beat-2", b"two")
-    seen_of_the_other = s3.count("GET", "beat-1")
+    num_other_reads = s3.count("GET", "beat-1")
     assert read() == [b"one", b"two"]
-    assert s3.count("GET", "beat-1") == seen_of_the_other
+    assert s3.count("GET", "beat-1") == num_other_reads
     assert s3.count("GET", "beat-") == 3
 
 
@@ -143,41 +143,41 @@ def test_threads_share_one_store(s3):
         assert len(set(threads.map(lambda _: s3_client.store(), range(8)))) == 1
 
 
-# --- what does not pass
+# --- permanent failures
 
 
-def test_unavailable_store_times_out(impatient, monkeypatch):
+def test_unavailable_store_times_out(impatient_s3, monkeypatch):
     write_once(FOLDER / "unit-1", b"rows")
-    impatient.fail(503, times=10_000)
+    impatient_s3.fail(503, times=10_000)
     started = time.monotonic()
-    with pytest.raises(StorageError) as given_up:
+    with pytest.raises(StorageError) as error:
         write_once(FOLDER / "unit-2", b"rows")
-    assert 0.3 < time.monotonic() - started < 60  # its own patience is minutes
+    assert 0.3 < time.monotonic() - started < 60  # the default patience is minutes
     for part in (
         "s3://bucket/run/unit-2: cannot be written",
         "requests; the last error",
         "SlowDown",
         "committed units are safe",
     ):
-        assert part in str(given_up.value)
-    assert str(pickle.loads(pickle.dumps(given_up.value))) == str(given_up.value)
+        assert part in str(error.value)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0)
-    before = impatient.count("PUT", "unit-2")
+    before = impatient_s3.count("PUT", "unit-2")
     assert before > 2
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit-2", b"rows")
-    assert impatient.count("PUT", "unit-2") == before + 1  # it is not waited for as long again
-    impatient.reset_faults()
+    assert impatient_s3.count("PUT", "unit-2") == before + 1  # the second failure comes without waiting
+    impatient_s3.reset_faults()
     assert write_once(FOLDER / "unit-2", b"rows")
     assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
 
 
-def test_timed_out_commit_is_not_repeated(impatient):
-    impatient.fail("lost", times=10_000)
+def test_timed_out_commit_is_not_repeated(impatient_s3):
+    impatient_s3.fail("lost", times=10_000)
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit", b"first attempt")
-    impatient.reset_faults()
+    impatient_s3.reset_faults()
     assert not write_once(FOLDER / "unit", b"second attempt")
     assert (FOLDER / "unit").read_bytes() == b"first attempt"
 
@@ -209,14 +209,14 @@ def test_missing_credentials(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_invalid_endpoint(impatient, monkeypatch, url):
+def test_invalid_endpoint(impatient_s3, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
         require_usable(FOLDER)
 
 
 def test_store_ignoring_conditions_is_refused(s3):
-    s3.is_simple = True
+    s3.ignores_conditions = True
     with pytest.raises(ConfigError, match=r"no conditional writes(.|\n)*local disk"):
         require_usable(FOLDER)
     assert not FOLDER.is_dir()
@@ -237,15 +237,15 @@ def small_parts(monkeypatch):
     return os.urandom(12 << 20)
 
 
-@pytest.mark.parametrize("how", [None, 503, "lost"])
-def test_multipart_upload_is_atomic(s3, small_parts, how):
+@pytest.mark.parametrize("fault", [None, 503, "lost"])
+def test_multipart_upload_is_atomic(s3, small_parts, fault):
     with atomic_file(FOLDER / "export") as file:
         for start in range(0, len(small_parts), 1 << 20):
             file.write(small_parts[start : start + (1 << 20)])
         assert not (FOLDER / "export").exists()
-        if how:
-            s3.fail(how, method="PUT", times=2)
-            s3.fail(how, method="POST", times=1)
+        if fault:
+            s3.fail(fault, method="PUT", times=2)
+            s3.fail(fault, method="POST", times=1)
     assert (FOLDER / "export").read_bytes() == small_parts
     assert remove_temporaries(FOLDER) == 0
 
@@ -260,7 +260,7 @@ def test_failed_multipart_upload_is_aborted(s3, small_parts):
 def test_old_multipart_uploads_are_aborted(s3, small_parts):
     killed = s3_writing._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
     killed.write(small_parts)
-    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # somebody may be writing it
+    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # another process may be writing it
     s3.upload_age_s = 100
     assert remove_temporaries(FOLDER, older_than_s=60) == 1
     assert remove_temporaries(FOLDER) == 0

@@ -1,10 +1,10 @@
-"""No waiting for counters; an empty home."""
+"""Do not wait for counters; use an empty PEAGLE_HOME."""
 
 import pytest
-from config_only import measure_at_once
+from config_only import skip_waiting
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))

@@ -1,6 +1,6 @@
-"""The whole tuning with fakes in the place of engines: what is started, kept, resumed, chosen and refused.
+"""The whole tuning with fake engines.
 
-A fake's speed is its own token time, far enough apart that a busy machine cannot turn the order.
+The token times of the fake engines differ enough that a busy machine does not change their order.
 """
 
 import json
@@ -27,7 +27,7 @@ class Starter:
 
     def __init__(self, token_s, *, broken=(), dies_at=None):
         self.specs: list[EngineSpec] = []
-        self.num_asked = 0
+        self.num_requests = 0
         self._token_s, self._broken, self._dies_at = token_s, broken, dies_at
 
     def __call__(self, spec, hardware):
@@ -37,14 +37,14 @@ class Starter:
             raise EngineError(f"K={k} does not start")
         starter = self
 
-        class Counted(FakeEngine):
+        class CountingEngine(FakeEngine):
             async def generate(self, *args):
-                starter.num_asked += 1
-                if starter.num_asked == starter._dies_at:
+                starter.num_requests += 1
+                if starter.num_requests == starter._dies_at:
                     raise KeyboardInterrupt
                 return await super().generate(*args)
 
-        return Counted(FakeTraits(token_s=self._token_s[k]), num_speculative_tokens=k)
+        return CountingEngine(FakeTraits(token_s=self._token_s[k]), num_speculative_tokens=k)
 
     @property
     def ks(self):
@@ -55,13 +55,13 @@ class Starter:
 def run(tmp_path, write_jsonl):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
-    def run(start, said=None, **keys):
+    def run(start, messages=None, **keys):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
             "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = MeasurementListener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(messages if messages is not None else []).append)
         profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
         return profile
@@ -97,12 +97,12 @@ def test_no_speculation_can_be_the_result(run):
 
 
 def test_engine_options_reach_engines_and_profile(run):
-    finer = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
+    options = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
     start = Starter({0: SLOW, 2: FAST})
-    engine = run(start, num_speculative_tokens="2", precision="bf16", **finer).engine
+    engine = run(start, num_speculative_tokens="2", precision="bf16", **options).engine
     assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in start.specs} == {("bf16", 32)}
     assert {spec.drafter.kv_cache_precision for spec in start.specs if spec.drafter} == {"bf16"}
-    assert {name: engine[name] for name in finer} == {**finer, "engine_args": {"block_size": 32}}
+    assert {name: engine[name] for name in options} == {**options, "engine_args": {"block_size": 32}}
 
 
 def test_a_killed_tuning_resumes(run, tmp_path):
@@ -110,35 +110,35 @@ def test_a_killed_tuning_resumes(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
     cells = tmp_path / "out" / "cells"
-    kept = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
-    assert kept
-    spent = json.loads((cells / "engine-time.json").read_text())["engine_s"]
-    assert spent > 0
-    again = Starter(speeds)
-    profile = run(again)
+    finished_passes = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
+    assert finished_passes
+    spent_s = json.loads((cells / "engine-time.json").read_text())["engine_s"]
+    assert spent_s > 0
+    resumed = Starter(speeds)
+    profile = run(resumed)
     assert profile.engine["num_speculative_tokens"] == 2
-    assert all((cells / name).read_bytes() == data for name, data in kept.items())
-    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent
+    assert all((cells / name).read_bytes() == data for name, data in finished_passes.items())
+    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent_s
     last = Starter(speeds)
     assert run(last).measurements == profile.measurements
     assert last.specs == []
 
 
 def test_a_spent_budget_ends_with_the_best_result(run):
-    said: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
+    messages: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages, budget_min=0.15 / 60)
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
     assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --budget-min to continue with them.")
-    more = Starter({0: SLOW, 2: FAST, 4: SLOW})
-    assert run(more).engine["num_speculative_tokens"] == 2
-    assert more.ks[0] in (0, 2)
+    larger_budget = Starter({0: SLOW, 2: FAST, 4: SLOW})
+    assert run(larger_budget).engine["num_speculative_tokens"] == 2
+    assert larger_budget.ks[0] in (0, 2)
 
 
 def test_a_latency_limit_excludes_faster_configurations(run):
-    # 40 ms a token exceed the limit, however many tokens/s.
-    class ByLoad(FakeEngine):
+    # The engine at concurrency 40 is faster, but exceeds the limit.
+    class SlowerUnderLoad(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -150,14 +150,14 @@ def test_a_latency_limit_excludes_faster_configurations(run):
                 self.running -= 1
 
     def start(spec, hardware):
-        return ByLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
+        return SlowerUnderLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
     keys = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
     assert run(start, **keys).engine["max_num_seqs"] == 40
     profile = run(start, objective="throughput", max_tpot_ms=8, **keys)
     assert profile.engine["max_num_seqs"] == 1
     assert "p95 time per output token within 8 ms" in profile.decision
-    assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
+    assert profile.decision.endswith("; no drafter was measured."), "not because none is within the limit"
 
 
 def test_impossible_limits_are_an_error(run):
@@ -166,16 +166,16 @@ def test_impossible_limits_are_an_error(run):
 
 
 def test_a_failed_engine_is_excluded(run):
-    said: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), said)
+    messages: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
     assert profile.engine.get("num_speculative_tokens") != 2
     assert profile.notes == ["P-EAGLE K=2 could not be measured: K=2 does not start"]
-    assert "  skipping P-EAGLE K=2: K=2 does not start" in said
+    assert "  skipping P-EAGLE K=2: K=2 does not start" in messages
 
 
 @pytest.mark.parametrize("all_die", [False, True])
 def test_a_crashed_engine_keeps_its_passes(all_die, run):
-    class Crowded(FakeEngine):
+    class CrashesAtThree(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -190,7 +190,7 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
     def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (Crowded if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashesAtThree if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
@@ -198,10 +198,10 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
 
 
 def test_progress_has_the_remaining_time(run):
-    said: list[str] = []
-    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said)
-    assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in said)
-    passes = [line for line in said if "output tokens/s; about" in line]
+    messages: list[str] = []
+    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages)
+    assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in messages)
+    passes = [line for line in messages if "output tokens/s; about" in line]
     assert len(passes) >= 6
     assert all(line.endswith(" left") for line in passes)
 
@@ -217,19 +217,19 @@ def test_token_slots_and_precisions_have_separate_engines(run):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"max_tokens": 25}, "sampling.max_tokens"),
         ({"waves": 3}, "waves: was 2"),
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )
-def test_another_fingerprint_is_refused(change, named, run):
-    refused = Starter({})
+def test_another_fingerprint_is_refused(change, message, run):
+    starter = Starter({})
     run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
-    with pytest.raises(ConfigError, match=named):
-        run(refused, **change)
-    assert refused.specs == []
+    with pytest.raises(ConfigError, match=message):
+        run(starter, **change)
+    assert starter.specs == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The search over an invented surface with a known best configuration."""
+"""The search over simulated speeds with a known best configuration."""
 
 import itertools
 from collections import Counter
@@ -11,11 +11,11 @@ START_S, PASS_S = 60.0, 10.0
 ENGINES = ("none", "k3", "k5", "k7")
 
 
-class Surface:
+class SimulatedSpeeds:
     """Tokens/s by engine and concurrency, with noise in the first pass."""
 
-    def __init__(self, speed, *, budget_s=1000000000.0, luck=None, over=lambda candidate: 0.0, broken=()):
-        self.speed, self.luck, self.over, self.broken = speed, luck or {}, over, broken
+    def __init__(self, speed, *, budget_s=1000000000.0, noise=None, excess=lambda candidate: 0.0, broken=()):
+        self.speed, self.noise, self.excess, self.broken = speed, noise or {}, excess, broken
         self.turns: list[Turn] = []
         self.starts: list[str] = []
         self.search = Search(grid(), score=self.score, budget_s=budget_s)
@@ -24,9 +24,9 @@ class Surface:
         num = sum(turn.candidate == candidate for turn in self.turns)
         if not num:
             return None
-        luck = self.luck.get(candidate, 0.0) / min(num, num_passes or num)
+        noise = self.noise.get(candidate, 0.0) / min(num, num_passes or num)
         return Score(
-            value=self.speed(candidate.engine, candidate.concurrency) * (1 + luck), excess=self.over(candidate)
+            value=self.speed(candidate.engine, candidate.concurrency) * (1 + noise), excess=self.excess(candidate)
         )
 
     def run(self):
@@ -58,58 +58,62 @@ def grid():
     return [candidate(engine, concurrency) for engine in ENGINES for concurrency in (1, 4, 16)]
 
 
-def hill(engine, concurrency):
+def speed_of(engine, concurrency):
     """K=5 is best at concurrency 4, no speculation at 16."""
     gain = {"none": 1.0, "k3": 1.3, "k5": 1.5, "k7": 1.1}[engine]
     return {1: 40 * gain, 4: 200 * gain, 16: 210 * (2 - gain)}[concurrency]
 
 
 def test_the_grid_then_the_finalists_are_measured():
-    surface = Surface(hill)
-    assert surface.run() == candidate("k5", 4)
-    assert surface.passes == {
+    simulated = SimulatedSpeeds(speed_of)
+    assert simulated.run() == candidate("k5", 4)
+    assert simulated.passes == {
         **dict.fromkeys(grid(), 1), candidate("k5", 4): FINAL_PASSES, candidate("k3", 4): FINAL_PASSES,
     }  # fmt: skip
 
 
 def test_one_start_serves_all_concurrencies():
-    surface = Surface(hill)
-    surface.run()
-    assert surface.starts[:4] == list(ENGINES)
-    engines = [engine for engine, _ in itertools.groupby(turn.candidate.engine for turn in surface.turns)]
-    assert surface.starts == engines
+    simulated = SimulatedSpeeds(speed_of)
+    simulated.run()
+    assert simulated.starts[:4] == list(ENGINES)
+    engines = [engine for engine, _ in itertools.groupby(turn.candidate.engine for turn in simulated.turns)]
+    assert simulated.starts == engines
 
 
-@pytest.mark.parametrize(("plain", "num_finalists"), [(1.25, 3), (0.9, 2)])
-def test_a_close_candidate_without_a_drafter_is_a_finalist(plain, num_finalists):
-    surface = Surface(lambda engine, at: hill(engine, at) * (plain if engine == "none" and at == 4 else 1.0))
-    surface.run()
-    assert sum(number == FINAL_PASSES for number in surface.passes.values()) == num_finalists
+@pytest.mark.parametrize(("factor", "num_finalists"), [(1.25, 3), (0.9, 2)])
+def test_a_close_candidate_without_a_drafter_is_a_finalist(factor, num_finalists):
+    simulated = SimulatedSpeeds(
+        lambda engine, concurrency: (
+            speed_of(engine, concurrency) * (factor if engine == "none" and concurrency == 4 else 1.0)
+        )
+    )
+    simulated.run()
+    assert sum(number == FINAL_PASSES for number in simulated.passes.values()) == num_finalists
 
 
 def test_a_drafter_must_win_by_two_percent():
-    def level(engine, concurrency):
+    def equal_speed(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
-    best = Surface(level).run()
+    best = SimulatedSpeeds(equal_speed).run()
     assert best is not None
     assert not best.drafts
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
 def test_the_budget_is_kept(budget_s):
-    surface = Surface(hill, budget_s=budget_s)
-    surface.run()
-    # Only the first engine may exceed it: before it nothing is known.
-    assert surface.search.spent_s <= budget_s or len(surface.starts) == 1
-    assert surface.turns
+    simulated = SimulatedSpeeds(speed_of, budget_s=budget_s)
+    simulated.run()
+    # Only the first engine may exceed the budget, because nothing has been measured yet.
+    assert simulated.search.spent_s <= budget_s or len(simulated.starts) == 1
+    assert simulated.turns
 
 
 def test_candidates_within_limits_have_priority():
-    over = Surface(hill, over=lambda one: 0.1 if one.concurrency == 4 else 0.0)
-    best = over.run()
+    limited = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1 if chosen.concurrency == 4 else 0.0)
+    best = limited.run()
     assert best is not None
     assert best.concurrency != 4
-    nothing = Surface(hill, over=lambda one: 0.1)
-    assert nothing.run() is None
-    assert nothing.search.ranked()
+    impossible = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1)
+    assert impossible.run() is None
+    assert impossible.search.ranked()

@@ -24,7 +24,7 @@ let retry = 0;
 function askForKey(error) {
   if (error.status !== 401) return false;
   live.needsKey();
-  keys.ask(keyStore.get() ? "This key was not accepted." : "");
+  keys.ask(keyStore.get() ? "This key is not valid." : "");
   return true;
 }
 

@@ -76,7 +76,7 @@ export class Live {
 
   #show(report) {
     byId("tiles").classList.remove("stale");
-    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only requests of this key"}`);
+    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only this key's requests"}`);
     for (const node of document.querySelectorAll(".ago")) say(node, `${span(report.window_s)} ago`);
     showSpeed(report);
     showMoney(report);
@@ -133,7 +133,7 @@ function showMoney({ total, account }) {
 /** Describe a machine's price, and whether it was stated, detected or assumed. */
 function priceOf({ usd_per_hour, num_devices, device, accelerator, instance_type, basis }) {
   const kind = device === "vcpu" ? "vCPU" : (accelerator ?? device);
-  return `Price: ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
+  return `Costs are based on ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
 }
 
 function showAcceptance({ total }) {

@@ -58,7 +58,7 @@ export class Spend {
 }
 
 function show({ rows, total }, by, dates) {
-  state(`as of ${clock(Date.now() / 1000)}, days in UTC`);
+  state(`as of ${clock(Date.now() / 1000)}, UTC days`);
   for (const kind of [...Object.keys(KINDS), "total"]) say(byId(`spend-${kind}`), dollars(total.usd[kind]));
   say(byId("spend-saved"), savedBy(total.saved.speculation));
   const byDay = grouped(rows, "day");

@@ -62,28 +62,28 @@ def test_times_become_utc(moment):
     assert RunInfo(model="m", started_at=moment).started_at == "2026-05-28T20:26:40+00:00"
 
 
-def figure(compared, name):
-    return next(row for row in compared["figures"] if row["name"] == name)
+def figure(comparison, name):
+    return next(row for row in comparison["figures"] if row["name"] == name)
 
 
 def test_ratios_are_relative_to_the_run_without_a_drafter(with_drafter, without_drafter):
-    compared = compare([with_drafter, without_drafter])
-    assert compared["baseline"] == 1
-    assert compared["labels"] == ["peagle K=3", "no drafter"]
-    assert figure(compared, "output_tokens_per_s")["values"] == pytest.approx([60, 40])
-    assert figure(compared, "output_tokens_per_s")["ratios"] == pytest.approx([1.5, 1])
-    assert figure(compared, "tokens_per_usd")["ratios"] == pytest.approx([1.5, 1])
-    assert figure(compared, "usd_per_million_tokens")["ratios"] == pytest.approx([1 / 1.5, 1])
-    assert figure(compared, "acceptance_length")["ratios"] == [None, None]
-    assert figure(compared, "num_rows")["ratios"] == [None, None]
-    assert compared["notes"] == []
-    assert json.loads(json.dumps(compared)) == compared
+    comparison = compare([with_drafter, without_drafter])
+    assert comparison["baseline"] == 1
+    assert comparison["labels"] == ["peagle K=3", "no drafter"]
+    assert figure(comparison, "output_tokens_per_s")["values"] == pytest.approx([60, 40])
+    assert figure(comparison, "output_tokens_per_s")["ratios"] == pytest.approx([1.5, 1])
+    assert figure(comparison, "tokens_per_usd")["ratios"] == pytest.approx([1.5, 1])
+    assert figure(comparison, "usd_per_million_tokens")["ratios"] == pytest.approx([1 / 1.5, 1])
+    assert figure(comparison, "acceptance_length")["ratios"] == [None, None]
+    assert figure(comparison, "num_rows")["ratios"] == [None, None]
+    assert comparison["notes"] == []
+    assert json.loads(json.dumps(comparison)) == comparison
 
 
 def test_labels_include_models_that_differ(make_report):
-    compared = compare([make_report(), make_report(model="other")])
-    assert compared["labels"] == ["smollm2-135m, no drafter", "other, no drafter"]
-    assert compared["notes"] == ["other, no drafter differs from the baseline also in model."]
+    comparison = compare([make_report(), make_report(model="other")])
+    assert comparison["labels"] == ["smollm2-135m, no drafter", "other, no drafter"]
+    assert comparison["notes"] == ["other, no drafter differs from the baseline also in model."]
 
 
 def test_a_losing_drafter_has_a_note(make_report):

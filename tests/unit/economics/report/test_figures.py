@@ -15,18 +15,16 @@ from peagle.economics.savings import Savings
 
 
 @pytest.mark.parametrize(
-    ("usd", "words"),
+    ("usd", "text"),
     [(0, "$0"), (5.70222e-05, "$0.0000570"), (0.1, "$0.100"), (1, "$1.00"), (98765.432, "$98,765.43")],
 )
-def test_dollars(usd, words):
-    assert format_usd(usd) == words
+def test_dollars(usd, text):
+    assert format_usd(usd) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1 min 0 s"), (3600, "1 h 0 min")]
-)
-def test_durations(seconds, words):
-    assert format_duration(seconds) == words
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1 min 0 s"), (3600, "1 h 0 min")])
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
 
 
 def test_a_small_share_is_not_rounded_to_nothing():
@@ -82,7 +80,7 @@ def test_savings_lines_with_error_and_unknown_part():
 
 
 def test_savings_lines_without_measurements():
-    found = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
-    assert all(found[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
+    described = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
+    assert all(described[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
     savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
     assert lines(savings)["drafter"].startswith("$1.00 (error unknown) lost: ")

@@ -12,8 +12,8 @@ from peagle.economics.report.focus import focus_csv
 from peagle.economics.spending import Charge, Spend, day_number
 from peagle.errors import PriceError
 
-# FinOps Open Cost and Usage Specification, specification/columns in its repository at the tag v1.2: what every dataset
-# has, and of the conditional columns those whose condition holds here; each with the form of its values.
+# FinOps Open Cost and Usage Specification, specification/columns in its repository at the tag v1.2: the mandatory
+# columns, and the conditional columns whose condition applies here; each with a pattern for its values.
 TEXT, DECIMAL, MOMENT = r"\S(?:.*\S)?", r"-?\d+(?:\.\d+)?", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 UNIT = r"[A-Z][a-z]+s|[A-Z][a-z]+-(?:Hours|Seconds)"
 MANDATORY = {
@@ -24,13 +24,13 @@ MANDATORY = {
     "PricingUnit": UNIT, "ProviderName": TEXT, "PublisherName": TEXT, "ServiceCategory": "AI and Machine Learning",
     "ServiceName": TEXT,
 }  # fmt: skip
-OF_USAGE = {
+CONDITIONAL = {
     "ChargeFrequency": "Usage-Based", "ConsumedQuantity": DECIMAL, "ConsumedUnit": UNIT, "ContractedUnitPrice": DECIMAL,
     "ListUnitPrice": DECIMAL, "PricingCategory": "Standard|Dynamic|Other", "ResourceId": TEXT, "ResourceType": TEXT,
     "ServiceSubcategory": "Generative AI", "Tags": r"\{.*\}",
 }  # fmt: skip
-MAY_BE_NULL = {"RegionId", "RegionName", "ResourceName", "SubAccountId", "SubAccountName"}
-ONE_IS_NULL_WHERE_THE_OTHER_IS = (("RegionId", "RegionName"), ("SubAccountId", "SubAccountName"))
+NULLABLE = {"RegionId", "RegionName", "ResourceName", "SubAccountId", "SubAccountName"}
+NULL_TOGETHER = (("RegionId", "RegionName"), ("SubAccountId", "SubAccountName"))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def rows_of(*charges):
         {},
         {"market": "spot", "key": "", "region": "", "tags": "{}"},
         {"spend": Spend(loading_usd=1e-9, lost_usd=1e6 / 7)},
-        {"spend": Spend(attributed_usd=2 / 3), "provider": ""},  # a training has no tokens
+        {"spend": Spend(attributed_usd=2 / 3), "provider": ""},  # trainings have no tokens
         {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=100 / 3, num_requests=49_999)},
         {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=2.0)},
     ],
@@ -63,13 +63,13 @@ def test_rows_follow_the_specification(charge, changes):
     rows = rows_of(replace(charge, **changes))
     assert rows
     for row in rows:
-        ours = {name for name in row if name.startswith("x_")}
-        assert row.keys() - ours == MANDATORY.keys() | OF_USAGE.keys() | MAY_BE_NULL
-        assert set(list(row)[-len(ours) :]) == ours, "FOCUS columns come first"
-        wrong = {name for name, form in (MANDATORY | OF_USAGE).items() if not re.fullmatch(form, row[name])}
+        own_columns = {name for name in row if name.startswith("x_")}
+        assert row.keys() - own_columns == MANDATORY.keys() | CONDITIONAL.keys() | NULLABLE
+        assert set(list(row)[-len(own_columns) :]) == own_columns, "FOCUS columns come first"
+        wrong = {name for name, pattern in (MANDATORY | CONDITIONAL).items() if not re.fullmatch(pattern, row[name])}
         assert wrong == set()
-        for one, other in ONE_IS_NULL_WHERE_THE_OTHER_IS:
-            assert (row[one] == "") == (row[other] == "")
+        for first, other in NULL_TOGETHER:
+            assert (row[first] == "") == (row[other] == "")
         assert row["ResourceName"] != row["ResourceId"]
         assert len({row[name] for name in ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost")}) == 1
         for price in ("ContractedUnitPrice", "ListUnitPrice"):

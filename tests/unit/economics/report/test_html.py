@@ -16,7 +16,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-class Balanced(HTMLParser):
+class CheckedPage(HTMLParser):
     """Collects the visible text and checks that elements are nested correctly."""
 
     def __init__(self, page):
@@ -44,14 +44,14 @@ def drawings(page):
 
 
 def plot(page, name):
-    """Return the plot with this start of its alternative text."""
-    (found,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
-    return found
+    """Return the plot whose alternative text starts with `name`."""
+    (svg_plot,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
+    return svg_plot
 
 
 def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
-    text = Balanced(render_html(with_drafter)).text
-    for shown in (
+    text = CheckedPage(render_html(with_drafter)).text
+    for expected in (
         "smollm2-135m with peagle K=3",
         "830,769",
         "$1.20",
@@ -63,10 +63,10 @@ def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
         "$0.2 per hour for 2 vCPUs (custom, fixed; stated)",
         "stated by the user, undated",
     ):
-        assert shown in text, shown
+        assert expected in text, expected
 
 
-def test_the_page_needs_no_other_host_and_no_script(with_drafter, without_drafter):
+def test_the_page_loads_nothing_and_has_no_script(with_drafter, without_drafter):
     page = render_html([with_drafter, without_drafter])
     assert "<script" not in page
     assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
@@ -88,7 +88,7 @@ def test_user_text_is_escaped(make_report):
         versions={evil: "1"},
     )
     for page in (render_html(report), render_html([report, report])):
-        Balanced(page)
+        CheckedPage(page)
         assert "<script" not in page
         assert "&lt;script&gt;" in page
 
@@ -108,7 +108,7 @@ def test_the_acceptance_plot_is_in_proportion(with_drafter):
 
 def test_runs_side_by_side(with_drafter, without_drafter):
     page = render_html([without_drafter, with_drafter])
-    text = Balanced(page).text
+    text = CheckedPage(page).text
     assert "2 runs of smollm2-135m" in text
     assert "\N{MULTIPLICATION SIGN} 1.50" in text
     money = plot(page, "Cost by engine state")
@@ -121,24 +121,24 @@ def test_runs_side_by_side(with_drafter, without_drafter):
 def test_a_run_without_output_has_a_page(make_report):
     page = render_html(make_report(tokens=0, complete=False, num_input_rows=100))
     assert "not finished" in page
-    Balanced(page)
+    CheckedPage(page)
 
 
 def test_assumed_costs_are_labelled(make_report):
     assumed = dataclasses.replace(PRICE, basis="assumed")
     report = make_report(price=assumed, is_stand_in=True)
     page = render_html(report)
-    assert Balanced(page).text.count(FAKE_ENGINE) == Balanced(page).text.count(ASSUMED) >= 3
+    assert CheckedPage(page).text.count(FAKE_ENGINE) == CheckedPage(page).text.count(ASSUMED) >= 3
     other = make_report(label="measured")
-    assert f"{FAKE_ENGINE} (no drafter)" in Balanced(render_html([report, other])).text
+    assert f"{FAKE_ENGINE} (no drafter)" in CheckedPage(render_html([report, other])).text
     assert 'class="caveat"' not in render_html(other)
 
 
 def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     page = render_html(detailed)
-    text = " ".join(Balanced(page).text)
+    text = " ".join(CheckedPage(page).text)
     assert "<script" not in page
-    for shown in (
+    for expected in (
         "A sample of 100 of 400 rows.",
         "Seconds to the first token: p50 0.2, p95 0.4, p99 0.5",
         "Failures, by reason; invalid_row, for example: line 7: <b>no</b>",
@@ -146,13 +146,13 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
         "What is <script>alert(1)</script>?",
         "answer (stop)",
     ):
-        assert shown in text, shown
+        assert expected in text, expected
     names = [svg.get("aria-label") for svg in drawings(page)]
     assert "Failures by reason: invalid_row 3, time_limit 1" in names
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
     lane = plot(page, "States of the engines")
     assert {path.get("class") for path in lane.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
-    assert "engine 0: busy 67%, idle 0%, lost 17%" in [one.text for one in lane.iter(f"{SVG}text")]
+    assert "engine 0: busy 67%, idle 0%, lost 17%" in [node.text for node in lane.iter(f"{SVG}text")]
     assert "an omitted pause of 1 h 0 min" in page
 
 
@@ -166,8 +166,8 @@ def test_economics_loads_nothing_heavy():
 STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}]
 
 
-def drafted(make_report, steps):
-    """1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
+def report_with_steps(make_report, steps):
+    """A report of 1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
     return make_report(
         tokens=6000,
         drafter="peagle",
@@ -179,17 +179,17 @@ def drafted(make_report, steps):
 
 
 def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
-    panel = headline([drafted(make_report, STEPS)], ["smollm2-135m with peagle"])
+    panel = headline([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
-    # $0.0072222 with. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is $0.0035556, within
-    # 5 %: $0.0007778 more without the drafter.
+    # $0.0072222 with the drafter. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is
+    # $0.0035556, within 5 %: $0.0007778 more without the drafter.
     assert "smollm2-135m with peagle 830,769; the same without the drafter 750,000 (733,696 to 767,045)" in plot
     assert 'class="whisker"' in plot
     assert "(bench.json)" in panel.lead
 
 
 def test_savings_without_error_have_no_range(make_report):
-    ((_, plot),) = headline([drafted(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
+    ((_, plot),) = headline([report_with_steps(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
     assert "750,000 (error unknown)" in plot
     assert "whisker" not in plot
 
@@ -212,8 +212,8 @@ def a_timeline(total_s=120.0, *, engines=(), pauses=()):
 
 
 def an_engine(*spans, **seconds):
-    nothing = dict.fromkeys(("load", "compile", "busy", "idle", "lost"), 0.0)
-    return {"engine": 0, "num_starts": 1, "spans": list(spans), "seconds": nothing | seconds}
+    zeros = dict.fromkeys(("load", "compile", "busy", "idle", "lost"), 0.0)
+    return {"engine": 0, "num_starts": 1, "spans": list(spans), "seconds": zeros | seconds}
 
 
 def test_series_plot_is_to_scale():
@@ -223,7 +223,9 @@ def test_series_plot_is_to_scale():
     assert len(points) == 6
     first, second, third = points[0::2]
     assert second[0] - first[0] == pytest.approx(third[0] - second[0], abs=0.11)
-    ticks = {one.text: float(one.get("y")) - 4 for one in root.iter(f"{SVG}text") if one.get("text-anchor") == "end"}
+    ticks = {
+        node.text: float(node.get("y")) - 4 for node in root.iter(f"{SVG}text") if node.get("text-anchor") == "end"
+    }
     assert (first[1], second[1]) == (pytest.approx(ticks["$10.00"], abs=0.1), pytest.approx(ticks["$40.00"], abs=0.1))
 
 
@@ -232,13 +234,13 @@ def test_series_plot_is_to_scale():
 )
 def test_time_axis_has_few_round_ticks(total_s, last):
     root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
-    ticks = [one.text for one in root.iter(f"{SVG}text") if one.get("text-anchor") != "end"]
+    ticks = [node.text for node in root.iter(f"{SVG}text") if node.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
     assert ticks[-1] == last
 
 
-def test_lanes_have_labels_and_a_minimum_width():
+def test_engine_lanes_have_labels_and_a_minimum_width():
     engine = an_engine(("busy", 0.0, 119.9), ("lost", 119.9, 120.0), busy=119.9, lost=0.1)
     root = ElementTree.fromstring(engines_svg(a_timeline(engines=[engine])))
     assert root.get("aria-label") == "States of the engines over time: engine 0: busy 100%, idle 0%, lost <1%"

@@ -12,20 +12,20 @@ from peagle.economics.statement import convert_currency, statement
 
 
 def a_statement(*, is_priced=True, scale=1.0):
-    own = {
+    common = {
         "day": 20_000, "run": "r", "instance": "i", "provider": "", "region": "", "market": "",
         "usd_per_device_s": 0.01, "model": "m", "drafter": "none", "tags": "{}",
     }  # fmt: skip
     work = Spend(attributed_usd=scale * 2 / 3, num_requests=2, num_output_tokens=1_000_000)
     overhead = Spend(loading_usd=scale / 3, idle_usd=scale / 7, lost_usd=scale / 9, is_priced=is_priced)
     charges = [
-        Charge(key="alice|<b>", spend=work, **own), Charge(key="bob", spend=work, **own),
-        Charge(key="", spend=overhead, **own),
+        Charge(key="alice|<b>", spend=work, **common), Charge(key="bob", spend=work, **common),
+        Charge(key="", spend=overhead, **common),
     ]  # fmt: skip
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
-def test_text_statement_by_hand():
+def test_text_statement():
     lines = text_statement(a_statement()).splitlines()
     assert lines[0] == "Spending from 2024-10-04 to 2024-10-05, both included (UTC)"
     heads = "key day requests output tokens attributed loading idle lost total per million tokens"
@@ -38,7 +38,7 @@ def test_text_statement_by_hand():
     assert lines[-1] == "! A note."
 
 
-def test_unknown_costs_are_called_unknown():
+def test_unknown_costs_are_printed_as_unknown():
     for text in (form(a_statement(is_priced=False)) for form in (text_statement, csv_statement)):
         assert "unknown" in text
         assert "inf" not in text
@@ -46,19 +46,19 @@ def test_unknown_costs_are_called_unknown():
 
 
 def test_csv_lines_add_up_exactly():
-    one = a_statement()
-    rows = list(csv.DictReader(io.StringIO(csv_statement(one))))
+    result = a_statement()
+    rows = list(csv.DictReader(io.StringIO(csv_statement(result))))
     assert [row["key"] for row in rows] == ["", "alice|<b>", "bob"]
-    assert sum(Decimal(row["total_usd"]) for row in rows) == Decimal(f"{one['total']['usd']['total']:.9f}")
+    assert sum(Decimal(row["total_usd"]) for row in rows) == Decimal(f"{result['total']['usd']['total']:.9f}")
     kinds = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
     assert all(sum(Decimal(row[kind]) for kind in kinds) == Decimal(row["total_usd"]) for row in rows)
 
 
 def test_converted_amounts_add_up():
-    both = convert_currency(a_statement(), "EUR", 0.86)
-    rows, total = csv.DictReader(io.StringIO(csv_statement(both))), both["total"]["converted"]["total"]
+    converted = convert_currency(a_statement(), "EUR", 0.86)
+    rows, total = csv.DictReader(io.StringIO(csv_statement(converted))), converted["total"]["converted"]["total"]
     assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
-    text = text_statement(both)
+    text = text_statement(converted)
     assert "total, EUR" in text
     assert f"{total:.2f} EUR" in text
     assert "EUR" not in text_statement(a_statement())
@@ -66,7 +66,7 @@ def test_converted_amounts_add_up():
 
 SVG = "{http://www.w3.org/2000/svg}"
 FIRST = 20_000  # 2024-10-04
-OWN = {
+COMMON = {
     "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
     "model": "m", "drafter": "none", "tags": "{}",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def a_charge(key, day=FIRST, usd=1.0, *, is_priced=True):
         if key
         else Spend(loading_usd=usd, idle_usd=2 * usd, lost_usd=3 * usd, is_priced=is_priced)
     )
-    return Charge(key=key, day=day, spend=spend, **OWN)
+    return Charge(key=key, day=day, spend=spend, **COMMON)
 
 
 def a_page(charges, by=("key",), layer="key", notes=()):
@@ -87,46 +87,46 @@ def a_page(charges, by=("key",), layer="key", notes=()):
 
 
 def plots(page):
-    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in found}
+    svgs = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in svgs}
 
 
 def test_days_are_stacked_by_key_with_overhead_and_losses():
     page = a_page([a_charge("alice", usd=4.0), a_charge("bob"), a_charge("", FIRST + 2)])
     daily = plots(page)["Spending by day"]
-    titles = [one.text for one in daily.iter(f"{SVG}title")]
+    titles = [node.text for node in daily.iter(f"{SVG}title")]
     assert titles == [
         "10-04, alice: $4.00",
         "10-04, bob: $1.00",
         "10-06, overhead (loading, idle): $3.00",
         "10-06, lost: $3.00",
     ]
-    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    ticks = [node.text for node in daily.iter(f"{SVG}text") if node.get("text-anchor") == "middle"]
     assert ticks == ["10-04", "10-05", "10-06"], "a day without spending has its place"
-    heights = [float(one.get("height")) for one in daily.iter(f"{SVG}rect")]
+    heights = [float(node.get("height")) for node in daily.iter(f"{SVG}rect")]
     assert heights[0] / heights[1] == pytest.approx(4.0, abs=0.1)
     assert "alice $4.00, bob $1.00, overhead (loading, idle) $3.00, lost $3.00" in daily.get("aria-label")
 
 
 def test_groups_are_sorted_by_cost():
     groups = plots(a_page([a_charge("bob"), a_charge("alice", usd=4.0), a_charge("")]))["Spending by key"]
-    labels = [one.text for one in groups.iter(f"{SVG}text") if one.get("class") == "label"]
+    labels = [node.text for node in groups.iter(f"{SVG}text") if node.get("class") == "label"]
     assert labels == ["no key", "alice", "bob"]
-    kinds = [one.get("class") for one in groups.iter(f"{SVG}rect")]
+    kinds = [node.get("class") for node in groups.iter(f"{SVG}rect")]
     assert kinds == ["share-load", "share-idle", "share-lost", "share-busy", "share-busy"]
 
 
 def test_many_groups_and_days_are_aggregated():
     charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
-    found = plots(a_page(charges))
-    groups = [one.text for one in found["Spending by key"].iter(f"{SVG}text") if one.get("class") == "label"]
+    by_title = plots(a_page(charges))
+    groups = [node.text for node in by_title["Spending by key"].iter(f"{SVG}text") if node.get("class") == "label"]
     assert len(groups) == MAX_BARS + 1
     assert groups[-1] == "88 others"
-    daily = found["Spending by day"]
+    daily = by_title["Spending by day"]
     assert MAX_COLUMNS < 100
-    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    ticks = [node.text for node in daily.iter(f"{SVG}text") if node.get("text-anchor") == "middle"]
     assert ticks == ["2024-10", "2024-11", "2024-12", "2025-01"]
-    kinds = {one.get("class") for one in daily.iter(f"{SVG}rect")}
+    kinds = {node.get("class") for node in daily.iter(f"{SVG}rect")}
     assert kinds == {f"series-{number}" for number in range(6)}
     assert "all others $4,560.00" in daily.get("aria-label")
 

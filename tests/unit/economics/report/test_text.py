@@ -26,7 +26,7 @@ def test_summary_shows_measured_savings(make_report):
         drafter="peagle", concurrency=1, num_drafts=1000, accepted=(480, 100, 20), tokens=1640,
         baseline={"source": "bench", "steps": [step]},
     )  # fmt: skip
-    # 80 of 100 busy seconds are generation, and without the drafter they had been 80 x 1.6 x 0.07 / 0.08 = 112.
+    # 80 of 100 busy seconds are generation; without the drafter they would be 80 x 1.6 x 0.07 / 0.08 = 112.
     assert text_summary(report).splitlines()[-2:] == [
         "  drafter       $0.00178 ± $0.000622 saved: generation cost $0.00444, without a drafter $0.00622; "
         "acceptance length 1.60, break-even 1.14",

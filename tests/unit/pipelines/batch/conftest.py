@@ -12,8 +12,8 @@ HERE = hardware.detect()
 
 
 @pytest.fixture
-def decided(tmp_path):
-    """Resolves a run of the fake engine over twelve rows, which no driver has started: request and run."""
+def resolved_run(tmp_path):
+    """Resolve a fake-engine run over twelve rows without starting it; return request and run."""
     corpus = tmp_path / "in.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
 

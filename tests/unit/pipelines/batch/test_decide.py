@@ -65,13 +65,13 @@ def test_nodes_without_price_are_not_requested(monkeypatch, tmp_path, kind):
     assert done == ["require", "inspect"]
 
 
-def test_run_describes_its_price(decided):
-    _, run = decided(usd_per_hour=None, instance_type="c7a.large")
+def test_run_describes_its_price(resolved_run):
+    _, run = resolved_run(usd_per_hour=None, instance_type="c7a.large")
     assert run.describe().splitlines()[-1].endswith("(c7a.large, on-demand, aws us-east-1; stated)")
 
 
-def test_run_from_cpus_does_not_wait_for_accelerators(decided):
-    request, run = decided()
+def test_run_from_cpus_does_not_wait_for_accelerators(resolved_run):
+    request, run = resolved_run()
     begin_or_continue(request, run)
     config = run.config.model_copy(update={"accelerator_type": "H100"})
     with pytest.raises(ConfigError, match=r"was started on .*accelerator_type H100 cannot continue it"):

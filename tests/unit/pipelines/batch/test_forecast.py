@@ -11,21 +11,21 @@ from pipelines.batch.run import begin_or_continue
 
 
 @pytest.fixture
-def foretold(tmp_path, speaking_target, write_jsonl):
-    def foretold(rows=20, **keys):
+def make_forecast(tmp_path, chat_target, write_jsonl):
+    def make_forecast(rows=20, **keys):
         corpus = write_jsonl([{"prompt": "What is it?"}] * rows)
-        keys = {"model": str(speaking_target), "max_tokens": 50, "temperature": 0.0, **keys}
+        keys = {"model": str(chat_target), "max_tokens": 50, "temperature": 0.0, **keys}
         config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **keys)
-        found = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
+        result = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
         assert not (tmp_path / "run").exists()
-        return found, dict(found.lines())
+        return result, dict(result.lines())
 
-    return foretold
+    return make_forecast
 
 
-def test_forecast_for_this_machine(foretold):
-    found, lines = foretold(usd_per_hour=None)
-    assert (found.is_here, found.num_rows_left, found.num_engines) == (True, 20, 1)
+def test_forecast_for_this_machine(make_forecast):
+    result, lines = make_forecast(usd_per_hour=None)
+    assert (result.is_here, result.num_rows_left, result.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
     assert lines["prompts"] == "260 tokens, 13 a row (all rows)"
     assert lines["answers"] == "at most 1,000 tokens in all"
@@ -36,9 +36,9 @@ def test_forecast_for_this_machine(foretold):
     assert "budget" not in lines
 
 
-def test_forecast_for_other_machines(foretold):
-    found, lines = foretold(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
-    assert (found.is_here, found.num_nodes) == (False, 2)
+def test_forecast_for_other_machines(make_forecast):
+    result, lines = make_forecast(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
+    assert (result.is_here, result.num_nodes) == (False, 2)
     assert "8 x H100 80GB HBM3" in lines["machine"]
     assert "2 of these machines" in lines["machine"]
     assert "of 71.7 GiB (weights " in lines["memory"]
@@ -47,53 +47,53 @@ def test_forecast_for_other_machines(foretold):
     assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
 
 
-def test_forecast_says_that_the_cluster_is_not_asked(foretold, monkeypatch):
+def test_forecast_does_not_contact_the_cluster(make_forecast, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    assert "RAY_ADDRESS was not inspected" in foretold(usd_per_hour=1)[1]["machine"]
-    assert "RAY_ADDRESS" not in foretold(instance_type="p5.48xlarge")[1]["machine"]
+    assert "RAY_ADDRESS was not inspected" in make_forecast(usd_per_hour=1)[1]["machine"]
+    assert "RAY_ADDRESS" not in make_forecast(instance_type="p5.48xlarge")[1]["machine"]
 
 
-def test_known_speed_gives_maximum_time_and_cost(foretold, monkeypatch):
+def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
     from peagle.planning.expectation import Speed
 
     monkeypatch.setattr(
         module, "known_speed", lambda *_: Speed(tokens_per_s=10, concurrency=8, source="measured, a test")
     )
-    found, lines = foretold(usd_per_hour=36.0)
-    share = found.run.placement.num_devices / found.run.price.num_devices
-    assert found.most_s == 100
-    assert found.to_dict()["most_usd"] == pytest.approx(1.0 * share)
+    result, lines = make_forecast(usd_per_hour=36.0)
+    share = result.run.placement.num_devices / result.run.price.num_devices
+    assert result.most_s == 100
+    assert result.to_dict()["most_usd"] == pytest.approx(1.0 * share)
     assert lines["expected"].startswith("at most 1 min 40 s and $")
     assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
 
 
-def test_forecast_is_json(foretold):
-    assert json.loads(json.dumps(foretold()[0].to_dict()))["rows"] == 20
+def test_forecast_is_json(make_forecast):
+    assert json.loads(json.dumps(make_forecast()[0].to_dict()))["rows"] == 20
 
 
-def test_forecast_of_an_existing_run(decided):
-    request, run = decided()
+def test_forecast_of_an_existing_run(resolved_run):
+    request, run = resolved_run()
     begin_or_continue(request, run)
-    found = forecast(request, print)
-    assert dict(found.lines())["run"] == f"{run.directory}: continues, 12 rows left"
+    result = forecast(request, print)
+    assert dict(result.lines())["run"] == f"{run.directory}: continues, 12 rows left"
     assert run.directory.committed() == set()
 
 
-def test_forecast_refuses_invalid_runs(foretold, tmp_path, write_jsonl):
+def test_forecast_refuses_invalid_runs(make_forecast, tmp_path, write_jsonl):
     with pytest.raises(CapacityError, match="10000 engines need a CPU core each"):
-        foretold(engines="10000")
+        make_forecast(engines="10000")
     with pytest.raises(ConfigError, match="has no run, so there are no failed rows"):
-        foretold(retry_failed=True)
+        make_forecast(retry_failed=True)
     with pytest.raises(InputError, match="no column 'text'"):
-        foretold(prompt_column="text")
+        make_forecast(prompt_column="text")
 
 
-def test_defaults_are_resolved_with_reasons(speaking_target, tmp_path):
-    config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(speaking_target), precision="bf16")
-    found = settled(config)
-    assert found["drafter"][0] == "none"
-    assert found["drafter"][1].startswith("catalog: ")
-    assert found["max_num_seqs"] == (8, "default on cpu")
-    assert found["max_model_len"] == (512, "the model's own")
-    assert found["instance_type"] == ("c7a.large", "assumed")
-    assert "precision" not in found
+def test_defaults_are_resolved_with_reasons(chat_target, tmp_path):
+    config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(chat_target), precision="bf16")
+    result = settled(config)
+    assert result["drafter"][0] == "none"
+    assert result["drafter"][1].startswith("catalog: ")
+    assert result["max_num_seqs"] == (8, "default on cpu")
+    assert result["max_model_len"] == (512, "the model's own")
+    assert result["instance_type"] == ("c7a.large", "assumed")
+    assert "precision" not in result

@@ -19,9 +19,9 @@ KNOWN = footprint_from_config(
 
 
 def test_memory_of_a_gpu_engine():
-    said = memory_in_words(EngineSpec(model="org/model", precision="bf16"), GPU, KNOWN)
+    description = memory_in_words(EngineSpec(model="org/model", precision="bf16"), GPU, KNOWN)
     # 32 layers x 2 x 8 heads x 128 x 2 bytes x 8,192 tokens are 1 GiB.
-    assert "of 71.7 GiB (weights 16.0, KV cache of one request 1.0, a step 2.0, CUDA graphs " in said
+    assert "of 71.7 GiB (weights 16.0, KV cache of one request 1.0, a step 2.0, CUDA graphs " in description
 
 
 def test_memory_of_a_cpu_engine():

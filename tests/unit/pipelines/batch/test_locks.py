@@ -7,23 +7,23 @@ def test_exclusive_holder_excludes_shared_holders():
     async def scene():
         lock, seen = SharedExclusiveLock(), []
 
-        async def together(name, seconds):
+        async def shared(name, seconds):
             async with lock.shared():
                 seen.append(f"{name} in")
                 await asyncio.sleep(seconds)
                 seen.append(f"{name} out")
 
-        async def alone(name):
+        async def exclusive(name):
             async with lock.exclusive():
                 seen.append(f"{name} in")
                 await asyncio.sleep(0.02)
                 seen.append(f"{name} out")
 
-        first = asyncio.create_task(together("a", 0.05))
+        first = asyncio.create_task(shared("a", 0.05))
         await asyncio.sleep(0.01)
-        others = [asyncio.create_task(alone(name)) for name in ("x", "y")]
+        others = [asyncio.create_task(exclusive(name)) for name in ("x", "y")]
         await asyncio.sleep(0.01)
-        late = asyncio.create_task(together("b", 0))
+        late = asyncio.create_task(shared("b", 0))
         await asyncio.gather(first, *others, late)
         return seen
 
@@ -34,12 +34,12 @@ def test_cancelled_exclusive_waiter_lets_others_in():
     async def scene():
         lock = SharedExclusiveLock()
 
-        async def alone():
+        async def exclusive():
             async with lock.exclusive():
-                raise AssertionError("it was not alone")
+                raise AssertionError("it was not exclusive")
 
         async with lock.shared():
-            waiting = asyncio.create_task(alone())
+            waiting = asyncio.create_task(exclusive())
             await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -60,7 +60,7 @@ def test_semaphore_is_fifo():
                 seen.append(f"{name} out")
 
         wanted = [("a", 2, 0.05), ("b", 3), ("c", 1), ("d", 9)]
-        await asyncio.gather(*(take(*each) for each in wanted))
+        await asyncio.gather(*(take(*request_args) for request_args in wanted))
         return seen
 
     in_order = [f"{name} {way}" for name in "abcd" for way in ("in", "out")]

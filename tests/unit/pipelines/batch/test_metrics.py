@@ -19,11 +19,11 @@ def metrics_of(request, run, served_name=None):
 
 
 @pytest.fixture
-def make(decided):
-    """The metrics of a run of the fake engine."""
+def make(resolved_run):
+    """Return a function that makes the metrics of a fake-engine run."""
 
     def make(served_name=None, **keys):
-        return metrics_of(*decided(num_speculative_tokens=2, **keys), served_name)
+        return metrics_of(*resolved_run(num_speculative_tokens=2, **keys), served_name)
 
     return make
 
@@ -44,55 +44,59 @@ def beat(life_s):
     )
 
 
-def test_metrics_of_committed_units(told, make):
+def test_metrics_of_committed_units(ray_metrics, make):
     run = make()
     run.committed(unit(3, 1))
     run.committed(unit(4))
-    assert told["peagle_rows_total", *MODEL, "ok"] == 7
-    assert told["peagle_rows_total", *MODEL, "failed"] == 1
-    assert told["peagle_output_tokens_total", *MODEL] == 60
-    assert told["peagle_accepted_tokens_per_pos_total", *MODEL, "1"] == 6
-    assert not any(name[0].startswith("gen_ai") for name in told)  # nobody knows when its requests began
+    assert ray_metrics["peagle_rows_total", *MODEL, "ok"] == 7
+    assert ray_metrics["peagle_rows_total", *MODEL, "failed"] == 1
+    assert ray_metrics["peagle_output_tokens_total", *MODEL] == 60
+    assert ray_metrics["peagle_accepted_tokens_per_pos_total", *MODEL, "1"] == 6
+    assert not any(name[0].startswith("gen_ai") for name in ray_metrics)  # request start times are unknown
 
 
-def test_gauges_of_a_run(told, make, monkeypatch):
+def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
     monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: 1000.0))
     run = make(budget_usd=20, deadline="2026-12-01T00:00:00Z")
     tally = Tally(num_rows_planned=12, num_rows=5, num_failed_rows=1, usd=3.0, num_engines=2, seconds_left=60.0)
     run.look(tally, [beat(3.0)])
     run.look(tally, [beat(4.0)])
-    assert {key[-1]: told[key] for key in told if key[0] == "peagle_run_rows"} == {"done": 5, "failed": 1, "left": 6}
-    assert told["peagle_run_usd", *RUN] == 3.0
-    assert told["peagle_run_engines", *RUN] == 2
-    assert told["peagle_run_budget_usd", *RUN] == 20
-    assert told["peagle_run_deadline_timestamp_seconds", *RUN] == 1796083200
-    assert told["peagle_run_expected_end_timestamp_seconds", *RUN] == 1060.0
-    assert told["peagle_engine_usd_total", *MODEL, "start"] == pytest.approx(1.0)
-    assert told["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
+    assert {key[-1]: ray_metrics[key] for key in ray_metrics if key[0] == "peagle_run_rows"} == {
+        "done": 5,
+        "failed": 1,
+        "left": 6,
+    }
+    assert ray_metrics["peagle_run_usd", *RUN] == 3.0
+    assert ray_metrics["peagle_run_engines", *RUN] == 2
+    assert ray_metrics["peagle_run_budget_usd", *RUN] == 20
+    assert ray_metrics["peagle_run_deadline_timestamp_seconds", *RUN] == 1796083200
+    assert ray_metrics["peagle_run_expected_end_timestamp_seconds", *RUN] == 1060.0
+    assert ray_metrics["peagle_engine_usd_total", *MODEL, "start"] == pytest.approx(1.0)
+    assert ray_metrics["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 
-def test_no_gauges_for_missing_limits(told, make):
+def test_no_gauges_for_missing_limits(ray_metrics, make):
     make().look(Tally(num_rows_planned=12), [])
-    assert ("peagle_run_usd", *RUN) in told
+    assert ("peagle_run_usd", *RUN) in ray_metrics
     limits = (
         "peagle_run_budget_usd",
         "peagle_run_deadline_timestamp_seconds",
         "peagle_run_expected_end_timestamp_seconds",
     )
-    assert not any((name, *RUN) in told for name in limits)
+    assert not any((name, *RUN) in ray_metrics for name in limits)
 
 
-def test_batch_metrics_use_the_served_name(told, make):
+def test_batch_metrics_use_the_served_name(ray_metrics, make):
     make("mine").committed(unit(1))
-    assert ("peagle_rows_total", "mine", "fake", "ok") in told
+    assert ("peagle_rows_total", "mine", "fake", "ok") in ray_metrics
 
 
 @pytest.mark.parametrize(("break_even", "expected"), [({1: 1.2, 8: 2.0}, 2.0), ({}, None)])
-def test_break_even_gauge(told, decided, break_even, expected):
-    request, run = decided()
+def test_break_even_gauge(ray_metrics, resolved_run, break_even, expected):
+    request, run = resolved_run()
     engine = SimpleNamespace(
         break_even=lambda hardware: break_even, model=run.model, drafter=run.drafter,
         spec=replace(run.spec, max_num_seqs=8),
     )  # fmt: skip
     metrics_of(request, replace(run, engine=engine))
-    assert told.get(("peagle_break_even_acceptance_length", "fake", "")) == expected
+    assert ray_metrics.get(("peagle_break_even_acceptance_length", "fake", "")) == expected

@@ -1,4 +1,4 @@
-"""The leader's view of nodes that follow, without Ray: followers here are answers that a test gives."""
+"""The leader's view of follower nodes, without Ray: tests script the followers' replies."""
 
 import importlib
 import queue
@@ -32,7 +32,7 @@ class Cluster:
     """Two fake follower actors. `end` sets how the second one ends; `killed` counts kills of the leader's children."""
 
     def __init__(self, monkeypatch):
-        self.asked, self.killed, self.leaders = [], threading.Semaphore(0), []
+        self.joined, self.killed, self.leaders = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
         monkeypatch.setattr(multinode, "_actors", lambda part, count: actors[:count])
@@ -44,7 +44,7 @@ class Cluster:
 
     def _start(self, run, session_id, number):
         def remote(leader):
-            self.asked.append((number, leader))
+            self.joined.append((number, leader))
             return number
 
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
@@ -54,7 +54,7 @@ class Cluster:
         return self.leaders[-1]
 
     def join(self):
-        """End the watching threads. Later, they would call the real `ray.get`, which joins any cluster it finds."""
+        """End the watching threads, which would otherwise call the real `ray.get` and join any cluster."""
         self._has_ended.set()
         for leader in self.leaders:
             leader.started(lambda _: None)
@@ -86,7 +86,7 @@ def cluster(monkeypatch):
 def test_followers_get_the_leaders_address(cluster):
     others = cluster.lead()
     assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
-    assert cluster.asked == [(1, others.rank.leader), (2, others.rank.leader)]
+    assert cluster.joined == [(1, others.rank.leader), (2, others.rank.leader)]
     assert others.rank.leader[0] == "10.0.0.1"
     assert 1024 <= others.rank.leader[1] < 65536
 
@@ -100,32 +100,32 @@ def test_followers_get_the_leaders_address(cluster):
     ],
 )
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
-    told = queue.Queue()
+    errors = queue.Queue()
     others = cluster.lead()
-    others.started(told.put)
+    others.started(errors.put)
     assert others.failure is None
     cluster.end(error)
-    assert told.get(timeout=WAIT_S).startswith(message)
+    assert errors.get(timeout=WAIT_S).startswith(message)
     assert others.is_lost == is_lost
 
 
 def test_start_is_aborted_when_a_follower_ends(cluster):
     others = cluster.lead()
     cluster.end(EngineError("vLLM did not start: no memory"))
-    for _ in range(3):  # vLLM may only be about to start its processes
+    for _ in range(3):  # vLLM may not have started its processes yet
         assert cluster.killed.acquire(timeout=WAIT_S)
     assert others.failure.message == "vLLM did not start: no memory"
 
 
 def test_released_followers_do_not_end_the_engine(cluster):
-    told = []
+    calls = []
     others = cluster.lead()
-    others.started(told.append)
+    others.started(calls.append)
     others.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)
     cluster.end()
     watch.join(WAIT_S)
-    assert (watch.is_alive(), told) == (False, [])
+    assert (watch.is_alive(), calls) == (False, [])
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
@@ -135,7 +135,7 @@ def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced
         get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
     )
     monkeypatch.setattr("ray.get_runtime_context", lambda: here)
-    module = importlib.import_module("ray.util.placement_group")  # its name is also that of a function
+    module = importlib.import_module("ray.util.placement_group")  # a function has the same name
     monkeypatch.setattr(module, "get_placement_group", lambda name: f"that of {name}")
     monkeypatch.setattr(module, "remove_placement_group", done.append)
     monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))

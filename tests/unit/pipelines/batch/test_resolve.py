@@ -98,7 +98,7 @@ def test_nodes_per_engine(embedded_target):
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
 
-def test_neighbours_determine_the_placement():
+def test_other_engines_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
     run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
@@ -113,11 +113,11 @@ def test_prompt_options_are_refused_for_openai_batches(key):
         resolved(is_batch=True, **{key: "body"})
 
 
-def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, speaking_target, tmp_path, monkeypatch):
+def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     head = write_head(tmp_path / "head", transformer_layer_config={"hidden_size": 32, "vocab_size": 96})
     save_file({"midlayer.weight": np.zeros(4, np.float32)}, head / "model.safetensors")
-    upload(speaking_target, "models/tiny")
+    upload(chat_target, "models/tiny")
     upload(head, "heads/head")
 
     def run(model, drafter):
@@ -127,14 +127,14 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, speaking_target, 
         return resolve_run(config)
 
     try:
-        here, there = run(speaking_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+        here, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
         localize.cache_clear()
-    assert there.fingerprint("corpus") == here.fingerprint("corpus")
-    assert list(there.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
+    assert remote.fingerprint("corpus") == here.fingerprint("corpus")
+    assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
     assert here.spec.commits == {}
-    assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch those
+    assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch the weights
 
 
 @pytest.mark.parametrize(

@@ -30,23 +30,23 @@ def started(config, **others):
     return run_module.generate(request, RunProgress(Console(quiet=True)))
 
 
-def test_stored_plan_replaces_a_concurrent_one(decided):
-    (request, second), (_, first) = decided(rows_per_unit=5), decided(rows_per_unit=2)
+def test_stored_plan_replaces_a_concurrent_one(resolved_run):
+    (request, second), (_, first) = resolved_run(rows_per_unit=5), resolved_run(rows_per_unit=2)
     assert begin_or_continue(request, first) == first.plan
     opened = begin_or_continue(request, second)
     assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
     assert opened == second.directory.plan() == first.plan
 
 
-def test_served_name_is_stored(decided):
-    begin_or_continue(*decided(served_name="plain"))
-    request, other = decided(served_name="other")
+def test_served_name_is_stored(resolved_run):
+    begin_or_continue(*resolved_run(served_name="plain"))
+    request, other = resolved_run(served_name="other")
     begin_or_continue(request, other)
     assert other.directory.manifest()["served_name"] == "plain"
 
 
-def test_older_run_continues_only_with_the_same_corpus(decided, tmp_path):
-    request, run = decided()
+def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
+    request, run = resolved_run()
     older = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))
     assert begin_or_continue(request, replace(run, plan=older)) == older
     assert begin_or_continue(request, run) == older
@@ -56,19 +56,19 @@ def test_older_run_continues_only_with_the_same_corpus(decided, tmp_path):
 
 
 @pytest.fixture
-def on_no_accelerator(decided, monkeypatch):
-    """Starts a finished run on H100s again, on a cluster that would be waited for in vain."""
+def run_without_accelerators(resolved_run, monkeypatch):
+    """Restart a finished H100 run on a cluster that never gets accelerators."""
     h100 = Hardware(
         platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
     )  # fmt: skip
-    request, first = decided(hardware=h100, accelerator_type="H100", rows_per_unit=12)
+    request, first = resolved_run(hardware=h100, accelerator_type="H100", rows_per_unit=12)
     begin_or_continue(request, first)
     run = first.directory
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
     def wait(*_, **__):
-        raise CapacityError("they do not come")
+        raise CapacityError("no nodes arrived")
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
@@ -76,68 +76,68 @@ def on_no_accelerator(decided, monkeypatch):
     monkeypatch.setattr(ray, "require_capacity", wait)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
-    def again(**keys):
+    def restart(**keys):
         return started(request.config.model_copy(update=keys))
 
-    return run, again
+    return run, restart
 
 
-def test_finished_run_needs_no_accelerators(on_no_accelerator):
-    run, again = on_no_accelerator
-    assert again().was_already_finished
+def test_finished_run_needs_no_accelerators(run_without_accelerators):
+    run, restart = run_without_accelerators
+    assert restart().was_already_finished
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: was 256, now 8"):
-        again(max_tokens=8)
+        restart(max_tokens=8)
     run.unit_path(0).unlink()
-    with pytest.raises(CapacityError, match="they do not come"):
-        again()
+    with pytest.raises(CapacityError, match="no nodes arrived"):
+        restart()
 
 
-def test_retry_waits_for_accelerators_only_with_failed_rows(on_no_accelerator):
-    run, again = on_no_accelerator
-    assert again(retry_failed=True).was_already_finished  # none failed
+def test_retry_waits_for_accelerators_only_with_failed_rows(run_without_accelerators):
+    run, restart = run_without_accelerators
+    assert restart(retry_failed=True).was_already_finished  # none failed
     run.unit_path(0).unlink()
     letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
     run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
-    assert again().was_already_finished
-    with pytest.raises(CapacityError, match="they do not come"):
-        again(retry_failed=True)
+    assert restart().was_already_finished
+    with pytest.raises(CapacityError, match="no nodes arrived"):
+        restart(retry_failed=True)
 
 
-def test_invalid_run_does_not_wait_for_accelerators(on_no_accelerator, tmp_path):
-    _, again = on_no_accelerator
+def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tmp_path):
+    _, restart = run_without_accelerators
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
-        again(output=tmp_path / "another")
+        restart(output=tmp_path / "another")
     with pytest.raises(ConfigError, match="has no run, so there are no failed rows"):
-        again(output=tmp_path / "another", retry_failed=True)
+        restart(output=tmp_path / "another", retry_failed=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_early_signal_names_the_resume_command(decided, monkeypatch, number):
-    config = decided()[0].config
+def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
+    config = resolved_run()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
     assert stopped.value.hint == "the same command continues: peagle generate"
 
 
-def test_accelerator_price_is_refused_for_cpu_engines(decided):
+def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
     with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, but engines here are billed by the vcpu"):
-        decided(usd_per_hour=None, instance_type="g5.xlarge")
+        resolved_run(usd_per_hour=None, instance_type="g5.xlarge")
 
 
-def test_price_of_a_run_cannot_change(decided):
+def test_price_of_a_run_cannot_change(resolved_run):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
-        begin_or_continue(*decided(**keys))
+        begin_or_continue(*resolved_run(**keys))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
-        begin_or_continue(*decided(usd_per_hour=2))
-    request, batch = decided(usd_per_hour=2)
+        begin_or_continue(*resolved_run(usd_per_hour=2))
+    request, batch = resolved_run(usd_per_hour=2)
     begin_or_continue(request, replace(batch, slot_group="endpoint"))
 
 
 @pytest.fixture
 def hub_run(moving_hub, monkeypatch, tmp_path):
-    """Starts a run, or continues it, on a model and a head of the hub; what its engines would be. None is started."""
+    """Start or resume a run with a hub model and head; return the engine spec. No engine is started."""
     moving_hub.push("org/model", FIRST, MODEL)
     moving_hub.push("org/head", FIRST, HEAD)
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')

@@ -18,13 +18,13 @@ BEFORE = replace(SESSION, session_id="before")
 
 
 class Run:
-    """A run directory whose sessions differ from look to look."""
+    """A run directory whose sessions change from poll to poll."""
 
-    def __init__(self, *looks, num_done=10, stopping=False):
-        self.looks, self.num_done, self.stopping = list(looks), num_done, stopping
+    def __init__(self, *sessions_by_poll, num_done=10, stopping=False):
+        self.sessions_by_poll, self.num_done, self.stopping = list(sessions_by_poll), num_done, stopping
 
     def sessions(self):
-        return self.looks.pop(0)
+        return self.sessions_by_poll.pop(0)
 
     def committed(self):
         return set(range(self.num_done))
@@ -35,12 +35,12 @@ class Run:
 
 
 @pytest.fixture
-def slept(monkeypatch):
-    found = []
-    # The module's own clock: threads of other tests sleep by the true one.
-    monkeypatch.setattr(session, "time", SimpleNamespace(**{**vars(time), "sleep": found.append}))
-    monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(found)))
-    return found
+def sleeps(monkeypatch):
+    results = []
+    # Only the module's clock is replaced, because threads of other tests use the real one.
+    monkeypatch.setattr(session, "time", SimpleNamespace(**{**vars(time), "sleep": results.append}))
+    monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(results)))
+    return results
 
 
 def wait(run, *, num_engines=1, num_units=12, work=None):
@@ -49,28 +49,28 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
     ).wait(run)
 
 
-def test_engines_below_the_minimum_load(slept):
+def test_engines_below_the_minimum_load(sleeps):
     wait(Run([BEFORE]))
     wait(Run([BEFORE, SESSION]), num_engines=2)
     wait(Run([BEFORE, replace(SESSION, ended=True)]))
-    assert slept == []
+    assert sleeps == []
 
 
-def test_engine_loads_immediately_with_much_work(slept):
+def test_engine_loads_immediately_with_much_work(sleeps):
     wait(Run([BEFORE, SESSION]), num_units=1000)
-    assert slept == []
+    assert sleeps == []
 
 
-def test_engine_waits_with_little_work(slept):
+def test_engine_waits_with_little_work(sleeps):
     later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
     wait(Run([SESSION], [later], [later]))
-    assert slept == [15.0, 15.0]
+    assert sleeps == [15.0, 15.0]
 
 
-def test_remaining_work_counts_not_units(slept):
+def test_remaining_work_counts_not_units(sleeps):
     with pytest.raises(IndexError):
         wait(Run([SESSION]), work=(100,) * 10 + (1,) * 50)
-    assert slept == [15.0]
+    assert sleeps == [15.0]
     wait(Run([SESSION]), work=(1,) * 10 + (100,))
 
 
@@ -87,9 +87,9 @@ def test_work_by_unit():
     assert work_by_unit(plan) == (700, 3, 0, 5)
 
 
-def test_no_engine_loads_in_a_stopping_run(slept):
+def test_no_engine_loads_in_a_stopping_run(sleeps):
     run = Run([], [SESSION])
     run.stopping = True
-    with pytest.raises(IndexError):  # it looks again and again, until there is no look left
+    with pytest.raises(IndexError):  # it polls until the prepared sessions are used up
         wait(run, num_units=1000)
-    assert slept == [15.0, 15.0]
+    assert sleeps == [15.0, 15.0]

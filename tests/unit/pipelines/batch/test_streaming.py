@@ -11,7 +11,7 @@ from pipelines.cluster import ray as cluster
 
 
 class Directory:
-    """A run directory with the units that a test names."""
+    """A run directory in which only the given units are committed."""
 
     lease = None
 
@@ -43,7 +43,7 @@ class Supervisor:
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A dataset that ends at once, over units 0 and 1."""
+    """A dataset over units 0 and 1 that ends immediately."""
     monkeypatch.setattr(streaming, "_dataset", lambda *_: SimpleNamespace(iter_rows=lambda: iter(())))
     progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
 
@@ -57,20 +57,20 @@ def stream(monkeypatch):
 
 def test_stream_ends_with_the_last_unit(stream):
     stream(Directory(0, 1))
-    for run in (Directory(0), Directory(0, 7)):  # a unit that no plan has stands for none that is missing
+    for run in (Directory(0), Directory(0, 7)):  # a unit outside the plan does not make up for a missing one
         with pytest.raises(EngineError, match="before its last unit"):
             stream(run)
 
 
-def test_losing_drafter_is_reported_once(monkeypatch):
+def test_drafter_slower_than_none_is_reported_once(monkeypatch):
     monkeypatch.setattr(streaming, "_POLL_S", 0.0)
-    supervisor, said = Supervisor(), []
+    supervisor, messages = Supervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
-    progress = SimpleNamespace(show=lambda *_: None, say=said.append)
+    progress = SimpleNamespace(show=lambda *_: None, say=messages.append)
     run = SimpleNamespace(directory=Directory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
     streaming._watch(run, [None, None], supervisor, progress, METRICS)
-    assert len(said) == 1
-    assert "1.33 tokens per step, but this hardware needs 2.00" in said[0]
+    assert len(messages) == 1
+    assert "1.33 tokens per step, but this hardware needs 2.00" in messages[0]
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
@@ -85,24 +85,24 @@ def test_failed_observation_abandons_ray(monkeypatch, error):
     assert abandoned == [True]
 
 
-@pytest.mark.parametrize(("ending", "continues_segment"), [(StoppedEarly, True), (EngineError, False), (None, False)])
-def test_broken_stream_during_a_stop_is_the_stop(monkeypatch, ending, continues_segment):
-    """A signal to all processes of a machine ends Ray too."""
+@pytest.mark.parametrize(("ending", "ends_quietly"), [(StoppedEarly, True), (EngineError, False), (None, False)])
+def test_stream_error_while_stopping_is_treated_as_stop(monkeypatch, ending, ends_quietly):
+    """A signal to all processes of a machine also ends Ray."""
 
     def receipts():
         yield "usage"
         raise EngineError("the run broke off: the actor died")
 
-    abandoned, heard = [], []
+    abandoned, observed = [], []
     monkeypatch.setattr(cluster, "abandon", lambda: abandoned.append(True))
     ended = ending and SimpleNamespace(error=ending)
-    supervisor = SimpleNamespace(observe=lambda: heard.append("looked"), ending=ended)
-    found = streaming._until_broken(receipts(), supervisor)
-    assert next(found) == "usage"
-    if continues_segment:
-        assert list(found) == []
+    supervisor = SimpleNamespace(observe=lambda: observed.append("called"), ending=ended)
+    result = streaming._until_broken(receipts(), supervisor)
+    assert next(result) == "usage"
+    if ends_quietly:
+        assert list(result) == []
     else:
         with pytest.raises(EngineError, match="broke off"):
-            next(found)
-    assert heard == ["looked"]
-    assert bool(abandoned) is continues_segment
+            next(result)
+    assert observed == ["called"]
+    assert bool(abandoned) is ends_quietly

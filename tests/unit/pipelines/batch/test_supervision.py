@@ -27,7 +27,7 @@ def usage(num_rows, num_failed_rows):
 
 @pytest.fixture
 def start(tmp_path):
-    """A run of four units of three rows, its first unit committed with two dead letters for about a cent."""
+    """Start a run of four units of three rows; the first is committed, with two dead letters, for about a cent."""
 
     def make(*command, output="run", allowance=None, draw=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
@@ -102,7 +102,7 @@ def test_rows_left_are_counted_from_commits(start):
     run, supervisor = start()
     supervisor._request.stop.set()
     supervisor.observe()
-    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # its receipt was lost with Ray
+    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # Ray lost its receipt
     assert "stopped with 2 of 4 units committed" in supervisor.error().message
     assert "6 of 12 rows are left" in supervisor.error().message
 
@@ -227,7 +227,7 @@ def test_stop_ends_the_wait_for_engines(start):
 
 
 class Draw:
-    """The budget of a tag, which is reached when a test says so."""
+    """The budget of a tag, which is reached when a test sets it."""
 
     def __init__(self):
         self.words, self.seen = None, []

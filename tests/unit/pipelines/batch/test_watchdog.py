@@ -41,7 +41,7 @@ def test_gaps_between_observations_count_little():
 
 
 def in_time(answer_s, silent_s, limit_s=0.05):
-    """What comes of a row that takes `answer_s` in an engine that is silent for `silent_s`."""
+    """Return the outcome of a row that takes `answer_s` in an engine that is silent for `silent_s`."""
 
     async def scene():
         loop = asyncio.get_running_loop()
@@ -92,9 +92,9 @@ def test_engine_errors_pass_through():
 
 @pytest.fixture
 def watched_loop(monkeypatch):
-    """Runs a scene in a loop that is watched; what became of it, told once the watching thread has gone.
+    """Run a scene in a watched event loop; return what happened, after the watching thread has ended.
 
-    A look counts little, so that a machine that has much else to do makes no standstill.
+    Each poll counts little, so that a busy machine does not look like a blocked loop.
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.03)
@@ -124,31 +124,31 @@ def test_responsive_event_loop_is_not_killed(watched_loop):
 
 
 def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
-    gone, reasons = threading.Event(), []
+    ended, reasons = threading.Event(), []
 
     def die(why):
         reasons.append(why)
-        gone.set()
+        ended.set()
 
-    async def stands_in_the_way(_):
-        assert gone.wait(20)
+    async def blocks_the_loop(_):
+        assert ended.wait(20)
 
-    assert watched_loop(stands_in_the_way, die) == ["left"]
+    assert watched_loop(blocks_the_loop, die) == ["left"]
     assert reasons == ["the event loop was blocked for 0.3 s (--engine-timeout-s)"]
-    assert "in stands_in_the_way" in capfd.readouterr().err
+    assert "in blocks_the_loop" in capfd.readouterr().err
 
 
 def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
     monkeypatch.setattr(watchdog, "_FINAL_WRITES_S", 0.05)
     released = threading.Event()
 
-    async def holds_what_the_last_words_need(ended):
+    async def blocks_the_traceback(ended):
         until = time.monotonic() + 20
         while not ended and time.monotonic() < until:
             time.sleep(0.01)
         released.set()
 
-    assert watched_loop(holds_what_the_last_words_need, lambda why: released.wait(20)) == ["left", "left"]
+    assert watched_loop(blocks_the_traceback, lambda why: released.wait(20)) == ["left", "left"]
 
 
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
@@ -160,17 +160,17 @@ def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
     assert watched_loop(is_late, pytest.fail, limit_s=0.1) == []
 
 
-class Ended(Exception):  # noqa: N818
-    """In place of the end of the process."""
+class ProcessEnded(Exception):  # noqa: N818
+    """Raised instead of ending the process."""
 
 
 def die(why):
-    raise Ended(why)
+    raise ProcessEnded(why)
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Makes the watchdog of an engine that works, or is silent, in a run that goes on, or has so long to stop."""
+    """Return a function that creates a watchdog for a working or silent engine; `grace_s` is the time left to stop."""
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
 
     def make(*, works=True, is_busy=True, grace_s=None):
@@ -196,13 +196,13 @@ async def after(delay_s, cancelled=None):
     return "done"
 
 
-def finished(dog, delay_s):
-    """Whether the work was finished, and whether it was cancelled."""
+def finished(watchdog_, delay_s):
+    """Return whether the work finished, and whether it was cancelled."""
 
     async def scene():
         cancelled = []
         work = asyncio.create_task(after(delay_s, cancelled))
-        is_finished = await dog.finished(work)
+        is_finished = await watchdog_.finished(work)
         await asyncio.sleep(0)
         return is_finished, bool(cancelled)
 
@@ -215,15 +215,15 @@ def test_working_engine_is_awaited(watch):
 
 
 def test_running_work_gets_the_grace_period(watch):
-    dog = watch(grace_s=0.1)
-    assert dog.is_stopping()
-    assert finished(dog, 0.02) == (True, False)
-    assert finished(dog, 30) == (False, True)
+    watchdog_ = watch(grace_s=0.1)
+    assert watchdog_.is_stopping()
+    assert finished(watchdog_, 0.02) == (True, False)
+    assert finished(watchdog_, 30) == (False, True)
     assert not watch().is_stopping()
 
 
 def test_silent_engine_ends_its_process(watch):
-    with pytest.raises(Ended, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
+    with pytest.raises(ProcessEnded, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
         finished(watch(works=False), 30)
 
 

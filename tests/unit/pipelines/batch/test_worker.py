@@ -24,27 +24,27 @@ from pipelines.batch.worker import EngineWorker
 SLOTS = 4
 
 
-class Slotted(FakeEngine):
-    """Like vLLM: so many responses are decoded at once, and other requests wait in the engine."""
+class EngineWithSlots(FakeEngine):
+    """Like vLLM: a limited number of responses is decoded concurrently; other requests wait in the engine."""
 
     def __init__(self, row_s):
         super().__init__()
         self._slots, self._row_s = asyncio.Semaphore(SLOTS), row_s
 
     async def generate(self, request_id, prompt_token_ids, sampling):
-        held = [asyncio.create_task(self._slots.acquire()) for _ in range(sampling.get("n", 1))]
+        slots = [asyncio.create_task(self._slots.acquire()) for _ in range(sampling.get("n", 1))]
         try:
-            await asyncio.gather(*held)
+            await asyncio.gather(*slots)
             await asyncio.sleep(self._row_s)
         finally:
-            for slot in held:
+            for slot in slots:
                 if slot.done() and not slot.cancelled():
                     self._slots.release()
         return await super().generate(request_id, prompt_token_ids, sampling)
 
 
 class Scene:
-    """A run of two units of eight rows, and engine actors for it."""
+    """A run of two units of eight rows, and its engine actors."""
 
     def __init__(self, tmp_path, monkeypatch, **keys):
         self._monkeypatch, self.workers = monkeypatch, []
@@ -62,14 +62,14 @@ class Scene:
             started = StartedEngine(engine=engine, checkable=engine.checkable)
             self._monkeypatch.setattr(worker, "start_engine", lambda *_: started)
         config = self.resolved.config.model_copy(update=keys)
-        made = EngineWorker(replace(self.resolved, config=config, lender=lender).for_stages())
-        self.workers.append(made)
-        return made
+        engine_worker = EngineWorker(replace(self.resolved, config=config, lender=lender).for_stages())
+        self.workers.append(engine_worker)
+        return engine_worker
 
-    async def call(self, made, unit):
+    async def call(self, engine_worker, unit):
         plan = self.resolved.plan
         batch = encode_rows(prepare_unit(plan.units[unit], plan.schema, self.resolved.request_builder()))
-        return [receipt async for receipt in made(batch)]
+        return [receipt async for receipt in engine_worker(batch)]
 
     def counts(self, unit):
         usage = self.run.usage(unit)
@@ -77,40 +77,40 @@ class Scene:
 
 
 def end(code):
-    raise Gone(code)
+    raise ProcessEnded(code)
 
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Makes scenes; their actors leave this process's output alone, and end with the test."""
+    """Make scenes whose actors do not redirect this process's output and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(watchdog, "POLL_S", 0.05)
     monkeypatch.setattr(worker.os, "_exit", end)
-    made = []
+    scenes = []
 
     def make(**keys):
-        made.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
-        return made[-1]
+        scenes.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
+        return scenes[-1]
 
     yield make
-    for one in [actor for each in made for actor in each.workers]:
-        one._session.end()
+    for actor in [actor for created in scenes for actor in created.workers]:
+        actor._session.end()
 
 
-class Gone(BaseException):
-    """In place of the end of the process."""
+class ProcessEnded(BaseException):
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
 def test_time_limit_excludes_waiting_for_slots(scene, keys):
-    one = scene(**keys)
-    asyncio.run(one.call(one.worker(Slotted(row_s=0.3), row_timeout_s=0.55), 0))
-    assert one.counts(0) == (8, 0)
+    run = scene(**keys)
+    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.3), row_timeout_s=0.55), 0))
+    assert run.counts(0) == (8, 0)
 
 
 def test_rows_without_limit_wait_in_the_engine(scene):
-    class Counting(Slotted):
+    class Counting(EngineWithSlots):
         most = now = 0
 
         async def generate(self, *request):
@@ -121,27 +121,27 @@ def test_rows_without_limit_wait_in_the_engine(scene):
             finally:
                 self.now -= 1
 
-    one, engines = scene(), [Counting(row_s=0.01), Counting(row_s=0.01)]
-    asyncio.run(one.call(one.worker(engines[0]), 0))
-    asyncio.run(one.call(one.worker(engines[1], row_timeout_s=5), 1))
+    run, engines = scene(), [Counting(row_s=0.01), Counting(row_s=0.01)]
+    asyncio.run(run.call(run.worker(engines[0]), 0))
+    asyncio.run(run.call(run.worker(engines[1], row_timeout_s=5), 1))
     assert [engine.most for engine in engines] == [2 * SLOTS, SLOTS]
 
 
-def until_done(one, make_engine, unit, **job):
-    """Call new actors for the unit until one commits it; how many ended before, and the notes that they left."""
+def until_done(run, make_engine, unit, **job):
+    """Call new actors for the unit until one commits it; return the number of crashed actors and their notes."""
     for num_ended in range(10):
         try:
-            asyncio.run(one.call(one.worker(make_engine(), **job), unit))
-        except Gone:
-            notes = [json.loads(path.read_bytes()) for path in one.run.suspects.iterdir()]
+            asyncio.run(run.call(run.worker(make_engine(), **job), unit))
+        except ProcessEnded:
+            notes = [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]
         else:
             return num_ended, notes
-    raise AssertionError("no end of it")
+    raise AssertionError("the unit was never committed")
 
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
 def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
-    one, killed = scene(), []
+    run, killed = scene(), []
 
     class Hanging(FakeEngine):
         def __init__(self):
@@ -150,62 +150,62 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
         def kill(self):
             killed.append(self)
 
-    num_ended, notes = until_done(one, Hanging, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
+    num_ended, notes = until_done(run, Hanging, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
     assert (num_ended, len(killed)) == (3, 3)
     assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
         (False, True, True),
         (True, True, True),
         (True, True, True),
     ]
-    assert one.counts(0) == (7, 1)
-    assert [(int(letter["id"]), letter["reason"]) for letter in one.run.letters(0)] == [(3, "engine_died")]
-    assert not list(one.run.suspects.iterdir())
+    assert run.counts(0) == (7, 1)
+    assert [(int(letter["id"]), letter["reason"]) for letter in run.run.letters(0)] == [(3, "engine_died")]
+    assert not list(run.run.suspects.iterdir())
 
 
 def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
-    one, killed, ends, gone = scene(), [], [], threading.Event()
+    run, killed, ends, ended = scene(), [], [], threading.Event()
 
     class Blocking(FakeEngine):
         async def generate(self, request_id, prompt_token_ids, sampling):
             if b"line 3" in bytes(prompt_token_ids):
-                assert gone.wait(20)
+                assert ended.wait(20)
             return await super().generate(request_id, prompt_token_ids, sampling)
 
         def kill(self):
             killed.append(self)
 
     def leave(code):
-        if not gone.is_set():
-            ends.append((code, [json.loads(path.read_bytes()) for path in one.run.suspects.iterdir()]))
-        gone.set()
+        if not ended.is_set():
+            ends.append((code, [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]))
+        ended.set()
 
     monkeypatch.setattr(worker.os, "_exit", leave)
-    asyncio.run(one.call(one.worker(Blocking(), engine_timeout_s=0.4), 0))
+    asyncio.run(run.call(run.worker(Blocking(), engine_timeout_s=0.4), 0))
     ((code, (note,)),) = ends
     assert (code, note["died"], 3 in note["rows"], bool(killed)) == (1, True, True, True)
-    (session,) = one.run.sessions()
+    (session,) = run.run.sessions()
     assert session.ended
 
 
 def test_slow_engine_is_not_killed(scene):
-    one = scene()
-    asyncio.run(one.call(one.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
-    assert one.counts(0) == (8, 0)
+    run = scene()
+    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.5), engine_timeout_s=0.2), 0))
+    assert run.counts(0) == (8, 0)
 
 
 def test_duplicate_unit_is_committed_once(scene):
-    one = scene()
-    actor = one.worker(Slotted(row_s=0.05))
+    run = scene()
+    actor = run.worker(EngineWithSlots(row_s=0.05))
 
-    async def twice():
-        return await asyncio.gather(one.call(actor, 0), one.call(actor, 0))
+    async def both_actors():
+        return await asyncio.gather(run.call(actor, 0), run.call(actor, 0))
 
-    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(twice())]
+    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(both_actors())]
     assert sorted(usage is None for usage in receipts) == [False, True]
-    assert one.counts(0) == (8, 0)
-    assert not list(one.run.suspects.iterdir())
+    assert run.counts(0) == (8, 0)
+    assert not list(run.run.suspects.iterdir())
 
 
 def test_self_check_runs_once_before_the_first_row(scene):
@@ -226,23 +226,23 @@ def test_self_check_runs_once_before_the_first_row(scene):
             return await super().generate(*request)
 
     async def both(actor):
-        return await asyncio.gather(one.call(actor, 0), one.call(actor, 1), return_exceptions=True)
+        return await asyncio.gather(run.call(actor, 0), run.call(actor, 1), return_exceptions=True)
 
-    one, right, wrong = scene(), Counting(), Counting(is_wrong=True)
-    refusals = asyncio.run(both(one.worker(wrong)))
+    run, right, wrong = scene(), Counting(), Counting(is_wrong=True)
+    refusals = asyncio.run(both(run.worker(wrong)))
     assert [type(refusal) for refusal in refusals] == [EngineError, EngineError]
     assert "failed its self-check: token 1 of" in refusals[0].message
-    assert not one.run.committed()
-    asyncio.run(both(one.worker(right)))
-    assert one.run.committed() == {0, 1}
-    # The greedy request and, beside it, a sampled one.
+    assert not run.run.committed()
+    asyncio.run(both(run.worker(right)))
+    assert run.run.committed() == {0, 1}
+    # The greedy request and a concurrent sampled one.
     assert (wrong.events, right.events[:3], right.events.count("check")) == (["check"] * 2, ["check"] * 2 + ["row"], 2)
-    for made in one.workers:
-        made._session.end()
-    sessions = one.run.sessions()
+    for engine_worker in run.workers:
+        engine_worker._session.end()
+    sessions = run.run.sessions()
     assert sorted(json.loads(session.self_check)["outcome"] for session in sessions) == ["failed", "passed"]
     assert sum(session.num_output_tokens for session in sessions) == sum(
-        one.run.usage(unit).num_output_tokens for unit in (0, 1)
+        run.run.usage(unit).num_output_tokens for unit in (0, 1)
     ), "the check's tokens are nobody's output"
 
 
@@ -254,13 +254,13 @@ def test_hanging_self_check_ends_the_run(scene):
     async def never(*_, **__):
         await asyncio.sleep(60)
 
-    one, engine = scene(), Hanging()
+    run, engine = scene(), Hanging()
     engine.checkable.answer = never
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.2 s"):
-        asyncio.run(one.call(one.worker(engine, engine_timeout_s=0.2), 0))
+        asyncio.run(run.call(run.worker(engine, engine_timeout_s=0.2), 0))
 
 
-@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, Gone), (False, EngineError)])
+@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, ProcessEnded), (False, EngineError)])
 def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
@@ -269,20 +269,20 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
     monkeypatch.setattr(engine_start, "OtherNodes", lambda run, session_id: others)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
-    one = scene()
-    made = one.worker(FakeEngine())
+    run_scene = scene()
+    engine_worker = run_scene.worker(FakeEngine())
     spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
-    vllm = one.resolved.config.model_copy(update={"engine": "vllm"})
-    run = replace(one.resolved, config=vllm, engine=replace(one.resolved.engine, spec=spec))
+    vllm = run_scene.resolved.config.model_copy(update={"engine": "vllm"})
+    run = replace(run_scene.resolved, config=vllm, engine=replace(run_scene.resolved.engine, spec=spec))
     with pytest.raises(ends_with) as ended:
-        start_engine(run, made._session)
+        start_engine(run, engine_worker._session)
     assert is_lost or ended.value is others.failure
-    (session,) = one.run.sessions()
+    (session,) = run_scene.run.sessions()
     assert session.ended == is_lost
 
 
 class Lender:
-    """Lends a fake engine that bills two seconds a row."""
+    """Lends a fake engine that bills two seconds per row."""
 
     num_slots = 3
 
@@ -296,11 +296,11 @@ class Lender:
 
 
 def test_lent_engine_is_billed_per_row(scene):
-    one = scene()
-    made = one.worker(None, lender=Lender())
-    asyncio.run(one.call(made, 0))
-    made._close()
-    (session,) = one.run.sessions()
+    run = scene()
+    engine_worker = run.worker(None, lender=Lender())
+    asyncio.run(run.call(engine_worker, 0))
+    engine_worker._close()
+    (session,) = run.run.sessions()
     assert is_lent(session.session_id)
     assert (session.load_s, session.busy_s, session.idle_s, session.self_check) == (0.0, 16.0, 0.0, "")
-    assert (one.counts(0), one.run.usage(0).busy_s) == ((8, 0), 16.0)
+    assert (run.counts(0), run.run.usage(0).busy_s) == ((8, 0), 16.0)

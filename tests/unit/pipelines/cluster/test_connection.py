@@ -10,7 +10,7 @@ from pipelines.cluster.connection import connection
 
 @pytest.fixture
 def events(monkeypatch):
-    """The calls of Ray."""
+    """The recorded Ray calls."""
     done = []
 
     @contextlib.contextmanager

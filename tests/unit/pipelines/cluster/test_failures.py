@@ -19,17 +19,17 @@ def test_own_error_is_found_in_cause_chain():
 def test_own_error_is_parsed_from_traceback():
     printed = "".join(traceback.format_exception(CapacityError("too big: 3 GiB", hint="use --max-model-len 2048")))
     text = f"ray::Worker.generate()\n{printed}\nThe above exception was the direct cause of the following one:\n..."
-    found = explain(RayTaskError(text), "it broke off", hint="see logs/")
-    assert isinstance(found, CapacityError)
-    assert (found.message, found.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
+    result = explain(RayTaskError(text), "it broke off", hint="see logs/")
+    assert isinstance(result, CapacityError)
+    assert (result.message, result.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
 
 
 def test_other_error_keeps_last_line():
-    found = explain(
+    result = explain(
         RayTaskError("Traceback\nOSError: disk full"), "it broke off", hint="see logs/", otherwise=EngineError
     )
-    assert isinstance(found, EngineError)
-    assert found.message.endswith("OSError: disk full")
+    assert isinstance(result, EngineError)
+    assert result.message.endswith("OSError: disk full")
 
 
 def test_ray_data_wrapper_is_removed():
@@ -50,6 +50,6 @@ def test_retry_advice_of_ray_data_is_removed():
         total_backoff_s=0.0,
         exception_str="disk full",
     )
-    said = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
-    assert "disk full" in said
-    assert explain(RayTaskError(said), "it broke off", hint="see logs/").message == "it broke off: disk full"
+    message = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
+    assert "disk full" in message
+    assert explain(RayTaskError(message), "it broke off", hint="see logs/").message == "it broke off: disk full"

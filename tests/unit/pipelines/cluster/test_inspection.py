@@ -31,15 +31,15 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
         platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
         free_memory_gib=80, num_cpus=192,
     )  # fmt: skip
-    asked = {}
+    probe_options = {}
 
     class Probe:
         def remote(self):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
             return inspection._look()
 
     def remote(**options):
-        asked.update(options)
+        probe_options.update(options)
         return lambda function: Probe()
 
     nodes = [
@@ -49,12 +49,12 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
     ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "get", lambda found: found)
+    monkeypatch.setattr(ray, "get", lambda result: result)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
     monkeypatch.setattr(inspection, "detect_machine", lambda: None if "CUDA_VISIBLE_DEVICES" in os.environ else node)
     assert inspection.inspect().num_accelerators == found_gpus
-    assert asked.get("num_gpus", 0) == 0
-    chosen = asked.get("scheduling_strategy")
+    assert probe_options.get("num_gpus", 0) == 0
+    chosen = probe_options.get("scheduling_strategy")
     assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)
 
 
@@ -66,6 +66,6 @@ def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
     seen = []
     node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
     monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or node)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
     inspection._look()
     assert seen == ["0,1"]

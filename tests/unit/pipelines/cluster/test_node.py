@@ -11,7 +11,7 @@ from pipelines.cluster.node import start_vllm
     ("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1"), ("0", 1, "0")]
 )
 def test_openmp_variables_of_an_engine(monkeypatch, target, set_by_user, max_num_seqs, expected):
-    monkeypatch.setenv("KMP_USE_YIELD", set_by_user or "")  # so that it is as before when this test is over
+    monkeypatch.setenv("KMP_USE_YIELD", set_by_user or "")  # restored after the test
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray's
@@ -24,7 +24,7 @@ def test_openmp_variables_of_an_engine(monkeypatch, target, set_by_user, max_num
 
 
 def test_ray_sets_omp_num_threads(monkeypatch):
-    """If this fails, `set_threads` need not undo it any more."""
+    """If this fails, `set_threads` no longer needs to undo it."""
     from ray._private import utils
     from ray._private.worker import WORKER_MODE
 

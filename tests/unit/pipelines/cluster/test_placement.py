@@ -85,7 +85,7 @@ def test_room_leaves_cpus_for_preparation(cpus, room):
 @pytest.mark.parametrize(
     ("nodes", "num_accelerators", "num_engines", "expected"),
     [
-        ([HEAD, G7E], 1, 8, 8),  # the others are on their way
+        ([HEAD, G7E], 1, 8, 8),  # the others have not arrived yet
         ([HEAD, G7E, G7E], 1, 8, 8),
         ([HEAD] + [G7E] * 8, 1, 8, 8),
         ([HEAD, P5], 8, 16, 2),
@@ -115,12 +115,12 @@ def test_cpu_engines_are_divided_among_all_nodes():
 
 
 @pytest.mark.parametrize(
-    ("per_engine", "kind", "asked"),
+    ("per_engine", "kind", "expected"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_node_to_ask(per_engine, kind, asked):
+def test_autoscaler_request_per_node(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
-    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == asked
+    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
     assert node_to_ask({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
 
 
@@ -143,7 +143,7 @@ def test_accelerator_type_is_respected():
         ([5, 1], 2, 1),
         ([4], 2, 0),
         ([1, 1, 1, 1], 2, 2),
-        ([2, 2, 2], 2, 2),  # and a third one only by luck
+        ([2, 2, 2], 2, 2),  # and a third one only by chance
         ([0, 1, 1], 2, 1),
         ([1] * 7, 3, 2),
         ([3, 1], 1, 4),
@@ -173,8 +173,8 @@ def test_placement_of_engine_on_several_nodes():
 
 def test_placement_of_engine_on_several_cpu_nodes():
     keys = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
-    alone = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
-    assert (alone.num_cpus, alone.num_devices, alone.num_engines_on_node) == (3.0, 8, 1)
+    single = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
+    assert (single.num_cpus, single.num_devices, single.num_engines_on_node) == (3.0, 8, 1)
     shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
     assert (shared.part, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
     assert shared.bundles == [{"CPU": 1.0}] * 2

@@ -48,18 +48,18 @@ def test_metrics_port_in_use_is_refused(monkeypatch):
             pass
 
 
-@pytest.mark.parametrize(("asked", "found"), [(None, str(os.nice(0))), ("7", "7")])
-def test_worker_niceness(monkeypatch, asked, found):
+@pytest.mark.parametrize(("configured", "result"), [(None, str(os.nice(0))), ("7", "7")])
+def test_worker_niceness(monkeypatch, configured, result):
     import ray
 
-    environment = {} if asked is None else {"RAY_worker_niceness": asked}
+    environment = {} if configured is None else {"RAY_worker_niceness": configured}
     seen = {}
     monkeypatch.setattr(ray, "init", lambda **_: seen.update(environment))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.os, "environ", environment)
     with ray_cluster():
-        assert seen["RAY_worker_niceness"] == found
+        assert seen["RAY_worker_niceness"] == result
 
 
 def test_ray_variables_exist():
@@ -87,8 +87,8 @@ def test_ray_data_defaults():
 
 
 @pytest.fixture
-def ray_that_takes_sigterm(monkeypatch):
-    """Start like Ray 2.60, which handles SIGTERM from then on; a signal may arrive during the start."""
+def ray_handling_sigterm(monkeypatch):
+    """Imitate Ray 2.60, which installs a SIGTERM handler; a signal may arrive during the start."""
     import ray
 
     arrives = []
@@ -106,7 +106,7 @@ def ray_that_takes_sigterm(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_handler_is_restored(ray_that_takes_sigterm):
+def test_sigterm_handler_is_restored(ray_handling_sigterm):
     with interrupted_by_signal():
         ours = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
@@ -114,13 +114,13 @@ def test_sigterm_handler_is_restored(ray_that_takes_sigterm):
         assert signal.getsignal(signal.SIGTERM) is ours
 
 
-def test_sigterm_during_ray_start(ray_that_takes_sigterm):
-    ray_that_takes_sigterm.append(signal.SIGTERM)
+def test_sigterm_during_ray_start(ray_handling_sigterm):
+    ray_handling_sigterm.append(signal.SIGTERM)
     with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
         pytest.fail("it goes on")
 
 
-def test_ray_handles_sigterm_by_default(ray_that_takes_sigterm):
+def test_ray_handles_sigterm_by_default(ray_handling_sigterm):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with ray_cluster(), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
@@ -148,31 +148,33 @@ G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 
 @pytest.fixture
-def growing(monkeypatch):
-    """A cluster that adds nodes when an autoscaler is asked; records requests and messages."""
-    asked, said, looks = [], [], []
+def growing_cluster(monkeypatch):
+    """A cluster whose autoscaler adds nodes on request; records requests and messages."""
+    calls, announced, node_snapshots = [], [], []
     monkeypatch.setattr(cluster, "_asked", False)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
-    monkeypatch.setattr(cluster, "_nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: asked.append(bundles))
+    monkeypatch.setattr(
+        cluster, "_nodes", lambda: node_snapshots.pop(0) if len(node_snapshots) > 1 else node_snapshots[0]
+    )
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: calls.append(bundles))
 
     def require(*nodes, num_engines, wait_s=900.0, check=lambda: None):
-        looks[:] = nodes
+        node_snapshots[:] = nodes
         engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
-        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=said.append)
+        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=announced.append)
 
-    return require, asked, said
+    return require, calls, announced
 
 
-def test_require_capacity_waits_for_autoscaler(growing):
-    require, asked, said = growing
+def test_require_capacity_waits_for_autoscaler(growing_cluster):
+    require, requests, messages = growing_cluster
     require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
-    assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
-    assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
+    assert requests == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
+    assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in messages[1]
 
 
-def test_require_capacity_stops_when_check_raises(growing):
-    require, asked, _ = growing
+def test_require_capacity_stops_when_check_raises(growing_cluster):
+    require, requests, _ = growing_cluster
     left = iter([None, StoppedEarly("the deadline is near")])
 
     def check():
@@ -181,23 +183,25 @@ def test_require_capacity_stops_when_check_raises(growing):
 
     with pytest.raises(StoppedEarly, match="the deadline is near"):
         require([HEAD], num_engines=1, check=check)
-    assert len(asked) == 1
-    with pytest.raises(StopIteration):  # asked once more when nothing is missing: the nodes may have come too late
+    assert len(requests) == 1
+    with pytest.raises(
+        StopIteration
+    ):  # `check` also runs once after the nodes arrive, because they may have arrived after the deadline
         require([HEAD, G7E], num_engines=1, check=check)
 
 
-def test_release_nodes(growing):
-    require, asked, _ = growing
+def test_release_nodes(growing_cluster):
+    require, requests, _ = growing_cluster
     cluster.release_nodes()
-    assert asked == []
+    assert requests == []
     require([HEAD], [HEAD, G7E], num_engines=1)
     cluster.release_nodes()
     cluster.release_nodes()
-    assert asked[1:] == [[]]
+    assert requests[1:] == [[]]
 
 
-def test_require_capacity_times_out(growing):
-    require, _, _ = growing
+def test_require_capacity_times_out(growing_cluster):
+    require, _, _ = growing_cluster
     with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
         require([HEAD, G7E], num_engines=2, wait_s=0.0)
 

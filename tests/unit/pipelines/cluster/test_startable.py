@@ -105,9 +105,9 @@ def test_command_refuses_low_limit_before_a_run(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     words = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
     limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(words)}"
-    found = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "the limit of open files is 200, and Ray and an engine need" in found.stderr
+    result = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "the limit of open files is 200, and Ray and an engine need" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -27,7 +27,7 @@ def test_ray_processes_get_their_own_group():
 
 
 def test_ray_starts_processes_by_fork_in_our_group():
-    """If the first part fails, `own_groups` can go; if the second fails, it has no effect."""
+    """If the first part fails, `own_groups` can be removed; if the second fails, it has no effect."""
     from ray._private.services import start_ray_process
 
     source = inspect.getsource(start_ray_process)

@@ -1,4 +1,4 @@
-"""Ray's token: who can read it, and which clusters are refused; test_ray_ports.py uses real clusters."""
+"""Ray's token: its file permissions, and which clusters are refused; test_ray_ports.py uses real clusters."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE
 def home(tmp_path, monkeypatch):
     """A home without a token, and a permissive umask."""
     for name in _VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is as before when this test is over
+        monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = os.umask(0)
@@ -37,9 +37,9 @@ def test_local_ray_gets_a_private_token(home):
     assert len(file.read_text()) == 64
     assert [mode(file), mode(file.parent)] == [0o600, 0o700]
     assert "RAY_AUTH_MODE" not in os.environ  # Ray's own default on a cluster that it starts
-    kept = file.read_text()
+    token_text = file.read_text()
     token.prepare_to_start()
-    assert file.read_text() == kept
+    assert file.read_text() == token_text
 
 
 @pytest.mark.parametrize("prepare", [token.prepare_to_start, token.prepare_to_join])
@@ -73,7 +73,7 @@ def test_disabled_token(home, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     token.prepare_to_start()
     token.prepare_to_join()
-    token.require_token()  # it asks nobody
+    token.require_token()  # no request is sent
     assert not (home / ".ray").exists()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
@@ -90,7 +90,7 @@ def test_join_without_token():
 
 
 class _Gcs(grpc.GenericRpcHandler):
-    """A cluster that accepts everybody, or nobody without the token, or does not know the call."""
+    """A cluster that accepts all calls, or requires the token, or does not know the call."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -109,7 +109,7 @@ class _Gcs(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Start a server that this process seems to have joined; return its address."""
+    """Start a server and make this process appear connected to it; return its address."""
     servers = []
 
     def start(answer):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def part():
-    """A part of Ray that a test can kill."""
+    """A Ray process that a test can kill."""
     process = subprocess.Popen(["sleep", "60"])
     is_alive = vitals._process_check(psutil.Process(process.pid))
     yield Part(name="raylet (process 7)", is_alive=is_alive, log="/logs"), process.kill
@@ -27,7 +27,7 @@ def part():
 
 @pytest.fixture
 def watching():
-    """Watch a part. Afterwards the watch ends, which would otherwise kill this process 15 s after a death."""
+    """Watch a process; the watch ends after the test, because it would kill this process 15 s after a death."""
     watches = []
 
     def start(part, if_lost=""):
@@ -77,7 +77,7 @@ def test_other_errors_pass_through(part, watching):
 
 
 def test_blocked_main_thread_is_killed(tmp_path):
-    """A call into a dead Ray may never return; this one ignores signals."""
+    """A call into a dead Ray may block forever and ignore signals."""
     script = """
 import signal, time
 from pipelines.cluster import vitals
@@ -87,9 +87,9 @@ with vitals.Vitals([part], "It is safe to run the same command again").watching(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     time.sleep(60)
 """
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert found.returncode == 1
-    assert "Ray's control service died\n  It is safe to run the same command again" in found.stdout
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert "Ray's control service died\n  It is safe to run the same command again" in result.stdout
 
 
 def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):

@@ -12,7 +12,7 @@ _USAGE = UnitUsage(
 
 
 def a_request(request_id="r", *, session_id="s", key="alice", model="m", usd=0.022, **changes):
-    """A request that ran alone on an engine of a cent per second: 0.2 s for its prompt, 2 s for 40 more tokens."""
+    """A request on an otherwise idle engine at a cent per second: 0.2 s for its prompt, 2 s for 40 more tokens."""
     own = {name: changes.pop(name) for name in list(changes) if hasattr(_USAGE, name)}
     request = RequestUsage(
         request_id=request_id, key=key, model=model, drafter=None, outcome="ok", ttft_s=0.2, usd=usd,

@@ -64,8 +64,8 @@ def test_public_address_needs_keys(tmp_path, host):
 
 def test_sagemaker_needs_no_keys(tmp_path):
     config = SageMakerConfig(state=tmp_path, model="m")
-    made = gate_settings(config, CPU, served(config))
-    assert (config.host, made.requires_key, made.is_behind_sagemaker) == ("0.0.0.0", False, True)
+    gate = gate_settings(config, CPU, served(config))
+    assert (config.host, gate.requires_key, gate.is_behind_sagemaker) == ("0.0.0.0", False, True)
     assert not settings(tmp_path).is_behind_sagemaker
 
 
@@ -88,11 +88,11 @@ def test_share_prefix_cache(tmp_path, monkeypatch):
 
 def test_models_of_the_gate(tmp_path):
     has_parser = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
-    (one, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
-    assert (one.name, two.name) == ("a", "b")
-    assert (one.parsers, two.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
-    assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
-    assert one.max_choices == 128
+    (plain, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
+    assert (plain.name, two.name) == ("a", "b")
+    assert (plain.parsers, two.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
+    assert (plain.max_model_len, plain.num_speculative_tokens, plain.can_seed) == (512, 3, False)
+    assert plain.max_choices == 128
 
 
 def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
@@ -168,28 +168,28 @@ def test_model_card(tmp_path):
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def inspections(monkeypatch):
     """Simulate a growing cluster: the hardware of a node and the number of nodes at each inspection."""
 
-    def looks(*seen, is_kubernetes=True):
+    def inspections(*seen, is_kubernetes=True):
         if is_kubernetes:
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-        found = [hardware for hardware, _ in seen]
+        result = [hardware for hardware, _ in seen]
         counts = iter([num for _, num in seen])
-        left = iter(found)
+        left = iter(result)
         monkeypatch.setattr(app, "inspect", lambda: next(left))
         monkeypatch.setattr(app, "num_nodes", lambda here: next(counts))
         monkeypatch.setattr(app, "_POLL_S", 0.0)
-        return lambda: len(found) - len(list(left))
+        return lambda: len(result) - len(list(left))
 
-    return looks
+    return inspections
 
 
 ENDPOINT = {"max_replicas": 16, "drafter": "none"}
 
 
-def test_kubernetes_application_waits_for_its_machines(looks):
-    num_looks = looks((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
+def test_kubernetes_application_waits_for_its_machines(inspections):
+    num_looks = inspections((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
     assert num_looks() == 3
 
@@ -197,13 +197,13 @@ def test_kubernetes_application_waits_for_its_machines(looks):
 @pytest.mark.parametrize(
     ("instance_type", "is_kubernetes"), [("p5.48xlarge", False), ("c7a.large", True), (None, True)]
 )
-def test_no_wait_without_kubernetes_or_instance_type(looks, instance_type, is_kubernetes):
-    num_looks = looks((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
+def test_no_wait_without_kubernetes_or_instance_type(inspections, instance_type, is_kubernetes):
+    num_looks = inspections((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
     assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
     assert num_looks() == 1
 
 
-def test_wait_for_machines_is_limited(looks, monkeypatch):
+def test_wait_for_machines_is_limited(inspections, monkeypatch):
     monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
-    looks((CPU, 1))
+    inspections((CPU, 1))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU

@@ -62,7 +62,7 @@ def test_status_of_an_endpoint(home, a_process):
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
     record_up(endpoint.state, PRICE)
     assert (endpoint.status(), endpoint.usd()) == ("up", 0)
-    process.kill()  # it is a zombie now
+    process.kill()  # now a zombie
     while endpoint.process():
         pass
     assert endpoint.status() == "ended"
@@ -99,16 +99,16 @@ def test_end_sends_sigterm_and_waits(home, a_process):
 def test_output_is_printed_until_it_is_up(home, a_process):
     endpoint = an_endpoint(home, a_process())
     endpoint.log.write_text("one\nhal")
-    said = []
+    messages = []
 
     def say(line):
-        said.append(line)
+        messages.append(line)
         with endpoint.log.open("a") as log:
             log.write("f\n")
         record_up(endpoint.state, PRICE)
 
     wait_until_up(endpoint, say)
-    assert said[:2] == ["one", "half"]
+    assert messages[:2] == ["one", "half"]
 
 
 def test_failed_start_is_an_error(home, a_process):
@@ -116,10 +116,10 @@ def test_failed_start_is_an_error(home, a_process):
     endpoint = an_endpoint(home, process)
     process.wait()
     endpoint.log.write_text("peagle serve: no model 'x' in the catalog\n")
-    said = []
+    messages = []
     with pytest.raises(EngineError, match="the endpoint m did not start"):
-        wait_until_up(endpoint, said.append)
-    assert said == ["peagle serve: no model 'x' in the catalog"]
+        wait_until_up(endpoint, messages.append)
+    assert messages == ["peagle serve: no model 'x' in the catalog"]
 
 
 def test_start_runs_peagle_serve(home, monkeypatch, a_process):
@@ -150,8 +150,8 @@ def test_only_running_endpoint_needs_no_name(home, a_process):
     with pytest.raises(ConfigError, match="no endpoint is running"):
         find(None)
     process = a_process()
-    one = an_endpoint(home, process, name="one")
-    assert find(None) == find("one") == one
+    record = an_endpoint(home, process, name="one")
+    assert find(None) == find("one") == record
     an_endpoint(home, a_process(), name="two")
     with pytest.raises(ConfigError, match="2 endpoints are running: one, two"):
         find(None)

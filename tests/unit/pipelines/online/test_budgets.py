@@ -64,8 +64,8 @@ def read(tmp_path):
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):
-        for one in requests:
-            append_request(tmp_path, one)
+        for request in requests:
+            append_request(tmp_path, request)
         totals.catch_up()
         return budgets
 
@@ -147,11 +147,11 @@ def ended(day, usd, request_id="r"):
 )
 def test_budget_periods(every, left):
     now = [DAYS[0]]
-    budgets, found = Budgets(day=lambda: now[0]), []
+    budgets, result = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
         budgets.on_ledger_record(ended(now[0], 1.0))
-        found.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
-    assert found == left
+        result.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
+    assert result == left
 
 
 def test_spent_budget_renews_in_the_next_period():

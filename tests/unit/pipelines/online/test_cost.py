@@ -84,7 +84,7 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
     engine_account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
     report = view.report(window_s=240)
-    window_s = 470 - ((start + 230) // 60 * 60 - start)  # with the whole minute in which it begins
+    window_s = 470 - ((start + 230) // 60 * 60 - start)  # including the whole first minute
     assert report["total"]["num_requests"] == 1
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * (window_s - 20))
@@ -109,7 +109,7 @@ def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypa
     account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + 630)
     for window_s in (60, 300, None):
-        # The first request of a window may have begun before it.
+        # The first request of a window may have started before it.
         assert view.report(window_s=window_s)["account"]["tokens_per_usd"] == pytest.approx(100 / 0.02, rel=0.02)
 
 
@@ -127,7 +127,7 @@ def test_batch_counts_for_its_key_but_not_for_the_engines(view, tmp_path):
     assert report["by_key"]["carol"]["requests_at_once"] is None
 
 
-def test_requests_at_once(engine_account, clock, tmp_path):
+def test_concurrent_requests(engine_account, clock, tmp_path):
     engine_account.ready()
     first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2
@@ -139,8 +139,8 @@ def test_requests_at_once(engine_account, clock, tmp_path):
         usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
     engine_account.end()
-    found = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
-    (model,) = found.values()
+    result = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
+    (model,) = result.values()
     assert model["requests_at_once"] == pytest.approx(1.5)
     assert model["num_drafts"] == 0
 
@@ -165,11 +165,11 @@ def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
 def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days_ago, step_s):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     now = 1_800_000_000.0
-    begins = (now - days_ago * 86_400) // step_s * step_s
-    for number, ended in enumerate((begins - 1, begins, begins + step_s - 1, now)):
+    window_start = (now - days_ago * 86_400) // step_s * step_s
+    for number, ended in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
         append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
-    found = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
-    assert found["total"]["num_requests"] == 3
+    result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
+    assert result["total"]["num_requests"] == 3
 
 
 def test_statement_equals_the_command(tmp_path):

@@ -11,32 +11,32 @@ def config(tmp_path, **keys):
 
 
 def test_forecast_writes_nothing(tmp_path):
-    found = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
-    lines = dict(found.lines())
+    result = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
+    lines = dict(result.lines())
     assert lines["address"] == "http://127.0.0.1:8000/v1"
     assert lines["API keys"] == "none; only this machine can connect"
     assert "0 to 3 engine(s)" in lines["model"]
     assert lines["engines cost"].startswith("$0 to $")
-    assert found.usd_per_h(at_most=True) == pytest.approx(3 / found.price.num_devices)
+    assert result.usd_per_h(at_most=True) == pytest.approx(3 / result.price.num_devices)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_forecast_reports_who_has_access(tmp_path, monkeypatch):
     keys = {"engine": "fake", "model": "fake", "state": tmp_path / "state", "usd_per_hour": 1}
-    found = forecast(SageMakerConfig(**keys), print)
-    assert dict(found.lines())["API keys"].startswith("none; anyone who can connect to 0.0.0.0:8080")
-    assert found.to_dict()["access"] == dict(found.lines())["API keys"]
+    result = forecast(SageMakerConfig(**keys), print)
+    assert dict(result.lines())["API keys"].startswith("none; anyone who can connect to 0.0.0.0:8080")
+    assert result.to_dict()["access"] == dict(result.lines())["API keys"]
     monkeypatch.setenv("PEAGLE_API_KEYS", "a=0123456789abcdef0123456789abcdef")
     assert forecast(SageMakerConfig(**keys), print).access() == "required"
 
 
-def test_forecast_for_other_machines(tmp_path, speaking_target):
+def test_forecast_for_other_machines(tmp_path, chat_target):
     models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
-    keys = {"model": str(speaking_target), "models": models, "instance_type": "g7e.2xlarge"}
-    found = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
-    assert (found.is_here, found.num_nodes) == (False, 3)
-    assert found.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)
-    assert [model["name"] for model in found.to_dict()["models"]] == ["a", "b"]
+    keys = {"model": str(chat_target), "models": models, "instance_type": "g7e.2xlarge"}
+    result = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
+    assert (result.is_here, result.num_nodes) == (False, 3)
+    assert result.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)
+    assert [model["name"] for model in result.to_dict()["models"]] == ["a", "b"]
     rows = settled(ServeConfig(state=tmp_path / "state", **keys))
     assert rows["b.max_num_seqs"] == (256, "default on cuda")
     assert rows["b.precision"][1].startswith("price table: 1 x RTX PRO 6000")

@@ -15,12 +15,12 @@ PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD 
 
 def session(folder, *, busy_s=0.0, idle_s=0.0, started_at=1000.0, session_id="s"):
     """Write the heartbeat of an engine that loaded for 10 s."""
-    one = engine_session(
+    last_session = engine_session(
         session_id, num_devices=2, started_at=started_at, load_s=10.0, busy_s=busy_s, idle_s=idle_s, ended=False
     )
     folder.mkdir(exist_ok=True)
-    write_session(folder, one)
-    return one
+    write_session(folder, last_session)
+    return last_session
 
 
 def test_working_or_starting_engine_is_not_idle(tmp_path):
@@ -37,7 +37,7 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
     assert after(60) == 120
     session(tmp_path, idle_s=120, busy_s=1)
     assert (after(60), after(60)) == (0, 60)
-    session(tmp_path, session_id="another")  # the load grew
+    session(tmp_path, session_id="another")  # load_s has increased
     assert (after(60), after(60)) == (0, 60)
     under_way[0] = True
     assert after(60) == 0
@@ -45,33 +45,33 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
 
 def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_CHECK_S", 0.01)
-    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # of this process's time
-    stopped, said = threading.Event(), []
+    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # in this process's clock
+    stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
-    with ended_when_idle(config, PRICE, stopped, said.append):
+    with ended_when_idle(config, PRICE, stopped, messages.append):
         assert stopped.wait(10)
-        assert said == ["no requests for 0.2 s: stopping the endpoint"]
-    assert said[1:] == ["its engines cost $40.00"]
+        assert messages == ["no requests for 0.2 s: stopping the endpoint"]
+    assert messages[1:] == ["its engines cost $40.00"]
 
 
 @pytest.mark.parametrize("idle_timeout", [None, "1h"])
 def test_endpoint_that_is_not_idle_reports_nothing(tmp_path, idle_timeout):
-    said, config = [], ServeConfig(state=tmp_path, idle_timeout=idle_timeout)
-    with ended_when_idle(config, PRICE, threading.Event(), said.append):
+    messages, config = [], ServeConfig(state=tmp_path, idle_timeout=idle_timeout)
+    with ended_when_idle(config, PRICE, threading.Event(), messages.append):
         pass
-    assert said == []
+    assert messages == []
 
 
 def test_unreadable_ledger_does_not_stop_the_endpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_CHECK_S", 0.01)
     (tmp_path / "ledger").mkdir()
-    stopped, said = threading.Event(), []
+    stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
-    with ended_when_idle(config, PRICE, stopped, said.append):
+    with ended_when_idle(config, PRICE, stopped, messages.append):
         (tmp_path / "ledger" / "session-x.parquet").write_bytes(b"no table")
         assert not stopped.wait(0.5)
-    assert said
-    assert all("cannot check for requests now" in line for line in said)
+    assert messages
+    assert all("cannot check for requests now" in line for line in messages)
 
 
 def test_engines_usd_since(tmp_path):

@@ -35,15 +35,15 @@ def a_request(context=CONTEXT, record_usage=lambda usage: None):
     return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
-async def asked(request, *ends):
-    """Return the answer or the error code, and the number of calls to engines, which end as given."""
+async def answer_and_calls(request, *ends):
+    """Return the answer or error code, and the number of engine calls; call i ends with `ends[i]`."""
     left, began_at, asked_at = list(ends), time.time(), []
 
     async def handler(body, request):
         context = Context.of(request.headers)
-        again = context.first_asked_at
+        first_asked_at = context.first_asked_at
         assert replace(context, first_asked_at=None) == CONTEXT
-        assert again is None or began_at <= again <= asked_at[0]
+        assert first_asked_at is None or began_at <= first_asked_at <= asked_at[0]
         asked_at.append(time.time())
         end = left.pop(0)
         if isinstance(end, Exception):
@@ -57,27 +57,27 @@ async def asked(request, *ends):
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
-def test_chat_has_the_gates_token_cap(monkeypatch, tokens):
+def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
     async def ray_chat(self, body, request):
         return body
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     request = a_request(Context(request_id="r", key="alice", cap_tokens=tokens))
-    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), request))
+    sent = asyncio.run(peagle_ingress.chat(Chat(model="m", messages=[]), request))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
 
 @pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
 def test_invalid_window_is_refused(tmp_path, window_s):
-    async def asked():
-        one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-        one._shared = SharedBudgets(tmp_path)
-        one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-        one._ring = None
+    async def query_params():
+        peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+        peagle_ingress._shared = SharedBudgets(tmp_path)
+        peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+        peagle_ingress._ring = None
         app = FastAPI()
         answer_errors(app)
-        app.get("/v1/cost")(one.cost)
+        app.get("/v1/cost")(peagle_ingress.cost)
 
         async def let_in(scope, receive, send):
             await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
@@ -85,9 +85,12 @@ def test_invalid_window_is_refused(tmp_path, window_s):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(let_in), base_url="http://localhost") as http:
             windows = [{"window_s": window} for window in (window_s, "1e308", "60")]
             period = {"start": "2026-11-01", "end": "2026-11-30", "by": "key"}
-            return [await http.get("/v1/cost", params=asked) for asked in (*windows, period, {"start": "11/1"})]
+            return [
+                await http.get("/v1/cost", params=query_params)
+                for query_params in (*windows, period, {"start": "11/1"})
+            ]
 
-    refused, *answered, no_date = asyncio.run(asked())
+    refused, *answered, no_date = asyncio.run(query_params())
     status = 422 if window_s == "x" else 400
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, "query.window_s")
     assert [answer.status_code for answer in answered] == [200, 200, 200]
@@ -99,29 +102,29 @@ def test_invalid_window_is_refused(tmp_path, window_s):
 def test_ping_requires_an_engine_per_model(monkeypatch, running, status):
     counts = {f"m{number}": {"num_running_replicas": count} for number, count in enumerate(running)}
     monkeypatch.setattr(ingress, "replica_counts", lambda deployments: counts)
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    one._deployments = {}
-    answer = asyncio.run(one.ping())
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress._deployments = {}
+    answer = asyncio.run(peagle_ingress.ping())
     assert (answer.status_code, answer.body) == (status, b"")
 
 
 @pytest.mark.parametrize("is_behind_sagemaker", [True, False])
 def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemaker):
-    made = {}
-    monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: made.update(endpoint_map))
+    routes = {}
+    monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: routes.update(endpoint_map))
     ingress.make_ingress(GateSettings(models=(), ledger=tmp_path, is_behind_sagemaker=is_behind_sagemaker))
-    assert ("ping" in made) == is_behind_sagemaker
+    assert ("ping" in routes) == is_behind_sagemaker
 
 
 def test_request_that_crashed_its_engine_is_not_retried():
-    assert asyncio.run(asked(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
+    assert asyncio.run(answer_and_calls(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
 def with_a_later_one(request, *ends):
     """Send a request; its first engine crashes together with a later request."""
 
     async def scene():
-        first = asyncio.create_task(asked(request, *ends))
+        first = asyncio.create_task(answer_and_calls(request, *ends))
         await asyncio.sleep(0)
         crashes = request.app.state.crashes
         later = crashes.start(request_id="later", key="bob", account="b", model="m")
@@ -141,8 +144,8 @@ def test_older_request_is_retried_once():
 def test_request_is_retried_on_live_engines(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
     dead = EngineUnavailable()
-    assert asyncio.run(asked(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
-    assert asyncio.run(asked(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
+    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
+    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
@@ -156,8 +159,8 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         return await anext(listen(parts, NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
-    one = a_request(record_usage=noted.append)
-    answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
+    chat_request = a_request(record_usage=noted.append)
+    answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), chat_request))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]
 
@@ -166,15 +169,15 @@ def test_whole_answer_passes_unparsed(monkeypatch):
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
 def test_other_errors_are_not_retried(error, code):
-    assert asyncio.run(asked(a_request(), error, "answer")) == (code, 1)
+    assert asyncio.run(answer_and_calls(a_request(), error, "answer")) == (code, 1)
 
 
 def test_batches_use_current_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
-    (_, alice), (_, gone) = new_key("alice"), new_key("gone")
+    (_, alice), (_, revoked) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
     current_key = ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False))
-    assert (current_key(alice), current_key(gone)) == (alice.without_hash(), None)
+    assert (current_key(alice), current_key(revoked)) == (alice.without_hash(), None)
     endpoint._ring = None
     assert ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False)) is None
 
@@ -183,15 +186,15 @@ def test_operator_sees_all_budgets(tmp_path):
     (_, alice), (_, bob), (_, boss) = (
         new_key("alice", budget_usd=1), new_key("bob", budget_usd=2), new_key("boss", is_operator=True),
     )  # fmt: skip
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-    one._ring, one._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+    peagle_ingress._ring, peagle_ingress._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
     with changing_budgets(tmp_path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=3)
 
     async def cost(key):
         request = Request(with_pass({"type": "http", "headers": []}, get("/v1/cost"), key=key))
-        return json.loads((await one.cost(request, None, None, None, None)).body)
+        return json.loads((await peagle_ingress.cost(request, None, None, None, None)).body)
 
     of_alice, of_all = asyncio.run(cost(alice)), asyncio.run(cost(boss))
     assert of_alice["budgets"] == {"alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None}}

@@ -73,7 +73,7 @@ def test_non_streaming_answer_counts_over_its_whole_time(ledger, view):
 
 
 def test_tokens_before_the_window_do_not_count(ledger, view):
-    ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
+    ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before the window
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(50 / 60)
     assert report["total"]["num_output_tokens"] == 100  # it ended in the window
@@ -146,7 +146,10 @@ def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
         totals_of.cache_clear()
         reports.append(LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now).report()["total"])
     assert (tmp_path / "ledger" / "totals.jsonl").exists()
-    assert [(one["num_requests"], one["output_tokens_per_s"]) for one in reports] == [(1, 40 / 60), (2, 80 / 60)]
+    assert [(report["num_requests"], report["output_tokens_per_s"]) for report in reports] == [
+        (1, 40 / 60),
+        (2, 80 / 60),
+    ]
 
 
 class Stop:
@@ -160,15 +163,15 @@ class Stop:
         return self.left < 0
 
 
-class Ledger:
+class ScriptedLedger:
     def __init__(self, *reports):
         self._reports = list(reports)
 
     def report(self, *, window_s):
-        found = self._reports.pop(0)
-        if isinstance(found, BaseException):
-            raise found
-        return {"by_model": found}
+        result = self._reports.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return {"by_model": result}
 
 
 class Watch:
@@ -191,8 +194,8 @@ def test_note_on_a_losing_drafter(ledger, tmp_path, now):
     assert view.report()["by_model"]["m"]["acceptance_length"] == 2.0
     assert view.report()["notes"] == []
     dear = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 4.0}}, now=now)
-    (said,) = dear.report()["notes"]
-    assert said.startswith(
+    (note,) = dear.report()["notes"]
+    assert note.startswith(
         "m: The drafter costs more than it saves: 2.00 tokens per step, but this hardware needs 4.00"
     )
 
@@ -209,30 +212,30 @@ def test_break_even_at_the_recent_concurrency(ledger, tmp_path, now):
 
 def test_publishing_survives_read_errors(monkeypatch):
     class View:
-        found = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
+        result = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
 
         def needed(self):
-            found = next(self.found)
-            if isinstance(found, BaseException):
-                raise found
-            return found
+            result = next(self.result)
+            if isinstance(result, BaseException):
+                raise result
+            return result
 
-    told = []
+    calls = []
     with pytest.raises(SystemExit):
-        publish_break_even_forever(View(), lambda model, length: told.append((model, length)), every_s=0)
-    assert told == [("m", 1.5)]
+        publish_break_even_forever(View(), lambda model, length: calls.append((model, length)), every_s=0)
+    assert calls == [("m", 1.5)]
 
 
 def test_watch_gets_the_figures_of_its_model():
-    watch, said = Watch(), []
-    ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
-    watch_engines({"m": watch}, ledger, Stop(2), said.append)
+    watch, messages = Watch(), []
+    ledger = ScriptedLedger({"m": FIGURES, "other": FIGURES}, {})
+    watch_engines({"m": watch}, ledger, Stop(2), messages.append)
     assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
-    assert said == ["m: look 1"]
+    assert messages == ["m: look 1"]
 
 
 def test_watch_of_drafters_survives_read_errors():
-    watch, said = Watch(), []
-    watch_engines({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
-    assert "torn" in said[0]
-    assert said[1] == "m: look 1"
+    watch, messages = Watch(), []
+    watch_engines({"m": watch}, ScriptedLedger(PeagleError("torn"), {"m": FIGURES}), Stop(2), messages.append)
+    assert "torn" in messages[0]
+    assert messages[1] == "m: look 1"

@@ -22,13 +22,13 @@ BIG = {"name": "big", "tensor_parallel_size": 4}
 
 
 def test_batch_may_wait_for_the_only_accelerator(tmp_path):
-    found = placed(1, batches=tmp_path, min_replicas=0, name="m")
-    assert found == {"m": on_accelerators(1)}
+    result = placed(1, batches=tmp_path, min_replicas=0, name="m")
+    assert result == {"m": on_accelerators(1)}
 
 
 def test_engines_of_several_sizes_share_a_node():
-    found = placed(8, models=[BIG, {"name": "small", "max_replicas": 4}])
-    assert found == {"big": on_accelerators(4), "small": on_accelerators(1)}
+    result = placed(8, models=[BIG, {"name": "small", "max_replicas": 4}])
+    assert result == {"big": on_accelerators(4), "small": on_accelerators(1)}
 
 
 def test_engines_must_fit_together():

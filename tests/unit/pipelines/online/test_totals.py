@@ -29,23 +29,23 @@ def append(folder, *numbers, session="s"):
         append_request(folder, a_request(f"r{number}", session_id=session, key=key, usd=number / 7, **usage))
 
 
-def looked(folder):
+def read_totals(folder):
     totals = Totals(folder)
     totals.catch_up()
     return totals
 
 
-def said(totals):
+def without_prices(totals):
     """Return everything except the prices, which depend on the latest records."""
     return totals.cells, totals.budgets.ledger_usd, totals.budgets.ledger_batches
 
 
-def whole(folder, monkeypatch):
+def without_checkpoint(folder, monkeypatch):
     """Return the same without a checkpoint."""
     with monkeypatch.context() as without:
         without.setattr(module, "CHECKPOINT_NAME", "none")
         without.setattr(module, "_MIN_UNSAVED", 10**9)
-        return said(looked(folder))
+        return without_prices(read_totals(folder))
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def test_next_process_continues_from_the_checkpoint(tmp_path, monkeypatch, parse
     append(tmp_path, *range(20))
     batch = a_request("batch_1", session_id="batch_1", usd=3.0)
     write_batch(tmp_path, batch)
-    looked(tmp_path)
+    read_totals(tmp_path)
     append(tmp_path, 20, 21)
     append(tmp_path, 22, session="another")
     parsed.clear()
-    found = looked(tmp_path)
+    result = read_totals(tmp_path)
     assert len(parsed) == 3
-    assert found.budgets.ledger_batches == {"batch_1"}
-    assert said(found) == whole(tmp_path, monkeypatch)
+    assert result.budgets.ledger_batches == {"batch_1"}
+    assert without_prices(result) == without_checkpoint(tmp_path, monkeypatch)
 
 
 def damage(change):
@@ -83,7 +83,7 @@ def shorten(folder):
 
 
 def shorten_and_grow(folder):
-    """Like a power cut that lost lines which had been read."""
+    """Imitate a power cut that lost lines that had been read."""
     path = folder / "requests-s.jsonl"
     size = path.stat().st_size
     os.truncate(path, size - len(path.read_bytes().splitlines()[-1]) - 1)
@@ -110,13 +110,13 @@ def shorten_and_grow(folder):
 def test_invalid_checkpoint_is_ignored(tmp_path, monkeypatch, caplog, change):
     append(tmp_path, *range(20))
     append(tmp_path, *range(20, 25), session="t")
-    looked(tmp_path)
+    read_totals(tmp_path)
     change(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
+        assert without_prices(read_totals(tmp_path)) == without_checkpoint(tmp_path, monkeypatch)
     assert "reading the whole ledger" in caplog.text
     caplog.clear()
-    looked(tmp_path)  # a valid one has replaced it
+    read_totals(tmp_path)  # a valid one has replaced it
     assert not caplog.text
 
 
@@ -124,7 +124,7 @@ def test_invalid_checkpoint_is_ignored(tmp_path, monkeypatch, caplog, change):
 def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
     """Two ingresses read and restart while engines append; some lines are incomplete."""
     random, number = Random(seed), 0
-    ingresses = [looked(tmp_path), looked(tmp_path)]
+    ingresses = [read_totals(tmp_path), read_totals(tmp_path)]
     for _ in range(60):
         what = random.random()
         if what < 0.5:
@@ -137,14 +137,14 @@ def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, mo
         elif what < 0.85:
             random.choice(ingresses).catch_up()
         else:
-            ingresses[random.randrange(2)] = looked(tmp_path)
+            ingresses[random.randrange(2)] = read_totals(tmp_path)
     for ingress in ingresses:
         ingress.catch_up()
-    expected = whole(tmp_path, monkeypatch)
-    for found in (*ingresses, looked(tmp_path)):
-        cells, spent, _ = said(found)
+    expected = without_checkpoint(tmp_path, monkeypatch)
+    for result in (*ingresses, read_totals(tmp_path)):
+        cells, spent, _ = without_prices(result)
         assert sum(sums.num_requests for sums in cells.values()) == sum(
-            one.num_requests for one in expected[0].values()
+            value.num_requests for value in expected[0].values()
         )
         assert spent == pytest.approx(expected[1])
 
@@ -160,9 +160,9 @@ def test_lines_appended_during_a_checkpoint_are_read(tmp_path, monkeypatch):
         write(path, checkpoint)
 
     monkeypatch.setattr(module, "write_checkpoint", slow)
-    looked(tmp_path)
+    read_totals(tmp_path)
     monkeypatch.setattr(module, "write_checkpoint", write)
-    assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
+    assert without_prices(read_totals(tmp_path)) == without_checkpoint(tmp_path, monkeypatch)
 
 
 def test_failure_to_write_a_checkpoint_is_logged_and_harmless(tmp_path, monkeypatch, caplog):
@@ -172,17 +172,17 @@ def test_failure_to_write_a_checkpoint_is_logged_and_harmless(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_checkpoint", fail)
-    totals = looked(tmp_path)
+    totals = read_totals(tmp_path)
     append(tmp_path, 2)
     totals.catch_up()
     assert "No space left on device" in caplog.text
-    assert said(totals) == whole(tmp_path, monkeypatch)
+    assert without_prices(totals) == without_checkpoint(tmp_path, monkeypatch)
 
 
 def test_checkpoint_is_written_after_enough_records(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MIN_UNSAVED", 4)
     append(tmp_path, *range(3))
-    totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
+    totals, path = read_totals(tmp_path), tmp_path / "totals.jsonl"
     assert not path.exists()
     append(tmp_path, *range(3, 5))
     totals.catch_up()
@@ -193,7 +193,7 @@ def test_checkpoint_is_written_after_enough_records(tmp_path, monkeypatch):
     append(tmp_path, 7)
     totals.catch_up()
     assert path.read_bytes() != written
-    assert looked(tmp_path).prices == totals.prices
+    assert read_totals(tmp_path).prices == totals.prices
 
 
 def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
@@ -202,19 +202,19 @@ def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
     read = module.RequestReader.each
 
     def killed(reader):
-        for number, one in enumerate(read(reader)):
+        for number, record in enumerate(read(reader)):
             if number == 35:
                 raise KeyboardInterrupt
-            yield one
+            yield record
 
     with monkeypatch.context() as first:
         first.setattr(module.RequestReader, "each", killed)
         with pytest.raises(KeyboardInterrupt):
-            looked(tmp_path)
+            read_totals(tmp_path)
     parsed.clear()
-    found = looked(tmp_path)
+    result = read_totals(tmp_path)
     assert len(parsed) == 15
-    assert said(found) == whole(tmp_path, monkeypatch)
+    assert without_prices(result) == without_checkpoint(tmp_path, monkeypatch)
 
 
 def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):
@@ -223,17 +223,17 @@ def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):
         usage = {"started_at": ended - 1, "finished_at": ended}
         append_request(tmp_path, a_request(f"r{number}", usd=number / 7, **usage))
     monkeypatch.setattr(module, "_MIN_UNSAVED", 400)
-    newest, cells = ended // 60, looked(tmp_path).cells
+    newest, cells = ended // 60, read_totals(tmp_path).cells
     for cell in cells:
         age = newest - cell.minute
         assert cell.minute % (1 if age < 2 * 1440 else 60 if age < 60 * 1440 else 1440) == 0
     assert len(cells) < 40 + 60 * 24 + 2
     spent = sum(sums.usd for sums in cells.values())
-    assert spent == pytest.approx(sum(sums.usd for sums in whole(tmp_path, monkeypatch)[0].values()))
+    assert spent == pytest.approx(sum(sums.usd for sums in without_checkpoint(tmp_path, monkeypatch)[0].values()))
     assert sum(sums.num_requests for sums in cells.values()) == 100 * 24
 
 
-class Hears:
+class Listener:
     def __init__(self):
         self.began, self.heard = None, []
 
@@ -246,9 +246,9 @@ class Hears:
 
 def test_follower_receives_each_later_record_once(tmp_path):
     append(tmp_path, 1)
-    looked(tmp_path)
+    read_totals(tmp_path)
     append(tmp_path, 2)
-    totals, early, late = Totals(tmp_path), Hears(), Hears()
+    totals, early, late = Totals(tmp_path), Listener(), Listener()
     totals.add_follower(early)
     assert not totals.is_loaded
     totals.catch_up()
@@ -261,7 +261,7 @@ def test_follower_receives_each_later_record_once(tmp_path):
 
 def test_attaching_does_not_wait_for_a_read(tmp_path, monkeypatch):
     append(tmp_path, 1)
-    totals, may_end, hears = Totals(tmp_path), threading.Event(), Hears()
+    totals, may_end, hears = Totals(tmp_path), threading.Event(), Listener()
 
     def slow(reader):
         may_end.wait(10)
@@ -278,15 +278,15 @@ def test_attaching_does_not_wait_for_a_read(tmp_path, monkeypatch):
 
 def test_recent_requests_include_checkpointed_ones(tmp_path):
     append(tmp_path, *range(20))
-    looked(tmp_path)
-    totals = looked(tmp_path)
-    assert {one.request_id for one in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
+    read_totals(tmp_path)
+    totals = read_totals(tmp_path)
+    assert {record.request_id for record in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
 
 
 def price_of(*requests):
     price = TokenPrice()
-    for one in requests:
-        price.update(one)
+    for request in requests:
+        price.update(request)
     return price
 
 
@@ -311,7 +311,7 @@ def test_prices_of_prompt_and_output():
     ids=["at once", "choices", "drafts", "cached"],
 )
 def test_cheap_requests_do_not_lower_the_price(cheap):
-    """The attack: a hundred cheap requests, then many expensive ones at once."""
+    """The attack: a hundred cheap requests, then many concurrent expensive ones."""
     price, usual = price_of(*[a_request(**cheap)] * 100), price_of(a_request())
     assert price.usd_per_output_token == pytest.approx(usual.usd_per_output_token)
     assert price.usd_per_prompt_token == pytest.approx(usual.usd_per_prompt_token)
@@ -331,10 +331,10 @@ def test_long_prompts_do_not_raise_the_output_price():
 
 
 def test_shared_price():
-    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three others: a quarter of its 2.2 s
+    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three concurrent requests: a quarter of its 2.2 s
     assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
-    alone = price_of(a_request())
-    assert alone.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    single = price_of(a_request())
+    assert single.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
     assert TokenPrice().shared_price(prompt_tokens=1, output_tokens=1) is None
 
 

@@ -18,7 +18,7 @@ def test_context_round_trip(context):
     json.dumps(context.headers()).encode("ascii")
 
 
-def test_no_context_without_the_gates_header():
+def test_no_context_without_gateway_header():
     assert Context.of({"x-request-id": "r", "x-peagle-key": "alice"}) is None
 
 

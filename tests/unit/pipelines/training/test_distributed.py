@@ -39,22 +39,22 @@ def step(number, train_s=0.5):
     )  # fmt: skip
 
 
-def test_steps_of_this_attempt_are_told_also_when_a_resume_cuts_the_file_back_and_writes_beyond(tmp_path):
-    metrics, told = Metrics(tmp_path), []
-    listener = Listener(step=lambda progress: told.append(progress.step))
+def test_steps_are_reported_when_a_resume_truncates_and_extends_the_file(tmp_path):
+    metrics, steps = Metrics(tmp_path), []
+    listener = Listener(step=lambda progress: steps.append(progress.step))
     metrics.append(step(1))
-    with _Follower(tmp_path, listener, Spent()):
+    with _Follower(tmp_path, listener, RecordedSpend()):
         metrics.append(step(2))
-    assert told == [2]
+    assert steps == [2]
 
-    with _Follower(tmp_path, listener, Spent()):
+    with _Follower(tmp_path, listener, RecordedSpend()):
         metrics.cut(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(step(number, train_s))
-    assert told == [2, 3, 4]
+    assert steps == [2, 3, 4]
 
 
-class Spent:
+class RecordedSpend:
     """Collects records in a list."""
 
     def __init__(self):
@@ -65,8 +65,8 @@ class Spent:
         pass
 
 
-def test_what_workers_did_is_kept_with_a_checkpoint_and_lost_with_the_steps_that_are_cut_off(tmp_path):
-    metrics, spent = Metrics(tmp_path), Spent()
+def test_work_is_counted_with_checkpoints_and_lost_with_truncated_steps(tmp_path):
+    metrics, spent = Metrics(tmp_path), RecordedSpend()
     with _Follower(tmp_path, Listener(), spent):
         metrics.append(step(1))
     assert spent.noted == []
@@ -79,7 +79,7 @@ def test_what_workers_did_is_kept_with_a_checkpoint_and_lost_with_the_steps_that
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch):
-    """Take this machine's hardware as that of the workers."""
+    """Use this machine's hardware for the workers."""
     monkeypatch.setattr(distributed, "inspect", detect)
 
 
@@ -91,18 +91,18 @@ class WorkerGroupError(Exception):
         self.worker_failures = failures
 
 
-def test_what_the_first_worker_said_last_is_told():
+def test_last_line_of_the_first_worker_is_reported():
     traceback = "Traceback:\n  File ...\npeagle.errors.PeagleError: the loss is not finite\n  lower the learning rate\n"
     assert _reason(WorkerGroupError({0: Exception(traceback)})) == "peagle.errors.PeagleError: the loss is not finite"
 
 
-def test_an_error_of_ray_itself_is_told_by_its_last_line():
+def test_ray_errors_are_reported_by_their_last_line():
     assert _reason(RuntimeError("no room\nfor two workers")) == "for two workers"
     assert _reason(RuntimeError()) == "RuntimeError()"
 
 
 @pytest.mark.parametrize("receiver", ["main thread", "trainer"])
-def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch, receiver):
+def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver):
     ended, abandoned = threading.Event(), []
     monkeypatch.setattr(distributed, "abandon", lambda: abandoned.append(True))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +123,7 @@ def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch, 
     assert abandoned == [True]
 
 
-def test_a_trainer_still_keeps_the_interrupt():
+def test_ray_train_still_intercepts_interrupts():
     """If this fails, Ray Train restores SIGINT and `_outside_the_main_thread` is obsolete."""
     from ray.train.torch import TorchTrainer
 
@@ -136,7 +136,7 @@ def test_a_trainer_still_keeps_the_interrupt():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_trainers_error_is_the_callers(monkeypatch):
+def test_trainer_errors_reach_the_caller(monkeypatch):
     monkeypatch.setattr(distributed, "abandon", lambda: pytest.fail("it has come back"))
 
     def fit():
@@ -157,18 +157,18 @@ def training(write_jsonl, **values):
 
 @pytest.fixture
 def worker_elsewhere(monkeypatch, tmp_path):
-    """Replace Ray Train by one worker in this process with another working directory."""
+    """Replace Ray Train with one worker in this process with another working directory."""
 
     class Trainer:
         def __init__(self, work, *, train_loop_config, **_):
-            self.work, self.told = work, train_loop_config
+            self.work, self.config = work, train_loop_config
 
         def fit(self):
             (tmp_path / "elsewhere").mkdir()
             before = Path.cwd()
             os.chdir(tmp_path / "elsewhere")
             try:
-                return SimpleNamespace(return_value=self.work(self.told))
+                return SimpleNamespace(return_value=self.work(self.config))
             finally:
                 os.chdir(before)
 
@@ -178,11 +178,11 @@ def worker_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "ProcessGroup", lambda _: SingleProcess())
 
 
-def test_workers_go_on_with_a_training_whose_paths_are_relative(
-    worker_elsewhere, speaking_target, write_jsonl, tmp_path, monkeypatch
+def test_workers_resume_a_training_with_relative_paths(
+    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(speaking_target, "tiny")
+    shutil.copytree(chat_target, "tiny")
     config = training(write_jsonl, target="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
@@ -194,10 +194,10 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
+    ("requested", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
 )
-def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
-    speaking_target, write_jsonl, tmp_path, monkeypatch, asked, gpus, device
+def test_cluster_hardware_determines_the_training_device(
+    chat_target, write_jsonl, tmp_path, monkeypatch, requested, gpus, device
 ):
     seen = []
 
@@ -217,39 +217,39 @@ def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
-    config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", device=asked, workers=2)
+    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
     with pytest.raises(PeagleError, match="the workers failed: not here"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
 
 
-def test_gpus_that_a_cluster_does_not_have_are_refused(worker_elsewhere, write_jsonl, tmp_path):
+def test_gpus_missing_in_the_cluster_are_refused(worker_elsewhere, write_jsonl, tmp_path):
     config = training(write_jsonl, output=tmp_path / "out", device="cuda", workers=2)
     with pytest.raises(CapacityError, match="2 workers need a GPU each; the cluster has 0\n  use --device cpu"):
         train_on_workers(config, Listener())
 
 
-def test_workers_whose_loss_is_not_finite_are_not_started_again(
-    worker_elsewhere, speaking_target, write_jsonl, tmp_path, monkeypatch
+def test_workers_with_non_finite_loss_are_not_restarted(
+    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
-    config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", time_budget_s=1e-9)
+    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
     train_head(config, Listener())
     no_loss = BatchLoss.zeros(config.num_depths, "cpu")
     no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
     monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: no_loss)
-    told = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
-    with pytest.raises(DivergedError, match=told):
+    message = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
+    with pytest.raises(DivergedError, match=message):
         train_on_workers(config.model_copy(update={"workers": 2}), Listener())
     assert (config.output / "ledger").is_dir()
 
 
-def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
+def test_names_that_are_not_paths_reach_workers_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
     sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
-    told = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
-    assert (told.target, told.init, told.features) == ("smollm2-135m", "warm", None)
-    assert told.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
-    assert told.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
+    parameters = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
+    assert (parameters.target, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
+    assert parameters.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
+    assert parameters.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
     assert _for_workers(TrainConfig(target="org/name", prompts=sources, output="out")).target == "org/name"

@@ -1,4 +1,4 @@
-"""Finished runs of the fake engine, made by the parts that Ray moves otherwise."""
+"""Runs of the fake engine, generated without Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ SESSION = engine_session("engine", busy_s=9.0)
 
 
 class FakeRun:
-    """A run of the fake engine that is driven by hand."""
+    """A run of the fake engine whose units the test generates."""
 
     def __init__(self, config):
         self.plan = make_plan(config)
@@ -32,9 +32,9 @@ class FakeRun:
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 
     def do(self, *units, refusing=()):
-        """Generate and commit units, those of the plan by default; `refusing` are rows that the engine refuses."""
+        """Generate and commit units, by default all of the plan; `refusing` are the rows that the engine refuses."""
         plan = self.run.plan()
-        for unit in plan.units if not units else [one for one in plan.left(()) if one.unit in units]:
+        for unit in plan.units if not units else [unit for unit in plan.left(()) if unit.unit in units]:
             self._commit(unit, refusing)
         generated = sum(usage.num_output_tokens for usage in self.run.usages())
         self.run.write_session(replace(SESSION, num_output_tokens=generated))
@@ -69,7 +69,7 @@ class FakeRun:
 
 @pytest.fixture
 def start_run(write_jsonl, tmp_path):
-    """Plan a run over rows, six good ones and a bad one by default, in units of two."""
+    """Plan a run in units of two rows; the default corpus has six valid rows and an invalid one."""
 
     def start(rows=None, name="run", **keys):
         rows = [*({"prompt": f"say {n}", "id": n} for n in range(6)), "{bad"] if rows is None else rows

@@ -16,21 +16,21 @@ from peagle.runs.report import make_report
 UNIT_1 = "unit-00000001.parquet"
 
 
-def audited(run):
+def audit_run(run):
     return audit_files(run, run.manifest())
 
 
 def kinds(run):
-    return [finding.kind for finding in audited(run).findings]
+    return [finding.kind for finding in audit_run(run).findings]
 
 
-def the_finding(run) -> Finding:
-    (finding,) = audited(run).findings
+def single_finding(run) -> Finding:
+    (finding,) = audit_run(run).findings
     return finding
 
 
 def rewrite(run, unit, change=lambda table: table, **usage):
-    """Replace a committed unit by another table, or another usage."""
+    """Change the table or the usage of a committed unit."""
     path = run.unit_path(unit)
     table = change(pq.read_table(path))
     metadata = {b"peagle.failed": run.letters_name(unit).encode()}
@@ -40,7 +40,7 @@ def rewrite(run, unit, change=lambda table: table, **usage):
 
 def test_finished_run_is_clean(finished):
     make_report(finished)
-    audit = audited(finished)
+    audit = audit_run(finished)
     assert (audit.findings, audit.notes, audit.is_finished) == ([], [], True)
     assert (audit.num_units, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == (4, 6, 1, 0)
     assert audit.rows_of == {0: 2, 1: 2, 2: 2, 3: 0}
@@ -51,7 +51,7 @@ def test_unfinished_run_has_only_a_note(start_run):
     run = start_run().do(0, 2)
     (run.data / ".unit-00000001.parquet.0.tmp").touch()
     (run.failed / "unit-00000001.cafe.jsonl").touch()
-    audit = audited(run)
+    audit = audit_run(run)
     assert (audit.findings, audit.is_finished, audit.num_rows_left) == ([], False, 3)
     assert audit.notes == [
         "2 units with 3 rows are not committed yet",
@@ -63,7 +63,7 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
     (finished.data / ".unit-00000001.parquet.0.tmp").touch()
     (finished.failed / "unit-00000001.cafe.jsonl").touch()
     with hold_lease(finished.root, expiry_s=30, command=["peagle"], announce=print):
-        assert kinds(finished) == []  # somebody may be writing it now
+        assert kinds(finished) == []  # the lease holder may be writing them
     assert kinds(finished) == ["leftover", "leftover"]
     finished.remove_leftovers()
     assert kinds(finished) == []
@@ -72,9 +72,10 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
 def test_missing_row_is_lost(finished):
     usage = finished.usage(1)
     rewrite(finished, 1, lambda table: table.slice(0, 1))
-    found = audited(finished).findings
-    assert Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter") in found
-    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in found
+    findings = audit_run(finished).findings
+    lost = Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter")
+    assert lost in findings
+    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in findings
     assert usage == finished.usage(1)
 
 
@@ -85,16 +86,16 @@ def test_duplicate_id_is_doubled(finished):
 
 def test_row_of_another_unit_is_foreign(finished):
     shutil.copy(finished.unit_path(0), finished.unit_path(1))
-    found = {finding.kind: finding.message for finding in audited(finished).findings}
-    assert found["foreign"] == "000000000, 000000001: not in this unit"
-    assert "lost" in found
+    messages = {finding.kind: finding.message for finding in audit_run(finished).findings}
+    assert messages["foreign"] == "000000000, 000000001: not in this unit"
+    assert "lost" in messages
 
 
 @pytest.mark.parametrize("name", ["num_output_tokens", "num_prompt_tokens", "num_rows", "num_failed_rows"])
 def test_wrong_usage_is_found(finished, name):
     value = getattr(finished.usage(1), name)
     rewrite(finished, 1, **{name: value - 1 if value else 1})
-    finding = the_finding(finished)
+    finding = single_finding(finished)
     assert (finding.kind, finding.where) == ("usage", UNIT_1)
     assert finding.message.startswith(f"{name} is ")
 
@@ -110,7 +111,7 @@ def test_wrong_dead_letters_are_found(finished):
     path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
     assert kinds(finished) == ["lost", "foreign"]
     path.write_text(json.dumps({**letter, "unit": 2}) + "\n")
-    assert the_finding(finished).message == "line 1: its unit is 2, but 3 in the plan"
+    assert single_finding(finished).message == "line 1: its unit is 2, but 3 in the plan"
     path.write_text("{cut o")
     assert kinds(finished) == ["damaged"]
     path.unlink()
@@ -121,7 +122,7 @@ def test_wrong_dead_letters_are_found(finished):
 def test_truncated_unit_is_damaged(finished, keep):
     path = finished.unit_path(1)
     path.write_bytes(path.read_bytes()[:keep])
-    finding = the_finding(finished)
+    finding = single_finding(finished)
     assert (finding.kind, finding.where) == ("damaged", UNIT_1)
 
 
@@ -129,14 +130,14 @@ def test_damaged_column_is_found(finished):
     data = bytearray(finished.unit_path(1).read_bytes())
     data[4:200] = bytes(196)
     finished.unit_path(1).write_bytes(data)
-    assert the_finding(finished).kind == "damaged"
+    assert single_finding(finished).kind == "damaged"
 
 
 def test_wrong_columns_are_found(finished):
     rewrite(finished, 1, lambda table: table.drop_columns(["ttft_s"]))
-    assert the_finding(finished).message == "the columns differ from the plan: ttft_s"
+    assert single_finding(finished).message == "the columns differ from the plan: ttft_s"
     rewrite(finished, 0, lambda table: table.set_column(0, table.column_names[0], table["num_output_tokens"]))
-    assert "column 'prompt' is int32, but string in the plan" in [f.message for f in audited(finished).findings]
+    assert "column 'prompt' is int32, but string in the plan" in [f.message for f in audit_run(finished).findings]
 
 
 def test_row_of_another_model_is_found(finished):
@@ -144,18 +145,18 @@ def test_row_of_another_model_is_found(finished):
         return table.set_column(table.column_names.index("model"), "model", [["other"] * 2])
 
     rewrite(finished, 1, other)
-    assert the_finding(finished).message == "column 'model' has 'other', but the run used 'fake'"
+    assert single_finding(finished).message == "column 'model' has 'other', but the run used 'fake'"
 
 
 def test_foreign_files_are_found(finished):
     for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
         (finished.root / name).touch()
     shutil.copy(finished.unit_path(0), finished.unit_path(9))
-    found = audited(finished).findings
-    assert {finding.where for finding in found} == {
+    findings = audit_run(finished).findings
+    assert {finding.where for finding in findings} == {
         "thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv", "data/unit-00000009.parquet",
     }  # fmt: skip
-    assert {finding.kind for finding in found} == {"foreign"}
+    assert {finding.kind for finding in findings} == {"foreign"}
 
 
 def plan_file(run):
@@ -164,15 +165,15 @@ def plan_file(run):
 
 def test_orphaned_plan_is_found(finished):
     (finished.root / "plan.0123456789ab.parquet").write_bytes(b"")
-    assert (the_finding(finished).kind, the_finding(finished).where) == ("leftover", "plan.0123456789ab.parquet")
+    assert (single_finding(finished).kind, single_finding(finished).where) == ("leftover", "plan.0123456789ab.parquet")
     assert finished.remove_leftovers() == 1
-    assert audited(finished).findings == []
+    assert audit_run(finished).findings == []
 
 
 def test_wrong_or_damaged_plan_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
     shutil.copy(plan_file(other), plan_file(finished))
-    assert any("for a different corpus than run.json" in finding.message for finding in audited(finished).findings)
+    assert any("for a different corpus than run.json" in finding.message for finding in audit_run(finished).findings)
     plan_file(finished).write_bytes(b"PAR1 cut off")
     assert kinds(finished) == ["damaged"]
 
@@ -181,14 +182,14 @@ def test_ledger_must_have_every_engine(finished):
     path = finished.ledger / "session-engine.parquet"
     session = replace(finished.sessions()[0], num_output_tokens=1)
     finished.write_session(session)
-    assert the_finding(finished).kind == "ledger"
+    assert single_finding(finished).kind == "ledger"
     finished.write_session(replace(session, ended=False))
     assert kinds(finished) == []  # killed between its last commit and the next heartbeat
     copy = finished.ledger / "session-merged-1.parquet"
     shutil.copy(path, copy)
-    assert kinds(finished) == [], "its files are being put together"
+    assert kinds(finished) == [], "its files are being merged"
     copy.write_bytes(sessions_bytes([replace(session, ended=False, num_output_tokens=2)]))
-    assert the_finding(finished).message == "engine process engine is recorded twice"
+    assert single_finding(finished).message == "engine process engine is recorded twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
     assert kinds(finished) == ["damaged", *["ledger"] * 4]
@@ -198,13 +199,13 @@ def test_retry_must_match_dead_letters(start_run):
     fake = start_run()
     run = fake.do(refusing={"000000003"})
     plan_retry(run, run.plan())
-    audit = audited(run)
+    audit = audit_run(run)
     assert (audit.findings, audit.num_rows_left, audit.num_failed_rows) == ([], 2, 0)
     fake.do(4, 5)
-    audit = audited(run)
+    audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
     run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
-    assert [(finding.kind, finding.where) for finding in audited(run).findings] == [
+    assert [(finding.kind, finding.where) for finding in audit_run(run).findings] == [
         ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
     ]  # fmt: skip
     assert kinds(start_retried(start_run, Retry(unit=4, supersedes=0, rows=(1,)))) == ["plan"]
@@ -212,27 +213,27 @@ def test_retry_must_match_dead_letters(start_run):
 
 
 def start_retried(start_run, retry):
-    """A run whose unit 0 failed as a whole, with a retry of our own."""
+    """A run in which all rows of unit 0 failed, with the given retry."""
     run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
     run.add_retries([retry], number=1)
     return run
 
 
-def test_repeated_unit_must_skip_retried_rows(start_run):
+def test_regenerated_unit_must_skip_retried_rows(start_run):
     fake = start_run(rows_per_unit=4)
     run = fake.do(refusing={"000000001", "000000002"})
     plan = plan_retry(run, run.plan())
     fake.do(2, 3)
     run.unit_path(0).unlink()
-    audit = audited(run)
+    audit = audit_run(run)
     assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
     fake.do(0, refusing={"000000003"})
-    run.remove_leftovers()  # the letters of the file that was deleted
-    audit = audited(run)
+    run.remove_leftovers()  # the dead letters of the deleted file
+    audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
     plan_retry(run, plan)
     fake.do(4, 5)
-    audit = audited(run)
+    audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
     run.unit_path(0).unlink()
     fake._commit(plan.units[0], ())
@@ -243,9 +244,9 @@ def test_repeated_unit_must_skip_retried_rows(start_run):
 def test_missing_units_of_a_complete_run_are_lost(finished):
     make_report(finished)
     finished.unit_path(2).unlink()
-    assert the_finding(finished).kind == "lost"
+    assert single_finding(finished).kind == "lost"
     (finished.root / "report.json").write_text("{")
-    assert the_finding(finished).where == "report.json"
+    assert single_finding(finished).where == "report.json"
 
 
 def test_missing_retried_unit_is_lost(start_run):
@@ -256,21 +257,21 @@ def test_missing_retried_unit_is_lost(start_run):
     assert kinds(run) == []
     fake.do(2, 3, 4, 5)
     run.unit_path(0).unlink()
-    assert kinds(run) == []  # the report that is there counts no more units than there are
+    assert kinds(run) == []  # the existing report counts only units that exist
     make_report(run)
     run.unit_path(2).unlink()
-    assert the_finding(run).message == "1 units that were committed when report.json was written are gone"
+    assert single_finding(run).message == "1 units that were committed when report.json was written are gone"
 
 
 def test_changed_input_is_found_and_missing_input_is_a_note(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     data = corpus.read_bytes()
     corpus.write_bytes(data.replace(b"say 1", b"say 9"))
-    assert the_finding(finished).kind == "input"
+    assert single_finding(finished).kind == "input"
     corpus.write_bytes(b"")
-    assert "the file is empty" in the_finding(finished).message
+    assert "the file is empty" in single_finding(finished).message
     corpus.unlink()
-    audit = audited(finished)
+    audit = audit_run(finished)
     assert audit.findings == []
     assert "the input was not compared" in audit.notes[0]
 
@@ -281,7 +282,7 @@ def test_input_of_older_runs_is_compared_with_their_fingerprint(finished):
     plan_file(finished).write_bytes(plan_to_bytes(older))
     manifest = (finished.root / "run.json").read_text()
     (finished.root / "run.json").write_text(manifest.replace(plan.corpus_fingerprint, older.corpus_fingerprint))
-    assert audited(finished).findings == []
+    assert audit_run(finished).findings == []
 
 
 def test_empty_file_belongs_to_the_corpus(start_run, tmp_path):
@@ -298,9 +299,9 @@ def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
     assert capsys.readouterr().out.endswith("clean\n")
     finished.unit_path(1).write_bytes(b"")
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 1
-    said = capsys.readouterr().out
-    assert "damaged" in said
-    assert UNIT_1 in said
+    output = capsys.readouterr().out
+    assert "damaged" in output
+    assert UNIT_1 in output
     assert cli.run(["audit", str(finished), "--no-regenerate", "--json", "-"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["ok"], result["regenerated"], len(result["findings"])) == (False, None, 1)

@@ -17,12 +17,12 @@ from peagle.runs.regeneration import choose, require_target
 from pipelines.cluster.node import start_only_engine
 
 
-def audited(run, num_rows=16, seed=0):
+def audit_run(run, num_rows=16, seed=0):
     return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print, start=start_only_engine)
 
 
 def outcomes(run, **options):
-    return [row.to_dict()["outcome"] for row in audited(run, **options).rows]
+    return [row.to_dict()["outcome"] for row in audit_run(run, **options).rows]
 
 
 def change_response(run, unit, text):
@@ -51,32 +51,32 @@ def test_changed_response_is_different(finished, capsys):
     }  # fmt: skip
     assert rows["000000002"]["position"] == 0
     assert cli.run(["audit", str(finished)]) == 1
-    said = capsys.readouterr().out
-    assert "4 same, 0 tie, 2 different, 0 skipped" in said
-    assert "NOT CLEAN" in said
+    output = capsys.readouterr().out
+    assert "4 same, 0 tie, 2 different, 0 skipped" in output
+    assert "NOT CLEAN" in output
 
 
 def test_damaged_unit_is_not_sampled(finished):
     finished.unit_path(1).write_bytes(b"")
-    assert [row.id for row in audited(finished).rows] == ["000000000", "000000001", "000000004", "000000005"]
+    assert [row.id for row in audit_run(finished).rows] == ["000000000", "000000001", "000000004", "000000005"]
 
 
-def test_retried_rows_find_their_prompts(start_run):
+def test_retried_rows_are_regenerated_from_their_prompts(start_run):
     fake = start_run()
     run = fake.do(3, 2, 0, 1, refusing={"000000003", "000000004"})
     plan_retry(run, run.plan())
     fake.do(4, 5, 6)
-    assert sorted(row.id for row in audited(run).rows) == [f"{n:09d}" for n in range(6)]
+    assert sorted(row.id for row in audit_run(run).rows) == [f"{n:09d}" for n in range(6)]
     assert set(outcomes(run)) == {"same"}
 
 
 def test_rows_without_their_input_are_skipped(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     corpus.write_bytes(corpus.read_bytes().replace(b'"say 1"', b'"hey"  ').replace(b'"say 2"', b"1234567"))
-    skipped = {row.id: row.skipped for row in audited(finished).rows if row.skipped}
+    skipped = {row.id: row.skipped for row in audit_run(finished).rows if row.skipped}
     assert skipped == dict.fromkeys(["000000001", "000000002"], "the input now yields a different prompt")
     corpus.unlink()
-    assert all("cannot be read" in row.skipped for row in audited(finished).rows)
+    assert all("cannot be read" in row.skipped for row in audit_run(finished).rows)
 
 
 def test_sample_is_seeded_without_repetition():
@@ -89,15 +89,15 @@ def test_sample_is_seeded_without_repetition():
     assert choose({}, 4, seed=1) == {}
 
 
-class Tossing:
-    """An engine that answers every prompt with one of two tokens that are equally likely."""
+class CoinTossEngine:
+    """An engine that answers every prompt with "heads", whose logprob exceeds that of "tails" by `margin`."""
 
     def __init__(self, spec, margin):
         self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
-        self.asked = []
+        self.calls = []
 
     async def generate(self, request_id, prompt_token_ids, sampling):
-        self.asked.append(dict(sampling))
+        self.calls.append(dict(sampling))
         top = (("heads", -0.7), ("tails", -0.7 - self.margin))
         completion = CompletionOutput(
             text="heads", finish_reason="length", num_output_tokens=1,
@@ -109,14 +109,14 @@ class Tossing:
         )  # fmt: skip
 
     def shutdown(self):
-        self.asked.append("shutdown")
+        self.calls.append("shutdown")
 
 
 @pytest.fixture
 def real_run(start_run, monkeypatch):
-    """A run that looks as if vLLM had done it; started engines are in the list."""
+    """A run of the fake engine whose manifest names vLLM."""
     rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
-    fake = start_run(rows, max_tokens=1, precision="bf16")  # margins are of its rounding
+    fake = start_run(rows, max_tokens=1, precision="bf16")  # the precision determines the accepted tie
     run = fake.do()
     precision = fake.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
@@ -130,13 +130,13 @@ def real_run(start_run, monkeypatch):
 
 
 @pytest.fixture
-def toss(monkeypatch):
-    """Start engines that toss with this margin; those that were started."""
+def start_coin_toss_engines(monkeypatch):
+    """Start `CoinTossEngine`s with this margin; return the list of started engines."""
     started = []
 
     def with_margin(margin):
         def start(spec, *, engine_index, num_engines_on_node):
-            started.append(Tossing(spec, margin))
+            started.append(CoinTossEngine(spec, margin))
             return started[-1]
 
         monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
@@ -146,27 +146,29 @@ def toss(monkeypatch):
 
 
 @pytest.mark.parametrize(("margin", "outcome", "code"), [(0.125, "tie", 0), (0.9, "different", 1)])
-def test_target_runs_without_drafter_and_ties_are_accepted(real_run, toss, capsys, margin, outcome, code):
-    started = toss(margin)
+def test_target_runs_without_drafter_and_ties_are_accepted(
+    real_run, start_coin_toss_engines, capsys, margin, outcome, code
+):
+    started = start_coin_toss_engines(margin)
     change_response(real_run, 0, "tails")
     change_response(real_run, 1, "heads")
     assert cli.run(["audit", str(real_run)]) == code
-    said = capsys.readouterr().out
-    (row,) = [line for line in said.splitlines() if line.startswith("  000000000")]
+    output = capsys.readouterr().out
+    (row,) = [line for line in output.splitlines() if line.startswith("  000000000")]
     assert row.split() == ["000000000", outcome, "0", f"{margin:.4f}", "'tails'", "'heads'"]
-    assert "skipped 1: sampled (temperature above 0)" in said
+    assert "skipped 1: sampled (temperature above 0)" in output
     (engine,) = started
     run_spec = real_run.manifest()["engine"]
     assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
-    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # with the drafter's slots
+    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # including the drafter's slots
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
-    assert [asked["logprobs"] for asked in engine.asked[:-1]] == [5, 5]
-    assert engine.asked[-1] == "shutdown"
+    assert [sampling["logprobs"] for sampling in engine.calls[:-1]] == [5, 5]
+    assert engine.calls[-1] == "shutdown"
 
 
-def test_max_tie_option(real_run, toss, capsys):
-    toss(0.125)
+def test_max_tie_option(real_run, start_coin_toss_engines, capsys):
+    start_coin_toss_engines(0.125)
     change_response(real_run, 0, "tails")
     assert cli.run(["audit", str(real_run), "--max-tie", "0.1"]) == 1
     assert "at most 0.1 apart" in capsys.readouterr().out

@@ -41,10 +41,10 @@ def make_order(make_key, clock):
 
 @pytest.fixture
 def store(tmp_path, clock):
-    made = BatchStore(tmp_path / "batches", now=clock, monotonic=clock)
-    made.prepare()
-    made.is_scheduling = True
-    return made
+    batch_store = BatchStore(tmp_path / "batches", now=clock, monotonic=clock)
+    batch_store.prepare()
+    batch_store.is_scheduling = True
+    return batch_store
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ class Handle:
 
 
 class Runner:
-    """Records the work that it is given."""
+    """A runner that records its work."""
 
     def __init__(self):
         self.works = []
@@ -135,8 +135,10 @@ def make_session():
     """The session of an engine that loaded for 30 s and costs a cent per second."""
 
     def make(**changes):
-        one = engine_session(load_s=10.0, compile_s=20.0, busy_s=10.0, ended=False, model="m", usd_per_device_s=0.01)
-        return replace(one, **changes)
+        last_session = engine_session(
+            load_s=10.0, compile_s=20.0, busy_s=10.0, ended=False, model="m", usd_per_device_s=0.01
+        )
+        return replace(last_session, **changes)
 
     return make
 

@@ -16,9 +16,9 @@ SHARES = KeyQuota(max_unfinished_batches=3, max_stored_files=5)
 
 @pytest.fixture
 def place(root, clock):
-    made = BatchStore(root, now=clock, monotonic=clock)
-    made.prepare()
-    return made
+    batch_store = BatchStore(root, now=clock, monotonic=clock)
+    batch_store.prepare()
+    return batch_store
 
 
 def creator_of(store):
@@ -32,10 +32,10 @@ def creator(place):
 
 @pytest.fixture
 def body(place, upload):
-    return asked(upload(place).id)
+    return batch_request(upload(place).id)
 
 
-def asked(file_id, **changes):
+def batch_request(file_id, **changes):
     return NewBatch(input_file_id=file_id, endpoint=CHAT_URL, completion_window="24h", **changes)
 
 
@@ -69,8 +69,8 @@ def test_concurrent_requests_with_an_idempotency_key_create_one_batch(place, bod
 
 def test_idempotency_keys_are_separate_per_api_key(place, creator, body, upload, make_key):
     mine = creator.create_now(body, make_key(), "x")
-    theirs = creator.create_now(asked(upload(place, owner="bob").id), make_key("bob"), "x")
-    assert mine.id != theirs.id
+    bobs = creator.create_now(batch_request(upload(place, owner="bob").id), make_key("bob"), "x")
+    assert mine.id != bobs.id
 
 
 def test_crash_before_the_batch_is_stored_loses_nothing(place, creator, body, make_key, monkeypatch):
@@ -80,7 +80,7 @@ def test_crash_before_the_batch_is_stored_loses_nothing(place, creator, body, ma
     monkeypatch.undo()
     assert place.batches("alice") == []
     batch = creator.create_now(body, make_key(), "x")
-    assert [one.id for one in place.batches("alice")] == [batch.id]
+    assert [item.id for item in place.batches("alice")] == [batch.id]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])

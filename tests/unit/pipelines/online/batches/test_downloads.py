@@ -29,10 +29,10 @@ class Source(io.BytesIO):
 
 
 class Client:
-    """A client that reads `most` messages and may disconnect."""
+    """A client that reads `num_messages` messages and may disconnect."""
 
-    def __init__(self, most=None):
-        self.most, self.messages = most, []
+    def __init__(self, num_messages=None):
+        self.num_messages, self.messages = num_messages, []
         self.leaves = asyncio.Event()
         self._is_asked = False
 
@@ -45,11 +45,11 @@ class Client:
         return self.messages[0]["status"], dict(self.messages[0]["headers"])
 
     async def send(self, message):
-        if self.most is not None and len(self.messages) == self.most:
+        if self.num_messages is not None and len(self.messages) == self.num_messages:
             await self.leaves.wait()
         self.messages.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.leaves.set()  # as servers do at the end of an answer
+            self.leaves.set()  # like servers after a response
 
     async def receive(self):
         if self._is_asked:
@@ -74,16 +74,16 @@ def serve(download):
     """Imitate Serve: an application with a `send` that never waits."""
 
     async def serve(scope, receive, send):
-        made = asyncio.Queue()
+        queue = asyncio.Queue()
 
         async def ingress():
             try:
-                await download(scope, receive, made.put)
+                await download(scope, receive, queue.put)
             finally:
-                await made.put(None)
+                await queue.put(None)
 
         task = asyncio.create_task(ingress())
-        while (message := await made.get()) is not None:
+        while (message := await queue.get()) is not None:
             await send(message)
         await task
 
@@ -97,7 +97,7 @@ async def settle():
 
 def test_unread_download_is_limited_to_the_window(room):
     async def run():
-        source, client = Source(), Client(most=2)
+        source, client = Source(), Client(num_messages=2)
         download = Download(file_of(), lambda: source, {}, room)
         task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
@@ -126,7 +126,7 @@ def test_download_is_complete(room):
 
 def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
     async def run():
-        clients = [Client(most=1) for _ in range(4)]
+        clients = [Client(num_messages=1) for _ in range(4)]
         owners = ["alice", "alice", "bob", "bob"]
         tasks = [
             asyncio.create_task(
@@ -155,7 +155,7 @@ def test_without_acks_the_whole_download_is_reserved(room):
     """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
 
     async def run():
-        data, client = DATA[: 2 * WINDOW_BYTES], Client(most=1)
+        data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
         download = Download(file_of(data), lambda: Source(data), {}, room)
         task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
         await settle()
@@ -182,7 +182,7 @@ def test_without_acks_the_whole_download_is_reserved(room):
 def test_clients_cannot_forge_acks(room):
     """An acknowledgement is a key of an ASGI message, which no server makes from bytes."""
 
-    class Talker(Client):
+    class ForgingClient(Client):
         async def receive(self):
             if self.leaves.is_set():
                 return {"type": "http.disconnect"}
@@ -190,7 +190,7 @@ def test_clients_cannot_forge_acks(room):
             return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
 
     async def run():
-        source, client = Source(), Talker(most=2)
+        source, client = Source(), ForgingClient(num_messages=2)
         download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, room)
         task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()

@@ -24,21 +24,21 @@ RETURNED = BorrowedReply(state="returned", engine_s=0.5)
 
 
 class ActorDiedError(Exception):
-    """Named as Ray's."""
+    """Has the name of Ray's exception."""
 
 
 class BackPressureError(Exception):
-    """Named as Serve's."""
+    """Has the name of Serve's exception."""
 
 
 class Endpoint:
     """Engines that reply as scripted: an exception is raised, None blocks forever."""
 
     def __init__(self, *calls):
-        self._calls, self.asked, self.num_cancelled = list(calls), [], 0
+        self._calls, self.requests, self.num_cancelled = list(calls), [], 0
 
     def __call__(self, row):
-        self.asked.append(row)
+        self.requests.append(row)
         return _Call(self, self._calls.pop(0))
 
 
@@ -59,7 +59,7 @@ class _Call:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch):
+def skip_waiting(monkeypatch):
     monkeypatch.setattr(lent, "_RETRY_S", 0.0)
 
 
@@ -77,11 +77,13 @@ def generate(endpoint):
 def test_row_is_retried_until_an_engine_finishes_it():
     endpoint = Endpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
     assert generate(endpoint) == (ANSWER, 2.5)
-    assert [row.context.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
+    assert [row.context.request_id for row in endpoint.requests] == [
+        f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)
+    ]
     assert {
-        (row.context.key, row.context.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked
+        (row.context.key, row.context.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.requests
     } == {("alice", "alice 1", "salt", 1, 2)}
-    assert endpoint.asked[0].sampling == SAMPLING
+    assert endpoint.requests[0].sampling == SAMPLING
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_errors_of_a_row_are_those_of_an_engine(word, raised):
     assert type(seen.value) is raised
 
 
-def test_one_row_at_a_time_looks_for_a_slot():
+def test_only_one_row_at_a_time_waits_for_a_slot():
     endpoint = Endpoint([FULL], [FULL], [TAKEN, TAKEN, DONE], [TAKEN, DONE])
     engine, _ = engine_of(endpoint)
 
@@ -108,7 +110,7 @@ def test_one_row_at_a_time_looks_for_a_slot():
         return await asyncio.gather(engine.generate("1", [1], SAMPLING), engine.generate("2", [2], SAMPLING))
 
     assert asyncio.run(both()) == [ANSWER, ANSWER]
-    assert [row.prompt_token_ids for row in endpoint.asked] == [[1], [1], [1], [2]]
+    assert [row.prompt_token_ids for row in endpoint.requests] == [[1], [1], [1], [2]]
     assert engine.signs_of_life() == 7
 
 
@@ -117,10 +119,10 @@ def test_cancelled_row_leaves_its_engine(words):
     endpoint = Endpoint(words)
     engine, _ = engine_of(endpoint)
 
-    async def give_up():
+    async def cancel():
         async with asyncio.timeout(0.05):
             await engine.generate("1", [1], SAMPLING)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(give_up())
+        asyncio.run(cancel())
     assert endpoint.num_cancelled == 1

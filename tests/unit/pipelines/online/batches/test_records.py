@@ -40,14 +40,14 @@ def items(make_order):
 
 
 def test_pages_cover_the_list(items):
-    found, after = [], None
+    result, after = [], None
     while True:
         shown = page(items, after=after, limit=2)
-        found += [one["id"] for one in shown["data"]]
+        result += [entry["id"] for entry in shown["data"]]
         after = shown["last_id"]
         if not shown["has_more"]:
             break
-    assert found == [item.id for item in items]
+    assert result == [item.id for item in items]
     assert page([], after=None, limit=2) == {
         "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
     }  # fmt: skip

@@ -24,21 +24,21 @@ PURPOSE = {"purpose": "batch"}
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {
+    secrets = {
         "alice": new_key("alice"),
         "poor": new_key("poor", budget_usd=0.1),
         "slow": new_key("slow", requests_per_min=1),
     }
-    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
-    return {name: key for name, (key, _) in made.items()}
+    write_keys(tmp_path / "keys.json", [record for _, record in secrets.values()])
+    return {name: key for name, (key, _) in secrets.items()}
 
 
 @pytest.fixture
 def routes(settings, runner):
-    made = BatchRoutes()
-    made.batches = Batches(settings, runner, spent_usd=lambda key: 0.0)
-    yield made
-    made.batches.close()
+    batch_routes = BatchRoutes()
+    batch_routes.batches = Batches(settings, runner, spent_usd=lambda key: 0.0)
+    yield batch_routes
+    batch_routes.batches.close()
 
 
 @pytest.fixture
@@ -99,15 +99,15 @@ def test_upload_can_be_read_listed_and_deleted(ask):
     assert (uploaded["bytes"], uploaded["filename"], uploaded["purpose"]) == (4000, "in.jsonl", "batch")
     assert uploaded["expires_at"] == uploaded["created_at"] + 3600
     path = f"/files/{uploaded['id']}"
-    one, content, listed, empty = ask(
+    first, content, listed, empty = ask(
         get(path), get(path + "/content"), get("/files"), get("/files?purpose=batch_output")
     )
-    assert one.json() == listed.json()["data"][0] == uploaded
+    assert first.json() == listed.json()["data"][0] == uploaded
     assert content.content == b"x" * 4000
     assert empty.json()["data"] == []
-    deleted, gone = ask(lambda client: client.delete(path), get(path))
+    deleted, missing = ask(lambda client: client.delete(path), get(path))
     assert deleted.json() == {"id": uploaded["id"], "object": "file", "deleted": True}
-    assert error_of(gone) == (404, "file_not_found")
+    assert error_of(missing) == (404, "file_not_found")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, 
 
 @pytest.fixture
 def ask_small(routes, ask):
-    """The same with little room for files."""
+    """Send requests to routes with a small file quota."""
     batches = routes.batches
     batches.quota._limits = KeyQuota(max_stored_mib=1, max_stored_files=4)
     return ask
@@ -195,8 +195,8 @@ def test_files_per_key_are_limited_including_outputs(ask_small, routes, make_ord
     first, *_, last = ask_small(*[post_file()] * 4)
     assert error_of(last) == (413, "storage_quota_exceeded")
     file_id = first.json()["id"]
-    assert ask_small(post_batch(**order_of(file_id))).status_code == 413  # its output would have no room
-    assert ask_small(post_file(), key="slow").status_code == 200  # another key's room is its own
+    assert ask_small(post_batch(**order_of(file_id))).status_code == 413  # no quota for its output
+    assert ask_small(post_file(), key="slow").status_code == 200  # quotas are per key
     assert ask_small(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
     assert ask_small(post_file()).status_code == 200
 
@@ -220,7 +220,7 @@ def test_stored_bytes_per_key_are_limited(ask_small, upload, routes):
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has_length):
-    """Also where they do not say how much will come: then they count as the largest."""
+    """Uploads without a Content-Length count as the maximum size."""
     upload(routes.batches.store, b"x" * (MIB - 5000))
 
     async def body(request):
@@ -236,10 +236,10 @@ def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has
             headers["content-length"] = form.headers["content-length"]
         return await client.post("/files", content=body(form), headers=headers)
 
-    async def all_at_once(client):
+    async def concurrent(client):
         return await asyncio.gather(*[send(client) for _ in range(6)])
 
-    statuses = [answer.status_code for answer in ask_small(all_at_once)]
+    statuses = [answer.status_code for answer in ask_small(concurrent)]
     assert statuses.count(200) <= 1
     assert set(statuses) <= {200, 413}
     assert sum(file.num_bytes for file in routes.batches.store.files("alice")) <= MIB
@@ -270,7 +270,7 @@ def test_file_name_is_sanitised(ask, name, expected):
     ],
 )
 def test_other_content_types_and_charsets_are_refused(ask, content_type, expected):
-    """Other encodings take minutes of the event loop, other forms are held whole."""
+    """Other encodings would block the event loop for minutes; other forms are buffered completely."""
     answer = ask(
         lambda client: client.post("/files", content=b"purpose=" * 100, headers={"content-type": content_type})
     )

@@ -120,7 +120,7 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, m
     assert done["usage"]["total_tokens"] == 42
     files = [store.file(done[name], "alice") for name in ("output_file_id", "error_file_id")]
     assert [(file.num_bytes, file.purpose) for file in files] == [(10, "batch_output"), (20, "batch_output")]
-    assert [one.usd for one in RequestReader(tmp_path / "ledger").new()] == [0.5]
+    assert [record.usd for record in RequestReader(tmp_path / "ledger").new()] == [0.5]
     scheduler.tick()
     assert len(runner.works) == 2
 
@@ -190,7 +190,7 @@ def test_next_scheduler_continues_unfinished_batches(
 ):
     batch_id, run = begun
     run.answer = make_result(batch_id)
-    with monkeypatch.context() as killed:  # between the last file and the word that it is done
+    with monkeypatch.context() as killed:  # between the last file and the final status
         killed.setattr(store, "save", broken)
         scheduler.tick()
     other = make_scheduler()
@@ -251,13 +251,13 @@ def test_full_disk_delays_the_end_of_a_batch(scheduler, store, begun, make_resul
 @pytest.mark.parametrize("name", ["unfinished", "sweep"])
 @pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
 def test_unavailable_store_does_not_stop_a_run(scheduler, store, begun, make_result, monkeypatch, clock, name, error):
-    def away():
+    def unavailable():
         raise error
 
     batch_id, run = begun
-    clock.now += 3600  # expired files are looked for, too
+    clock.now += 3600  # expired files are also checked
     with monkeypatch.context() as moment:
-        moment.setattr(store, name, away)
+        moment.setattr(store, name, unavailable)
         scheduler.tick()
     run.answer = make_result(batch_id)
     scheduler.tick()
@@ -388,10 +388,7 @@ def test_run_is_limited_by_the_budget(scheduler, runner, store, order, make_key,
 
 @pytest.fixture
 def priced(settings, make_session):
-    """A price of the model: 2.2 cents for 100 prompt and 41 output tokens, on an engine that loaded for 30 s.
-
-    Each of its seconds is a cent, so an end of 37 s is 0.37 USD.
-    """
+    """A model price: 2.2 cents for 100 prompt and 41 output tokens; the engine loaded for 30 s at a cent per second."""
     totals = totals_of(settings.ledger)
     totals.prices["m"] = TokenPrice()
     totals.prices["m"].update(a_request())
@@ -414,7 +411,7 @@ def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
 @pytest.mark.usefixtures("priced")
 def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_key):
     _, run = begin_rich(scheduler, runner, order, make_key)
-    # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent a second, and two engines that load and end.
+    # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent per second, plus loading and stopping two engines.
     estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
     budgets = totals_of(settings.ledger).budgets
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
@@ -502,7 +499,7 @@ def test_reservation_lasts_until_the_batch_ends(
     assert (run.arguments[0].budget_usd, budgets.reserved_by_batches("alice")) == (1.75, 1.75)
     run.answer = EngineError("it died")
     scheduler.tick()
-    assert budgets.reserved_by_batches("alice") == 1.75  # it will be tried again
+    assert budgets.reserved_by_batches("alice") == 1.75  # it will be retried
     clock.now += 10
     scheduler.tick()
     runner.works[-1].answer = make_result(batch_id)
@@ -533,7 +530,7 @@ def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, o
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [first, first]
 
 
-def test_run_of_another_process_goes_first(make_scheduler, runner, store, order, make_key, spent):
+def test_run_of_another_process_has_priority(make_scheduler, runner, store, order, make_key, spent):
     poor = make_key(budget_usd=2)
     order(key=poor)
     begun = order(key=poor)
@@ -593,7 +590,7 @@ def present(make_key):
 
 @pytest.fixture
 def watchful(store, runner, settings, spent, present, clock):
-    """A scheduler that uses them."""
+    """A scheduler that uses the current keys."""
 
     def current_key(key):
         return present.get(key.name)
@@ -651,12 +648,12 @@ def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, begun, ma
 
 
 def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, order, clock):
-    kept, gone = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
-    order(input_file_id=kept.id)
+    used, expired = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
+    order(input_file_id=used.id)
     clock.now += 3600
     scheduler.tick()
-    assert store.contents_path(kept).exists()
-    assert not store.contents_path(gone).exists()
+    assert store.contents_path(used).exists()
+    assert not store.contents_path(expired).exists()
     assert store.files("alice") == []
 
 

@@ -65,7 +65,7 @@ def test_clock_continues_in_the_next_process(machine, make_clock):
     later.resume(note)
     assert later() == START + machine.uptime
     machine.uptime += TRUST_AFTER_S / 2 - 3600
-    assert later() == START + machine.uptime + YEAR_S  # believed: the same for a day, a restart in between
+    assert later() == START + machine.uptime + YEAR_S  # trusted: unchanged for a day, across a restart
 
 
 @pytest.mark.parametrize("boot", ["b", None])

@@ -14,9 +14,9 @@ from pipelines.online.batches.store import BatchStore
 @pytest.fixture
 def place(root, clock):
     """A store on a disk and one in a bucket."""
-    made = BatchStore(root, now=clock, monotonic=clock)
-    made.prepare()
-    return made
+    batch_store = BatchStore(root, now=clock, monotonic=clock)
+    batch_store.prepare()
+    return batch_store
 
 
 def test_files_of_a_key_are_listed_newest_first(place, upload, clock):
@@ -48,10 +48,10 @@ def test_batch_is_the_same_in_every_process(place, make_order, clock):
     batch = place.cancel(place.batch(order.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
-    assert [one.id for one in other.unfinished()] == [order.id]
+    assert [item.id for item in other.unfinished()] == [order.id]
     place.save(order.id, replace(progress, status="cancelled"))
     assert other.unfinished() == []
-    assert [one.id for one in other.batches("alice")] == [order.id]
+    assert [item.id for item in other.batches("alice")] == [order.id]
 
 
 def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
@@ -59,7 +59,7 @@ def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
     place.add_batch(order)
     paused = BatchStore(place.root, now=clock, monotonic=clock)
     paused.begin_to_schedule()
-    assert [one.id for one in paused.unfinished()] == [order.id]
+    assert [batch.id for batch in paused.unfinished()] == [order.id]
     place.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
     for late in ("in_progress", "failed"):
         paused.save(order.id, BatchProgress(status=late))
@@ -137,20 +137,20 @@ def run_with_copies(store, batch):
 
 
 def names_in(folder, *below):
-    found = set()
+    result = set()
     for path in folder.iterdir():
         if path.name in ("data", "failed", "suspects", "export", "ledger", *below):
-            found |= {f"{path.name}/{name}" for name in names_in(path, "jsonl", "parquet", "openai-batch")}
+            result |= {f"{path.name}/{name}" for name in names_in(path, "jsonl", "parquet", "openai-batch")}
         else:
-            found.add(path.name)
-    return found
+            result.add(path.name)
+    return result
 
 
 def test_deleting_an_input_deletes_its_prompts(place, upload, make_order):
-    asked, other = upload(place), upload(place)
-    mine, another = (run_with_copies(place, place.add_batch(make_order(file.id))) for file in (asked, other))
+    deleted, other = upload(place), upload(place)
+    mine, another = (run_with_copies(place, place.add_batch(make_order(file.id))) for file in (deleted, other))
     before = names_in(another)
-    place.remove_file(asked)
+    place.remove_file(deleted)
     assert names_in(mine) == {
         "run.json", "ledger/session-s.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
     }  # fmt: skip
@@ -161,16 +161,16 @@ def test_deleting_an_input_deletes_its_prompts(place, upload, make_order):
 def test_deleting_an_output_deletes_every_copy(place, make_order, kind):
     batch = place.add_batch(make_order())
     run = run_with_copies(place, batch)
-    made = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
-    ids = dict(zip(("output", "errors"), made, strict=True))
+    output_file = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
+    ids = dict(zip(("output", "errors"), output_file, strict=True))
     place.remove_file(place.file(ids[kind], "alice"))
-    found = names_in(run)
+    result = names_in(run)
     if kind == "output":
-        assert not {name for name in found if name.startswith("data/") or "output" in name}
-        assert {"failed/unit-00000000.0123.jsonl", "export/openai-batch/errors.jsonl"} <= found
+        assert not {name for name in result if name.startswith("data/") or "output" in name}
+        assert {"failed/unit-00000000.0123.jsonl", "export/openai-batch/errors.jsonl"} <= result
     else:
-        assert not {name for name in found if name.startswith("failed/") or "errors" in name}
-        assert {"data/unit-00000000.parquet", "export/openai-batch/output.jsonl"} <= found
+        assert not {name for name in result if name.startswith("failed/") or "errors" in name}
+        assert {"data/unit-00000000.parquet", "export/openai-batch/output.jsonl"} <= result
 
 
 def test_clock_jump_does_not_delete_files(root, upload, clock):
@@ -205,20 +205,20 @@ def test_temporary_files_are_deleted_after_a_day(store, upload):
 
 
 def test_upload_without_record_is_deleted_after_a_day(place, upload, clock, make_order):
-    kept = upload(place)
-    batch = place.add_batch(make_order(kept.id))
+    recent = upload(place)
+    batch = place.add_batch(make_order(recent.id))
     with place.writer(new_id(FILE_PREFIX)) as (orphan, target):
         target.write(b"a prompt")
     with place.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
         target.write(b"its record comes when it is collected again")
-    made = records.created_at_of(orphan.split("/")[1])
-    clock.now = made + 24 * 3600 - 1
+    created_at = records.created_at_of(orphan.split("/")[1])
+    clock.now = created_at + 24 * 3600 - 1
     place.sweep()
     assert (place.root / "files" / orphan.split("/")[1]).exists()
-    clock.now = made + 24 * 3600 + 1
+    clock.now = created_at + 24 * 3600 + 1
     place.sweep()
     left = {path.name for path in (place.root / "files").glob("*.jsonl")}
-    assert left == {f"{kept.id}.jsonl", errors.split("/")[1]}
+    assert left == {f"{recent.id}.jsonl", errors.split("/")[1]}
 
 
 def test_interrupted_deletion_can_be_repeated(place, upload, make_order, monkeypatch):

@@ -19,7 +19,7 @@ def line(custom_id="1", url=CHAT_URL, **changes):
 def check(tmp_path, make_key):
     def check(*lines, key=None, **changes):
         path = tmp_path / "in.jsonl"
-        data = b"".join((one if isinstance(one, bytes) else one.encode()) + b"\n" for one in lines)
+        data = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
         path.write_bytes(data)
         return check_input(str(path), Rules(endpoint=CHAT_URL, key=key or make_key(), models=MODELS, **changes))
 

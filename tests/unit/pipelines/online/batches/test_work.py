@@ -67,10 +67,10 @@ def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_or
 
 
 def test_run_has_the_served_name(task, monkeypatch):
-    asked = []
-    monkeypatch.setattr(work.run, "generate", lambda request, _: asked.append(request.served_name))
+    calls = []
+    monkeypatch.setattr(work.run, "generate", lambda request, _: calls.append(request.served_name))
     run_batch(task, Stop(), Counts(), Allowance(usd=None))
-    assert asked == ["m"]
+    assert calls == ["m"]
 
 
 def test_cost_limit_of_a_run_can_change(task, monkeypatch):

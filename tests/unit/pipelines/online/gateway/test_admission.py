@@ -155,5 +155,5 @@ def test_repetition_patterns_are_limited(name):
     within = {"max_pattern_size": 64, "min_count": 64}
     assert refused({"repetition_detection": within}) is None
     for number in (65, 1e9, "100000"):
-        asked = {"repetition_detection": {**within, name: number}}
-        assert refused(asked) == (400, "invalid_value", "repetition_detection")
+        body = {"repetition_detection": {**within, name: number}}
+        assert refused(body) == (400, "invalid_value", "repetition_detection")

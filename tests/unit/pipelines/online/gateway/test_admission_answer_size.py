@@ -30,14 +30,14 @@ TEXT = [{"role": "user", "content": "x" * 6000}]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "body",
     [{"prompt_logprobs": 20}, {"prompt_logprobs": 0}, {"prompt_logprobs": -1}, {"echo": True, "logprobs": 5},
      {"echo": True, "logprobs": 5, "max_tokens": 0}, {"logprobs": 20, "max_tokens": 500},
      {"prompt_logprobs": "20"}, {"return_token_ids": True}],
 )  # fmt: skip
-def test_many_prompts_with_logprobs_are_refused(asked):
-    assert is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1, **asked})
-    assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS[:1], "max_tokens": 1, **asked})
+def test_many_prompts_with_logprobs_are_refused(body):
+    assert is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1, **body})
+    assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS[:1], "max_tokens": 1, **body})
     assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1})
 
 

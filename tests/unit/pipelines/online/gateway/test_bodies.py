@@ -41,10 +41,10 @@ def refused(shape, body):
 
 
 def counted(value):
-    """Return containers, members and commas, of which each container has one less than values."""
+    """Count containers, members and commas (one fewer per container than values)."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
-    inner = [counted(one) for one in (value.values() if isinstance(value, dict) else value)]
+    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
     own = (1, len(value) if isinstance(value, dict) else 0, max(0, len(value) - 1))
     return tuple(sum(numbers) for numbers in zip(own, *inner, strict=True))
 
@@ -109,11 +109,11 @@ class Busy:
 def test_pool_runs_one_body_per_key():
     async def run():
         parse_pool, busy = ParsePool(), Busy()
-        asked = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
+        tasks = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
         await asyncio.sleep(0.1)
         assert busy.most == NUM_THREADS
         busy.go.set()
-        assert await asyncio.gather(*asked) == list("aaabc")
+        assert await asyncio.gather(*tasks) == list("aaabc")
         assert busy.most == NUM_THREADS
         assert parse_pool._turns == {}
 
@@ -172,7 +172,7 @@ def test_invalid_json_is_400(body):
 PIECE_BYTES, NUM_PIECES = 1 << 17, 100
 
 
-async def nobody(message):
+async def no_client(message):
     raise AssertionError(f"unexpected message {message}")
 
 
@@ -182,7 +182,7 @@ def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.
         return pieces.pop(0)
 
     async def run():
-        upload, body = Upload(receive, nobody, max_bytes, piece_timeout_s, timeout_s), b""
+        upload, body = Upload(receive, no_client, max_bytes, piece_timeout_s, timeout_s), b""
         while True:
             message = await upload()
             body += message.get("body", b"")
@@ -210,7 +210,7 @@ def test_incomplete_body_is_400():
         return pieces.pop(0)
 
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read_body(receive, nobody, max_bytes=10, timeout_s=5))
+        asyncio.run(read_body(receive, no_client, max_bytes=10, timeout_s=5))
     assert (caught.value.status, caught.value.code) == (400, "incomplete_body")
 
 

@@ -38,35 +38,35 @@ def spend(tmp_path, today):
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """A watch over these keys, and the shares that it reports."""
+    """Return a function that makes a watch over keys, and the shares that it reports."""
 
     def make(*keys):
-        told = []
+        calls = []
         ring, shared = KeyRing(None, keys), SharedBudgets(tmp_path)
-        return BudgetWatch(ring, shared, Totals(tmp_path), on_used=lambda name, used: told.append((name, used))), told
+        return BudgetWatch(ring, shared, Totals(tmp_path), on_used=lambda name, used: calls.append((name, used))), calls
 
     return make
 
 
-def said(caplog):
+def logged_texts(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
 
 
 def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, spend, caplog):
-    watch, told = make_watch(key(budget_usd=10), key("bob"))
+    watch, shares = make_watch(key(budget_usd=10), key("bob"))
     spend(4.9)
     with caplog.at_level(logging.WARNING):
         watch.check()
-        assert said(caplog) == []
+        assert logged_texts(caplog) == []
         spend(0.2)
         watch.check()
         watch.check()
-        assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10 spent, $4.90 left"]
+        assert logged_texts(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10 spent, $4.90 left"]
         spend(6)
         watch.check()
         watch.check()
-    assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10 spent, $0.00 left"]
-    assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
+    assert logged_texts(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10 spent, $0.00 left"]
+    assert shares == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
 def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend, today, caplog):
@@ -76,13 +76,15 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
         watch.check()
         today.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
         watch.check()
-        assert len(said(caplog)) == 1
+        assert len(logged_texts(caplog)) == 1
         spend(8.5)
         watch.check()
-        assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50 spent, $1.50 left"
+        assert (
+            logged_texts(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50 spent, $1.50 left"
+        )
         watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
         watch.check()
-    assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
+    assert logged_texts(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
 
 
 @pytest.fixture
@@ -104,11 +106,11 @@ def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplo
         last_seen_at=now, num_output_tokens=0, ended=False, usd_per_device_s=0.005, **an_hour,
     )  # fmt: skip
     write_session(tmp_path, session)
-    watch, told = make_watch()
+    watch, shares = make_watch()
     with caplog.at_level(logging.WARNING):
         watch.check()
-    assert told == [("team=search", 0.55), ("*", 0.9)]
-    assert said(caplog) == [
+    assert shares == [("team=search", 0.55), ("*", 0.9)]
+    assert logged_texts(caplog) == [
         "tag team=search has spent 55 % of its budget of $10 a month: $5.50 spent, $4.50 left",
         "the endpoint has spent 90 % of its budget of $20 a month: $18.00 spent, $2.00 left",
     ]
@@ -127,11 +129,11 @@ def test_budget_state(tmp_path, spend):
 
 
 def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):
-    watch, told = make_watch(key(budget_usd=10))
-    looks = iter([OSError("no disk"), SystemExit()])
-    monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(looks)))
+    watch, shares = make_watch(key(budget_usd=10))
+    reads = iter([OSError("no disk"), SystemExit()])
+    monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(reads)))
     monkeypatch.setattr("pipelines.online.gateway.budget_watch.time.sleep", lambda _: None)
     with pytest.raises(SystemExit):
         watch.watch_forever()
-    assert said(caplog) == ["cannot check the budgets"]
-    assert told == []
+    assert logged_texts(caplog) == ["cannot check the budgets"]
+    assert shares == []

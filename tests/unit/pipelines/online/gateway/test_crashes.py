@@ -12,9 +12,9 @@ from pipelines.online.gateway.crashes import EngineCrashes
 def crashes(clock, monkeypatch):
     monkeypatch.setattr(module, "SETTLE_S", 0.05)
     seen = []
-    made = EngineCrashes(on_crash=seen.append, monotonic=clock)
-    made.seen = seen
-    return made
+    engine_crashes = EngineCrashes(on_crash=seen.append, monotonic=clock)
+    engine_crashes.seen = seen
+    return engine_crashes
 
 
 NOT_RETRIED = (503, "engine_crashed", {"x-should-retry": "false"})
@@ -79,12 +79,12 @@ def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
         return innocent.num_crashes
 
     assert asyncio.run(scene()) == 1
-    assert [one.account for one in crashes.seen] == ["bystander", "poison"]
+    assert [request.account for request in crashes.seen] == ["bystander", "poison"]
 
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
 def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
-    """A request that outlives its probation did not crash its engine, and the next one starts."""
+    """A request that survives its probation did not crash its engine, and the next one starts."""
     monkeypatch.setattr(module, "_PROBATION_S", probation_s)
     running, most = 0, 0
 

@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
+        self.forwarded, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
         if self.error:
@@ -57,10 +57,10 @@ class Engine:
         self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.context, self.gate_pass = Context.of(self.headers), (gate_pass := scope[PASS])
-        self.asked = gate_pass.body.values if gate_pass.body else {}
+        self.forwarded = gate_pass.body.values if gate_pass.body else {}
         if scope["method"] == "POST" and not gate_pass.body:
             await receive()
-        is_stream = self.asked.get("stream")
+        is_stream = self.forwarded.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
         if not is_stream and gate_pass.record_usage:
             gate_pass.record_usage(SAID)
@@ -83,7 +83,7 @@ def text(event):
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {}
+    key_records = {}
     records = []
     for name, limits in {
         "alice": {},
@@ -93,10 +93,10 @@ def keys(tmp_path):
         "tagged": {"tags": {"team": "search"}, "request_tags": ["project", "team"]},
         "boss": {"is_operator": True},
     }.items():
-        made[name], record = new_key(name, **limits)
+        key_records[name], record = new_key(name, **limits)
         records.append(record)
     write_keys(tmp_path / "keys.json", records)
-    return made
+    return key_records
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def ask(settings, keys):
         **changes,
     ):
         async def run():
-            totals_of.cache_clear()  # each gate is a process's only one
+            totals_of.cache_clear()  # a process has one gate
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load, crashes)
             sender = transport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
@@ -186,7 +186,7 @@ def test_answer_headers_contain_the_cost(ask, keys):
 
 def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
     """40 MiB that are not JSON: the gate buffers only a small part."""
-    piece, num_pieces, held = b"x" * 2**20, 40, []
+    piece, num_pieces, received = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
         scope[PASS].record_usage(SAID)
@@ -194,7 +194,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
             await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
-        held.append(tracemalloc.get_traced_memory()[0] - before)
+        received.append(tracemalloc.get_traced_memory()[0] - before)
         await send({"type": "http.response.body", "body": b""})
 
     class Discarding(httpx.ASGITransport):
@@ -222,7 +222,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
     finally:
         tracemalloc.stop()
     assert answer.headers["x-peagle-usd"] == "0.25"
-    assert held[0] < 5 * 2**20
+    assert received[0] < 5 * 2**20
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
@@ -258,17 +258,17 @@ def test_without_keys_other_machines_are_refused(ask):
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
 def test_without_keys_other_sites_are_refused(ask, host):
-    def asked(request, host=host, **headers):
+    def forwarded(request, host=host, **headers):
         arguments, parts = request
         (answer,) = ask((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
         return 200 if answer.status_code == 200 else error_of(answer)
 
     for request in (get("/"), get("/v1/cost"), post()):
-        assert asked(request) == asked(request, origin=f"http://{host}") == 200
+        assert forwarded(request) == forwarded(request, origin=f"http://{host}") == 200
         for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
-            assert asked(request, host=name) == (403, "not_local")
-            assert asked(request, origin=f"http://{name}") == (403, "not_local")
-        assert asked(request, origin="null") == (403, "not_local")
+            assert forwarded(request, host=name) == (403, "not_local")
+            assert forwarded(request, origin=f"http://{name}") == (403, "not_local")
+        assert forwarded(request, origin="null") == (403, "not_local")
 
 
 def test_with_keys_any_host_name_is_allowed(ask, keys):
@@ -292,27 +292,27 @@ def test_invocations_route_is_mapped_to_the_api(ask, path, is_named):
     )
     assert answer.status_code == 200
     assert (engine.gate_pass.route, engine.scope["path"]) == (("POST", path), path)
-    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert engine.asked.get("max_tokens") == (16 if path != CHAT else None)
+    assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert engine.forwarded.get("max_tokens") == (16 if path != CHAT else None)
     assert (engine.context.key, answer.headers["x-peagle-model"]) == ("local", "a")
     assert not {name for name in engine.headers if "sagemaker" in name}
 
 
 def test_invocations_route_takes_keys(ask, keys):
-    def said(attributes, **more):
+    def answered(attributes, **more):
         headers = {"x-amzn-sagemaker-custom-attributes": attributes}
         return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **more})}
 
     behind = BEHIND_SAGEMAKER | {"requires_key": True}
     del behind["key_file"]
     answers = ask(
-        said("", messages=[]),
-        said(f"key={keys['slow']}", messages=[]),
-        said(f"key={keys['slow']}", messages=[]),
-        said(f"key={keys['alice']},route=/v1/cost"),
-        said(f"key={keys['alice']},route=/v1/cost,method=GET"),
-        said(f"key={keys['alice']},route=/v1/nothing"),
-        said(f"key={keys['alice']}"),
+        answered("", messages=[]),
+        answered(f"key={keys['slow']}", messages=[]),
+        answered(f"key={keys['slow']}", messages=[]),
+        answered(f"key={keys['alice']},route=/v1/cost"),
+        answered(f"key={keys['alice']},route=/v1/cost,method=GET"),
+        answered(f"key={keys['alice']},route=/v1/nothing"),
+        answered(f"key={keys['alice']}"),
         **behind,
     )
     assert [answer.status_code for answer in answers] == [401, 200, 429, 405, 200, 404, 400]
@@ -386,8 +386,11 @@ def test_without_keys_a_request_may_set_any_tag(ask):
 def test_clients_cannot_set_internal_headers(ask, keys):
     engine = Engine()
     forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
-    said = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
-    for request_of in (post(keys["alice"], headers=said, n=2), post(keys["alice"], headers=said, n=2, stream=True)):
+    client_headers = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
+    for request_of in (
+        post(keys["alice"], headers=client_headers, n=2),
+        post(keys["alice"], headers=client_headers, n=2, stream=True),
+    ):
         (answer,) = ask(request_of, app=engine)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
@@ -399,7 +402,7 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
         assert "authorization" not in engine.headers
     arguments, parts = get("/v1/cost", keys["alice"])
-    (answer,) = ask((arguments, {"headers": {**said, **parts["headers"]}}), app=engine)
+    (answer,) = ask((arguments, {"headers": {**client_headers, **parts["headers"]}}), app=engine)
     assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     ask(get("/v1/cost", keys["boss"]), app=engine)
@@ -461,7 +464,7 @@ def test_invalid_request_does_not_reach_an_engine(ask, keys, body, expected):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
-    assert engine.asked is None
+    assert engine.forwarded is None
 
 
 def test_error_names_the_missing_parser(ask, keys):
@@ -484,7 +487,7 @@ def test_encoded_body_is_refused(ask, keys, path, encoding):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}), app=engine)
     assert error_of(answer) == (415, "unsupported_encoding")
-    assert (answer.json()["error"]["param"], engine.asked) == ("Content-Encoding", None)
+    assert (answer.json()["error"]["param"], engine.forwarded) == ("Content-Encoding", None)
     assert "Content-Encoding" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
     (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": "identity"}))
@@ -505,7 +508,7 @@ def test_head_is_get_without_a_body(ask, keys):
     assert (stranger.status_code, unknown.status_code) == (401, 404)
     assert head.headers.keys() == whole.headers.keys()
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert [one.content for one in (head, open_, stranger, unknown, wrong)] == [b""] * 5
+    assert [response.content for response in (head, open_, stranger, unknown, wrong)] == [b""] * 5
     (wrong,) = ask((("PUT", "/v1/models"), own))
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
 
@@ -513,7 +516,7 @@ def test_head_is_get_without_a_body(ask, keys):
 def salt_of(ask, request_of, **settings):
     engine = Engine()
     assert ask(request_of, app=engine, **settings)[0].status_code == 200
-    return engine.asked.get("cache_salt")
+    return engine.forwarded.get("cache_salt")
 
 
 def test_prefix_cache_is_separate_per_key(ask, keys):
@@ -539,7 +542,7 @@ def test_clients_cannot_set_request_id_or_priority(ask, keys, path):
     engine = Engine()
     named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
     assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
-    assert not {"request_id", "session_id"} & set(engine.asked)
+    assert not {"request_id", "session_id"} & set(engine.forwarded)
     for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
@@ -549,12 +552,12 @@ def test_fields_without_effect_are_dropped(ask, keys):
     engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
-    assert not nothing.keys() & engine.asked.keys()
+    assert not nothing.keys() & engine.forwarded.keys()
     assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
-    said = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
-    assert ask(post(keys["alice"], **said, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
-    assert said.items() <= engine.asked.items()
-    assert not {"tools", "functions", "metadata"} & engine.asked.keys()
+    ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
+    assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
+    assert ignored.items() <= engine.forwarded.items()
+    assert not {"tools", "functions", "metadata"} & engine.forwarded.keys()
 
 
 @pytest.mark.parametrize(
@@ -567,19 +570,19 @@ def test_integers_beyond_64_bits_are_refused(ask, keys, number, named):
     (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
     assert error_of(answer) == (400, "invalid_value")
     assert f"the number {named} is too large" in answer.json()["error"]["message"]
-    assert engine.asked is None
+    assert engine.forwarded is None
 
 
 def test_largest_64_bit_integers_pass(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
-    assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
+    assert (engine.forwarded["seed"], engine.forwarded["top_k"]) == (2**63 - 1, -(2**63))
 
 
 def test_deepest_allowed_body_passes(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
-    assert engine.asked is not None
+    assert engine.forwarded is not None
 
 
 @pytest.mark.parametrize(
@@ -587,7 +590,7 @@ def test_deepest_allowed_body_passes(ask, keys):
 )
 def test_number_of_token_ids_is_limited(ask, keys, field, most):
     def ids(number):
-        return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
+        return {str(token_id): 0 for token_id in range(number)} if field == "logit_bias" else list(range(number))
 
     requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (most + 1, most)]
     many, as_many = ask(*requests, max_body_bytes=50_000)
@@ -600,23 +603,26 @@ def test_stop_token_ids_are_unlimited_without_min_tokens(ask, keys):
 
 @pytest.mark.parametrize("prefix", ["", "/peagle"])
 def test_checks_apply_under_any_route_prefix(ask, keys, prefix):
-    def asked(request, **how):
+    def forwarded(request, **how):
         (answer,) = ask(request, prefix=prefix, **how)
         return answer.status_code if answer.status_code < 400 else error_of(answer)
 
     chat, engine = prefix + CHAT, Engine()
-    assert asked(post(keys["other"], path=chat)) == (403, "model_not_allowed")
-    assert asked(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (400, "max_tokens_too_large")
+    assert forwarded(post(keys["other"], path=chat)) == (403, "model_not_allowed")
+    assert forwarded(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (
+        400,
+        "max_tokens_too_large",
+    )
     for path in (chat, prefix + "/v1/batches"):
-        assert asked(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
-    assert asked(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
+        assert forwarded(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
+    assert forwarded(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
         413, "body_too_large",
     )  # fmt: skip
     first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
     assert engine.context.cap_tokens == 100
     assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
-    assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
-    assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
+    assert [forwarded(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
+    assert forwarded(get(prefix + "/v1/cost")) == (401, "missing_api_key")
 
 
 def test_key_is_limited_to_its_models(ask, keys):
@@ -626,11 +632,13 @@ def test_key_is_limited_to_its_models(ask, keys):
 
 
 def test_body_without_content_length_is_limited(ask, keys):
-    async def flood():
+    async def endless_body():
         for _ in range(100):
             yield b"x" * 100
 
-    (answer,) = ask((("POST", CHAT), {"content": flood(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    (answer,) = ask(
+        (("POST", CHAT), {"content": endless_body(), "headers": {"authorization": f"Bearer {keys['alice']}"}})
+    )
     assert error_of(answer) == (413, "body_too_large")
     assert answer.headers["connection"] == "close"
 
@@ -678,8 +686,8 @@ def test_every_request_counts_toward_the_rate_limit(ask, keys, request_of, statu
 
 
 def test_polling_has_its_own_rate_limit(ask, keys):
-    looks = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
-    *polls, answered, refused = ask(*looks * 30, looks[0], post(keys["slow"]), post(keys["slow"]))
+    poll_requests = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
+    *polls, answered, refused = ask(*poll_requests * 30, poll_requests[0], post(keys["slow"]), post(keys["slow"]))
     assert [poll.status_code for poll in polls] == [200] * 60 + [429]
     assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
 
@@ -692,7 +700,7 @@ def test_routes_are_hidden_from_clients_without_key(ask):
 def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
     left = []
 
-    class Looks(Engine):
+    class RecordingEngine(Engine):
         async def __call__(self, *what):
             budgets = totals_of(settings["ledger"]).budgets
             left.append(budgets.reserve_batch("batch_1", small, 0.2))
@@ -701,8 +709,8 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
 
     small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
     append_request(settings["ledger"], a_request(key="alice", model="a"))
-    ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
-    ask(post(keys["small"], max_tokens=1), app=Looks())
+    ask(post(keys["small"], model="b", max_tokens=1), app=RecordingEngine())
+    ask(post(keys["small"], max_tokens=1), app=RecordingEngine())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
     prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
@@ -710,9 +718,9 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
 
 def test_expired_key_is_refused_on_every_route(ask, settings):
     key, record = new_key("late", expires_at=time.time() + 3600)
-    gone, old = new_key("gone", expires_at=time.time() - 1)
+    expired_key, old = new_key("gone", expires_at=time.time() - 1)
     fixed = {"key_file": None, "fixed_keys": (record, old)}
-    answered, refused, listed = ask(post(key), post(gone), get("/v1/models", gone), **fixed)
+    answered, refused, listed = ask(post(key), post(expired_key), get("/v1/models", expired_key), **fixed)
     assert answered.status_code == 200
     assert error_of(refused) == error_of(listed) == (401, "expired_api_key")
 
@@ -729,7 +737,7 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
     ],
 )
 def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
-    """URLs are logged, and browsers send cookies with requests of any page."""
+    """URLs are logged, and browsers attach cookies to requests from any page."""
     (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
     assert error_of(answer) == (401, "missing_api_key")
 
@@ -740,12 +748,12 @@ def test_default_max_tokens_are_the_smallest_limit(ask, keys):
     for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
         ask(post(keys[key]), app=engine, max_output_tokens=most)
         assert engine.context.cap_tokens == cap
-        assert "max_tokens" not in engine.asked
+        assert "max_tokens" not in engine.forwarded
     ask(post(keys["small"], max_tokens=30), app=engine)
-    assert (engine.asked["max_tokens"], engine.context.cap_tokens) == (30, None)
+    assert (engine.forwarded["max_tokens"], engine.context.cap_tokens) == (30, None)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
         ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
-        assert engine.asked["max_tokens"] == tokens
+        assert engine.forwarded["max_tokens"] == tokens
 
 
 COMPLETIONS = "/v1/completions"
@@ -762,7 +770,7 @@ def test_scored_prompt_counts_one_token_per_choice(ask, keys):
     )
     assert error_of(refused) == (400, "max_tokens_too_large")
     assert answered.status_code == 200
-    assert engine.asked["max_tokens"] == 0
+    assert engine.forwarded["max_tokens"] == 0
     assert error_of(no_more) == (429, "insufficient_quota")
     (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), app=engine, max_output_tokens=8)
     assert error_of(refused) == (400, "max_tokens_too_large")
@@ -795,7 +803,7 @@ def test_choices_share_the_default_max_tokens(ask, keys):
     ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
     assert engine.context.cap_tokens == 7
     ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
-    assert engine.asked["max_tokens"] == 7
+    assert engine.forwarded["max_tokens"] == 7
 
 
 def streamed(answer):
@@ -815,7 +823,7 @@ def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, sh
     """The replica removes usage; the gate passes the stream unchanged."""
     engine = Engine()
     (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
-    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.context.shown_usage == shown
     assert answer.content == b"".join(map(text, EVENTS)) + b"data: [DONE]\n\n"
 
@@ -923,12 +931,12 @@ def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, written):
     assert first["body"] == {"model": "a", "messages": chat, "stream": True}
     assert (first["key"], first["model"], first["path"]) == ("alice", "a", CHAT)
     assert (second["key"], second["path"], second["body"]["prompt"]) == ("boss", "/v1/completions", "Hé")
-    assert [one["request_id"] for one in (first, second)] == [
+    assert [logged["request_id"] for logged in (first, second)] == [
         answer.headers["x-peagle-request-id"] for answer in answers[:2]
     ]
     assert 0 <= time.time() - first["received_at"] < 60
     (path,) = folder.iterdir()
-    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
+    assert [stat.S_IMODE(private_path.stat().st_mode) for private_path in (folder, path)] == [0o700, 0o600]
     assert keys["alice"] not in path.read_text()
 
 
@@ -965,7 +973,7 @@ def test_exceptions_become_api_errors(ask, keys, name, status):
 
 def test_large_body_is_acknowledged(settings, keys):
     """Otherwise the proxy would wait forever after one window."""
-    pieces, told = 6, []
+    pieces, acks = 6, []
 
     async def scene():
         totals_of.cache_clear()
@@ -981,13 +989,13 @@ def test_large_body_is_acknowledged(settings, keys):
 
         async def send(message):
             if message["type"] == "peagle.read":
-                told.append(message["num_bytes"])
+                acks.append(message["num_bytes"])
 
         headers = [(b"authorization", f"Bearer {keys['alice']}".encode())]
         await gate({"type": "http", "method": "POST", "path": CHAT, "headers": headers, "root_path": ""}, receive, send)
 
     asyncio.run(scene())
-    assert told == [(number + 1) << 20 for number in range(pieces)]
+    assert acks == [(number + 1) << 20 for number in range(pieces)]
 
 
 @pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("without keys", False)])

@@ -19,7 +19,7 @@ def key(**limits):
 
 
 def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
-    """The price after one request that ran alone on an engine of a dollar per second."""
+    """The price after one request on an otherwise idle engine at a dollar per second."""
     return TokenPrice(
         num_requests=1,
         usd=1,
@@ -34,9 +34,9 @@ def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
 @pytest.fixture
 def totals(tmp_path):
     """Totals of an empty ledger."""
-    made = Totals(tmp_path)
-    made.catch_up()
-    return made
+    ledger_totals = Totals(tmp_path)
+    ledger_totals.catch_up()
+    return ledger_totals
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_prompt_bytes_are_reserved_until_tokens_are_known(clock, limits):
     assert admit(limits, key(), prompt=10_000)
 
 
-def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
+def test_long_prompt_is_admitted_if_no_other_request_counts(clock, limits):
     alice = key(input_tokens_per_min=100)
     settle(limits, admit(limits, alice, prompt=99), prompt=99)
     clock.now += 20
@@ -145,7 +145,7 @@ def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
     assert refusal(limits, alice, prompt=1).retry_after_s == 1.0
     settle(limits, long, prompt=1200)
     clock.now += 10
-    assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until the long one is a minute old
+    assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until a minute after the long one
     clock.now += 50
     admit(limits, alice, prompt=1)
 
@@ -230,7 +230,7 @@ def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
     refusal(limits, alice)  # the cost of the first is still unknown
     settle(limits, first, 1, 5e-8)
     admit(limits, alice)
-    refusal(limits, alice, model="another")  # it may not run with another
+    refusal(limits, alice, model="another")  # not concurrently with another request
     admit(limits, alice)
 
 

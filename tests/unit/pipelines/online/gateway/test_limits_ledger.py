@@ -35,9 +35,9 @@ def refused(limits, key, tokens, match):
 @pytest.fixture
 def limits(engine_account, tmp_path, clock):
     engine_account.ready()
-    made = KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
-    assert asyncio.run(made._totals.wait_until_loaded())
-    return made
+    key_limits = KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
+    assert asyncio.run(key_limits._totals.wait_until_loaded())
+    return key_limits
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_ledger_read_survives_a_client_disconnect(limits, engine_account, clock,
         asked.cancel()
         await asyncio.wait([asked])
         clock.now += 2
-        await limits.catch_up()  # another request's, which does not read the ledger again
+        await limits.catch_up()  # of another request, which does not read the ledger again
         may_end.set()
         async with asyncio.timeout(10):
             while limits._waiting:
@@ -158,12 +158,12 @@ def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restarte
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     after = restarted()
     admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
-    for asked in (
+    for key_name in (
         after.admit(POOR, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
         after.require_budget(POOR),
     ):
         with pytest.raises(ApiError) as caught:
-            asyncio.run(asked)
+            asyncio.run(key_name)
         assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)

@@ -21,7 +21,7 @@ def test_requests_beyond_the_engines_capacity_wait(running, under_way, waiting):
 
 
 class Clock:
-    """A clock that only sleeping advances; records the sleeps."""
+    """A clock that advances only by sleeping; records the sleeps."""
 
     def __init__(self, *, passes=True):
         self.now, self.slept, self._passes = 100.0, [], passes
@@ -65,11 +65,11 @@ def test_delay_and_number_of_delayed_refusals_are_limited():
     async def many():
         tasks = [asyncio.create_task(pace.wait("alice")) for _ in range(500)]
         await asyncio.wait(tasks, timeout=0.2)
-        held = [task for task in tasks if not task.done()]
-        for task in held:
+        delayed = [task for task in tasks if not task.done()]
+        for task in delayed:
             task.cancel()
-        await asyncio.wait(held)
-        return len(held)
+        await asyncio.wait(delayed)
+        return len(delayed)
 
     assert asyncio.run(many()) == 64
     assert max(clock.slept) == pytest.approx(2.0)

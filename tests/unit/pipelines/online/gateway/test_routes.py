@@ -34,11 +34,11 @@ PIECES = [
 def app(tmp_path_factory):
     """The application behind the gate, with Ray's routes."""
     with pytest.MonkeyPatch.context() as patch:
-        made = []
+        apps = []
         make_app = ingress.make_app
-        patch.setattr(ingress, "make_app", lambda settings: made.append(make_app(settings)) or made[0])
+        patch.setattr(ingress, "make_app", lambda settings: apps.append(make_app(settings)) or apps[0])
         ingress.make_ingress(GateSettings(models=(), ledger=tmp_path_factory.mktemp("ledger")))
-    return made[0]
+    return apps[0]
 
 
 @st.composite
@@ -91,7 +91,7 @@ def found_by_gate(scope):
 def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
     scope = scope_of(raw, method, prefix)
     if path_refusal(scope):
-        assume(found_by_router(app, scope) is not None)  # only paths that would be answered must be refused
+        assume(found_by_router(app, scope) is not None)  # only paths that would be answered need refusing
         assert not scope["path"].isprintable()
     else:
         assert found_by_router(app, scope) == found_by_gate(scope)
@@ -101,24 +101,26 @@ def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
 @pytest.mark.parametrize("end", ["%0A", "%0D", "%0D%0A", "%00", "%C2%85", "%E2%80%A8", "%7F", "%0B", "%1C"])
 def test_unprintable_path_is_refused_first(app, route, end):
     path = route.path.partition("{")[0] + ("x" if "{" in route.path else "") + end
-    answer = asked(app, route.method, path)
+    answer = requested(app, route.method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path")
     assert "x-peagle-request-id" in answer.headers
 
 
 def test_every_route_is_guarded(app):
     assert {type(route) for route in app.router.routes} == {GuardedRoute}
-    assert {(*route.methods, route.path) for route in app.router.routes} == {(one.method, one.path) for one in TABLE}
+    assert {(*route.methods, route.path) for route in app.router.routes} == {
+        (entry.method, entry.path) for entry in TABLE
+    }
     assert not app.router.redirect_slashes
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
     """Without a pass, or with one for another route, as if gate and router parsed a path differently."""
-    other = next(one for one in TABLE if one.rule is not route.rule)
+    other = next(entry for entry in TABLE if entry.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
-    for past in (scope, with_pass(scope, other), *({**scope, PASS: one} for one in forged)):
+    for past in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
         with pytest.raises(ApiError) as caught:
             asyncio.run(app.router(dict(past), nothing, nothing))
         assert caught.value.status == 500
@@ -156,7 +158,7 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
 def test_body_without_gate_is_not_read(app, path):
     """Otherwise a route with a rule that reads no body would accept one without limits."""
-    (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
+    (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))
     assert caught.value.status == 500
@@ -179,7 +181,7 @@ def test_websockets_are_refused(tmp_path):
 
 
 def test_rules_of_routes():
-    of_rule = {rule: {(one.method, one.path) for one in TABLE if one.rule is rule} for rule in Rule}
+    of_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
     assert of_rule[Rule.OPEN] == {("GET", "/health")}
     assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
@@ -202,7 +204,7 @@ def test_other_paths_and_methods_are_refused(method, path, expected):
     assert caught.value.status == expected
 
 
-def asked(app, method, path):
+def requested(app, method, path):
     async def run():
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -217,7 +219,11 @@ async def nothing(*_):
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_unknown_query_parameters_are_refused(app, route):
-    (ours,) = [one for one in app.router.routes if (route.method, route.path) == (next(iter(one.methods)), one.path)]
+    (ours,) = [
+        registered
+        for registered in app.router.routes
+        if (route.method, route.path) == (next(iter(registered.methods)), registered.path)
+    ]
     body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
     with pytest.raises(ApiError) as caught:

@@ -11,8 +11,8 @@ ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_
 
 
 def session(tmp_path):
-    (found,) = read_sessions(tmp_path / "ledger")
-    return found
+    (result,) = read_sessions(tmp_path / "ledger")
+    return result
 
 
 def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
@@ -23,9 +23,9 @@ def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
     clock.now += 3
     request.finish("ok")
     engine_account.end()
-    found = session(tmp_path)
-    assert [found.load_s, found.compile_s, found.idle_s, found.busy_s] == pytest.approx([6, 4, 5, 3])
-    assert (found.num_devices, found.ended) == (2, True)
+    result = session(tmp_path)
+    assert [result.load_s, result.compile_s, result.idle_s, result.busy_s] == pytest.approx([6, 4, 5, 3])
+    assert (result.num_devices, result.ended) == (2, True)
 
 
 def test_loading_engine_is_in_the_ledger(engine_account, tmp_path):
@@ -34,20 +34,20 @@ def test_loading_engine_is_in_the_ledger(engine_account, tmp_path):
 
 def test_concurrent_requests_share_busy_seconds(engine_account, clock):
     engine_account.ready()
-    one, two = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
+    first, two = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
     clock.now += 4
-    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+    assert first.finish("ok").usage.busy_s == pytest.approx(2)
     clock.now += 1
     assert two.finish("ok").usage.busy_s == pytest.approx(3)
 
 
 def test_each_choice_has_a_share(engine_account, clock):
     engine_account.ready()
-    one, three = (engine_account.begin(Context(request_id="r", key="a", num_choices=number)) for number in (1, 3))
+    single, three = (engine_account.begin(Context(request_id="r", key="a", num_choices=number)) for number in (1, 3))
     clock.now += 4
     assert three.finish("ok").usage.busy_s == pytest.approx(3)
     clock.now += 1
-    assert one.finish("ok").usage.busy_s == pytest.approx(2)
+    assert single.finish("ok").usage.busy_s == pytest.approx(2)
 
 
 def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):

@@ -26,11 +26,11 @@ def answer(kind="chat", engine=None, **body):
     """Return all parts of an answer."""
 
     async def scene():
-        one = engine or FakeServeEngine(ServedModelOptions(engine="fake", num_speculative_tokens=3), CONFIG)
+        serve_engine = engine or FakeServeEngine(ServedModelOptions(engine="fake", num_speculative_tokens=3), CONFIG)
         if engine is None:
-            await one.start()
+            await serve_engine.start()
         request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
-        return [part async for part in getattr(one, kind)(request)]
+        return [part async for part in getattr(serve_engine, kind)(request)]
 
     return asyncio.run(scene())
 
@@ -58,24 +58,24 @@ def test_stream_equals_the_whole_answer():
 
 
 def test_logprobs_have_openais_format():
-    asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
-    (whole,) = answer(**asked)
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    (whole,) = answer(**body)
     choice = whole.choices[0]
     content = [token.model_dump(exclude={"top_logprobs"}) for token in choice.logprobs.content]
     assert "".join(token["token"] for token in content) == choice.message.content
     assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * whole.usage.completion_tokens
-    parts = [part for text in answer(**asked, **STREAM)[:-1] for part in events(text) if part["choices"]]
+    parts = [part for text in answer(**body, **STREAM)[:-1] for part in events(text) if part["choices"]]
     sent = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
     assert [token["token"] for token in sent] == [token["token"] for token in content]
 
-    asked = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
-    (whole,) = answer("completions", **asked)
-    found = whole.choices[0].logprobs
-    assert "".join(found.tokens) == whole.choices[0].text
-    for at, token in zip(found.text_offset, found.tokens, strict=True):
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
+    (whole,) = answer("completions", **body)
+    result = whole.choices[0].logprobs
+    assert "".join(result.tokens) == whole.choices[0].text
+    for at, token in zip(result.text_offset, result.tokens, strict=True):
         assert whole.choices[0].text[at:].startswith(token)
-    parts = [part for text in answer("completions", **asked, **STREAM)[:-1] for part in events(text) if part["choices"]]
-    assert [at for part in parts for at in part["choices"][0]["logprobs"]["text_offset"]] == found.text_offset
+    parts = [part for text in answer("completions", **body, **STREAM)[:-1] for part in events(text) if part["choices"]]
+    assert [at for part in parts for at in part["choices"][0]["logprobs"]["text_offset"]] == result.text_offset
     (without,) = answer(**CHAT)
     assert without.choices[0].logprobs is None
 

@@ -25,19 +25,19 @@ class Rows:
 
     def __init__(self, account, slots=None):
         self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
-        self.ends, self.heard, self._tasks = {}, {}, []
+        self.ends, self.replies, self._tasks = {}, {}, []
 
-    async def _generate(self, asked):
-        self.ends[asked.context.request_id] = end = asyncio.get_running_loop().create_future()
+    async def _generate(self, request):
+        self.ends[request.context.request_id] = end = asyncio.get_running_loop().create_future()
         return await end
 
     async def ask(self, name, **sampling):
-        """Send a row; its replies are in `heard`."""
-        heard = self.heard[name] = []
+        """Send a row; its replies are in `replies`."""
+        replies = self.replies[name] = []
 
         async def listen():
             async for answer in lend(self.slots, self._account, row(name, **sampling), self._generate, max_slots=SLOTS):
-                heard.append(answer)
+                replies.append(answer)
 
         self._tasks.append(asyncio.create_task(listen()))
         await asyncio.sleep(0)
@@ -45,7 +45,7 @@ class Rows:
         return self._tasks[-1]
 
     def states(self, name):
-        return [answer.state for answer in self.heard[name]]
+        return [answer.state for answer in self.replies[name]]
 
     async def done(self):
         return await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -59,7 +59,7 @@ def generation(num_output_tokens=7):
 
 
 @contextlib.asynccontextmanager
-async def person(slots, num_choices=1):
+async def interactive_request(slots, num_choices=1):
     """An interactive request that runs inside the `with`."""
     end = asyncio.Event()
 
@@ -81,7 +81,7 @@ def records(tmp_path):
 def test_rows_stay_below_the_scaling_target(engine_account):
     async def play():
         rows = Rows(engine_account)
-        async with person(rows.slots), person(rows.slots):
+        async with interactive_request(rows.slots), interactive_request(rows.slots):
             for number in range(5):
                 await rows.ask(f"r{number}")
         for end in rows.ends.values():
@@ -108,7 +108,7 @@ def test_single_slot_is_returned_to_interactive_requests(engine_account):
     async def play():
         rows = Rows(engine_account, IdleSlots(1, target=0.38))
         await rows.ask("r")
-        async with person(rows.slots):
+        async with interactive_request(rows.slots):
             await rows.done()
             await rows.ask("late")
         return rows.states("r"), rows.states("late")
@@ -119,28 +119,28 @@ def test_single_slot_is_returned_to_interactive_requests(engine_account):
 def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
-        asked = [await rows.ask(f"r{number}") for number in range(5)]
+        calls = [await rows.ask(f"r{number}") for number in range(5)]
         clock.now += 10
-        async with person(rows.slots, num_choices=4):
-            await asyncio.gather(*asked[3:])
+        async with interactive_request(rows.slots, num_choices=4):
+            await asyncio.gather(*calls[3:])
             states = [rows.states(f"r{number}") for number in range(5)]
             for number in range(3):
                 rows.ends[f"r{number}"].set_result(generation())
             await rows.done()
-        return states, rows.heard["r4"][-1]
+        return states, rows.replies["r4"][-1]
 
     engine_account.ready()
     states, returned = asyncio.run(play())
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
     assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds"
-    assert sorted((one.request_id, one.outcome) for one in records(tmp_path)) == [
+    assert sorted((record.request_id, record.outcome) for record in records(tmp_path)) == [
         ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
     ]  # fmt: skip
 
 
 def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
-    told = []
-    engine_account._listener = type("Listener", (), {"request": told.append, "heartbeat": lambda self, one: None})()
+    calls = []
+    engine_account._listener = type("Listener", (), {"request": calls.append, "heartbeat": lambda self, one: None})()
 
     async def play():
         rows = Rows(engine_account)
@@ -148,7 +148,7 @@ def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_accoun
         clock.now += 4
         rows.ends["r"].set_result(generation())
         await rows.done()
-        return rows.heard["r"][-1]
+        return rows.replies["r"][-1]
 
     engine_account.ready()
     answer = asyncio.run(play())
@@ -157,7 +157,7 @@ def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_accoun
     assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
     assert (record.usage.num_prompt_tokens, record.usage.num_cached_tokens, record.usage.num_output_tokens) == (3, 2, 7)
     assert (record.usd, record.ttft_s) == (pytest.approx(4 * 2 * 0.01), None)
-    assert told == []
+    assert calls == []
 
 
 def test_refused_row_is_billed(engine_account, clock, tmp_path):
@@ -167,7 +167,7 @@ def test_refused_row_is_billed(engine_account, clock, tmp_path):
         clock.now += 4
         rows.ends["r"].set_exception(RequestRefused("too long"))
         await rows.done()
-        return rows.heard["r"][-1]
+        return rows.replies["r"][-1]
 
     engine_account.ready()
     answer = asyncio.run(play())
@@ -201,4 +201,4 @@ def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
         return cancelled, rows.states("next")
 
     assert asyncio.run(play()) == (True, ["taken", "done"])
-    assert [(one.request_id, one.outcome) for one in records(tmp_path)] == [("r", "cut"), ("next", "ok")]
+    assert [(record.request_id, record.outcome) for record in records(tmp_path)] == [("r", "cut"), ("next", "ok")]

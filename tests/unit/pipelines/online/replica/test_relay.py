@@ -152,7 +152,7 @@ def test_disconnected_stream_is_billed_for_every_prompt(
 
 
 class EngineDeadError(Exception):
-    """Recognised like vLLM's by its name."""
+    """Recognised by its name, like vLLM's exception."""
 
 
 FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
@@ -177,7 +177,7 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
         asyncio.run(read())
     assert len(seen) == len(STREAM[0])
     assert "stack trace" not in str(raised.value)
-    assert [one.outcome for one in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
+    assert [record.outcome for record in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
         'data: "error"\n\n',
     ],
 )
-def test_other_events_are_no_failures(text):
+def test_other_events_are_not_failures(text):
     async def check_health():
         raise AssertionError
 
@@ -224,12 +224,16 @@ def test_failed_request_is_billed(engine_account, clock, tmp_path):
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
     for items, error, num_notes in (([], RuntimeError("boom"), 0), ([refusal], None, 1)):
         notes = asyncio.run(collect(items, error))
-        one = RequestReader(tmp_path / "ledger").new()[-1]
-        assert (one.outcome, one.usage.busy_s, one.usd) == ("failed", pytest.approx(2), pytest.approx(2 * 2 * 0.01))
-        assert (one.usage.num_prompt_tokens, one.usage.num_output_tokens) == (800, 3)
+        record = RequestReader(tmp_path / "ledger").new()[-1]
+        assert (record.outcome, record.usage.busy_s, record.usd) == (
+            "failed",
+            pytest.approx(2),
+            pytest.approx(2 * 2 * 0.01),
+        )
+        assert (record.usage.num_prompt_tokens, record.usage.num_output_tokens) == (800, 3)
         for note in notes[:num_notes]:
             assert note.reported["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
-            assert note.reported["peagle"]["usd"] == pytest.approx(one.usd)
+            assert note.reported["peagle"]["usd"] == pytest.approx(record.usd)
 
 
 SEQUENCE = SimpleNamespace(
@@ -334,8 +338,8 @@ def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monke
     async def scene():
         passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
         for _ in range(20):
-            await asyncio.sleep(0.01)  # the loop goes on
-        ended_before = [one.done() for one in passing]
+            await asyncio.sleep(0.01)  # the event loop continues
+        ended_before = [task.done() for task in passing]
         may_end.set()
         await asyncio.gather(*passing)
         return ended_before
@@ -384,7 +388,7 @@ def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
         raise AssertionError
 
     async def read():
-        answers = convert_errors(generate(items), check_health, event_refusal=lambda told: ("refused", told["code"]))
+        answers = convert_errors(generate(items), check_health, event_refusal=lambda event: ("refused", event["code"]))
         return [item async for item in answers]
 
     assert asyncio.run(read()) == expected

@@ -6,7 +6,7 @@ import pytest
 from pipelines.online.replica.relay import Pace, coalesce, in_pieces
 
 INTERVAL_S = 0.05
-SILENCE_S = 0.4  # long compared with delays of a busy machine
+SILENCE_S = 0.4  # much longer than delays on a busy machine
 
 
 async def steps(*groups, pause_s=0.0, error=None):
@@ -52,7 +52,7 @@ def test_piece_after_a_pause_is_sent_immediately():
                 await asyncio.sleep(1.2 * SILENCE_S)
 
         async for piece in coalesce(source(), Pace(SILENCE_S)):
-            waits += [clock() - said for _, said in piece]
+            waits += [clock() - sent_at for _, sent_at in piece]
         return waits
 
     waits = asyncio.run(watch())
@@ -147,15 +147,15 @@ def test_closing_ends_the_source(is_cancelled):
         finally:
             closed.append(True)
 
-    async def listen(pieces, heard):
+    async def listen(pieces, received):
         async for _ in pieces:
-            heard.set()
+            received.set()
 
     async def leave():
-        pieces, heard = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
+        pieces, received = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
         if is_cancelled:
-            listener = asyncio.create_task(listen(pieces, heard))
-            await heard.wait()
+            listener = asyncio.create_task(listen(pieces, received))
+            await received.wait()
             listener.cancel()
             await asyncio.wait([listener])
         else:

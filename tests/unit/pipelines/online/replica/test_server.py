@@ -19,11 +19,11 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
             pass
 
     for name, value in (("KMP_USE_YIELD", set_by_user), ("OMP_NUM_THREADS", "1")):
-        monkeypatch.setenv(name, value or "")  # so that it is as before when this test is over
+        monkeypatch.setenv(name, value or "")  # restored after the test
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
-    monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # what holds on this machine
+    monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # the value on this machine
     monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
     job = SimpleNamespace(
         spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a",

@@ -18,13 +18,13 @@ def test_stream_end_reports_its_usage():
             await super().__anext__()
             return ["not an event"] if self.num_parts == 1 else self._last
 
-    async def hear(text):
+    async def receive_parts(text):
         stream = Stream(StopAsyncIteration())
         stream._last = StreamEnd(text=text, reported=reported)
         return [part async for part in listen(lambda: stream, noted.append)]
 
-    assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
-    assert asyncio.run(hear("")) == [["not an event"]]  # nothing for the client
+    assert asyncio.run(receive_parts("nor this")) == [["not an event"], ["nor this"]]
+    assert asyncio.run(receive_parts("")) == [["not an event"]]  # not sent to the client
     assert noted == [reported] * 2
 
 
@@ -80,12 +80,12 @@ def test_cancelled_caller_cancels_the_call():
     async def give_up():
         seen, response = [], Response(end=None)
 
-        async def hear():
+        async def receive_parts():
             async for part in called(response):
                 seen.append(part)
 
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(hear(), 0.05)
+            await asyncio.wait_for(receive_parts(), 0.05)
         return seen, response.num_cancelled
 
     assert asyncio.run(give_up()) == ([1, 2], 1)
@@ -115,7 +115,7 @@ def test_refused_call_is_retried(monkeypatch):
     async def sleep(seconds):
         waited.append(seconds)
 
-    async def hear(num_refused):
+    async def receive_parts(num_refused):
         NOTE.set(lambda reported: None)
         answered = Response(StopAsyncIteration())
         with monkeypatch.context() as patched:
@@ -123,16 +123,16 @@ def test_refused_call_is_retried(monkeypatch):
             parts = [part async for part in call([*(Refused(None) for _ in range(num_refused)), answered])]
         return parts, answered.num_cancelled
 
-    assert asyncio.run(hear(4)) == ([1, 2], 0)
+    assert asyncio.run(receive_parts(4)) == ([1, 2], 0)
     assert len(waited) == 4
     assert waited == sorted(set(waited))
     with pytest.raises(BackPressureError):
-        asyncio.run(hear(5))
+        asyncio.run(receive_parts(5))
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
 def test_ended_call_is_not_cancelled(end):
-    async def hear():
+    async def receive_parts():
         response = Response(end=end)
         try:
             parts = [part async for part in called(response)]
@@ -140,25 +140,25 @@ def test_ended_call_is_not_cancelled(end):
             parts = None
         return parts, response.num_cancelled
 
-    assert asyncio.run(hear()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
+    assert asyncio.run(receive_parts()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 def test_whole_answer_bypasses_rays_handler(end):
     whole, noted = WholeAnswer(body=b"{}", reported={"usage": None}), []
 
-    async def hear():
+    async def receive_parts():
         response = Once(whole, end)
         with pytest.raises(Answered) as raised:
             await anext(called(response, noted.append))
         return raised.value.body, response.num_parts, response.num_cancelled
 
-    assert asyncio.run(hear()) == (b"{}", 2, 0)
+    assert asyncio.run(receive_parts()) == (b"{}", 2, 0)
     assert noted == [whole.reported]
 
 
 def test_rays_handler_serialises_whole_answers_again():
-    """Once this fails, the answer may go through it."""
+    """Once this fails, whole answers can use Ray's handler."""
     from ray.serve.llm.ingress import OpenAiIngress
 
     rays = inspect.getmodule(OpenAiIngress.chat)  # it is inherited

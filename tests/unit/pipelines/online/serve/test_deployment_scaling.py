@@ -44,5 +44,5 @@ def test_configured_request_counts():
 
 def test_pieces_per_s():
     shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
-    alone = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
-    assert (pieces_per_s(shared), pieces_per_s(alone)) == (40, 400)
+    single = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
+    assert (pieces_per_s(shared), pieces_per_s(single)) == (40, 400)

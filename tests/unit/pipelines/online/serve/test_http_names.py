@@ -6,11 +6,11 @@ from pipelines.online.serve.http_names import route_path, validated
 
 
 @pytest.mark.parametrize(
-    ("path", "root_path", "found"),
+    ("path", "root_path", "result"),
     [("/v1/models", "", "/v1/models"), ("/a/v1/models", "/a", "/v1/models"), ("/ab", "/a", "/ab"), ("/a", "/a", "")],
 )
-def test_route_path(path, root_path, found):
-    assert route_path({"type": "http", "path": path, "root_path": root_path}) == found
+def test_route_path(path, root_path, result):
+    assert route_path({"type": "http", "path": path, "root_path": root_path}) == result
 
 
 def test_validated():

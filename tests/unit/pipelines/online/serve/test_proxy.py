@@ -26,7 +26,7 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
+def responses(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
     """Return what a client receives through this proxy."""
     sent = []
 
@@ -47,7 +47,7 @@ def passed_on(*messages, error=None, **request):
         if error:
             raise error
 
-    return asked(proxy, **request)
+    return responses(proxy, **request)
 
 
 def got_through(*headers, **request):
@@ -57,7 +57,7 @@ def got_through(*headers, **request):
     async def proxy(scope, receive, send):
         seen.extend(scope["headers"])
 
-    asked(proxy, headers=headers, **request)
+    responses(proxy, headers=headers, **request)
     return seen
 
 
@@ -66,8 +66,8 @@ def no_route(path):
     from ray.serve._private.proxy import HTTPProxy
 
     async def messages():
-        *said, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
-        return said
+        *raw_messages, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
+        return raw_messages
 
     return asyncio.run(messages())
 
@@ -154,7 +154,7 @@ def test_answers_of_the_gate_are_recognised_on_any_path():
 
 @pytest.fixture
 def control():
-    """The headers that Ray's proxy obeys, and those that it logs."""
+    """The headers that Ray's proxy acts on, and those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -180,7 +180,7 @@ def test_logged_values_are_short(control):
     path = "/another/application"
     assert got_through(*((name, b"x" * 129) for name in noted), path=path) == []
     for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
-        head, _ = asked(None, **request)
+        head, _ = responses(None, **request)
         assert head["status"] == status
 
 
@@ -222,11 +222,11 @@ def test_ray_reads_the_variables():
               c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
     """
     others = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
-    said = [
+    probe_script = [
         subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
         for env in (others | proxy.ENVIRONMENT, others)
     ]
-    assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+    assert probe_script == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
 def test_ray_reads_the_log_rotation_variables():
@@ -242,11 +242,11 @@ def test_ray_reads_the_log_rotation_variables():
 def test_text_of_rays_404():
     from ray.serve._private.proxy import HTTPProxy
 
-    async def said():
+    async def response_text():
         request = SimpleNamespace(path="/v1/models")
         return [message async for message in HTTPProxy.not_found_response(None, request)]
 
-    head, answer, *_ = asyncio.run(said())
+    head, answer, *_ = asyncio.run(response_text())
     assert head["status"] == proxy._NOT_FOUND
     assert answer["body"].endswith(proxy._NO_ROUTE)
 
@@ -277,7 +277,7 @@ NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def certificates(tmp_path_factory):
     """Two certificates with their keys."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("one", "two"):
@@ -287,10 +287,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def pair(tmp_path, made):
+def pair(tmp_path, certificates):
     """Write a certificate and a key, and check them."""
 
-    def require(certificate=made["one.pem"], key=made["one.key"], mode=0o600):
+    def require(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
         cert_path.write_bytes(certificate)
         key_path.write_bytes(key)
@@ -301,9 +301,9 @@ def pair(tmp_path, made):
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
-def test_matching_certificate_and_key_pass(pair, made, mode):
+def test_matching_certificate_and_key_pass(pair, certificates, mode):
     pair(mode=mode)
-    pair(certificate=made["one.pem"] + made["two.pem"])  # followed by its issuers
+    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # followed by the issuer certificates
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
@@ -312,9 +312,9 @@ def test_world_readable_key_is_refused(pair, mode):
         pair(mode=mode)
 
 
-def test_key_of_another_certificate_is_refused(pair, made):
+def test_key_of_another_certificate_is_refused(pair, certificates):
     with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"):
-        pair(key=made["two.key"])
+        pair(key=certificates["two.key"])
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
@@ -329,9 +329,9 @@ def test_file_without_private_key_is_refused(pair, data):
         pair(key=data)
 
 
-def test_swapped_files_are_refused(pair, made):
+def test_swapped_files_are_refused(pair, certificates):
     with pytest.raises(ConfigError, match="contains no certificate"):
-        pair(certificate=made["one.key"], key=made["one.pem"])
+        pair(certificate=certificates["one.key"], key=certificates["one.pem"])
 
 
 def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):

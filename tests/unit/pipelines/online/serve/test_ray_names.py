@@ -88,5 +88,5 @@ def test_python_errors_are_hidden(error, text):
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("too long"), 400), (RuntimeError("boom"), None)])
 def test_refusal_is_vllms(error, status):
-    found = refusal(error)
-    assert (found and found.error.code) == status
+    result = refusal(error)
+    assert (result and result.error.code) == status

@@ -25,12 +25,12 @@ def test_valid_chat():
 
 
 def test_crash_of_a_validator_is_a_client_error():
-    with pytest.raises(ApiError) as found:
+    with pytest.raises(ApiError) as raised:
         chat(structured_outputs=[])
-    assert (found.value.status, found.value.code) == (422, "invalid_type")
-    with pytest.raises(ApiError) as found:
+    assert (raised.value.status, raised.value.code) == (422, "invalid_type")
+    with pytest.raises(ApiError) as raised:
         TypeAdapter(CompletionBody).validate_python({"model": "m"})
-    assert (found.value.status, found.value.param) == (400, "prompt")
+    assert (raised.value.status, raised.value.param) == (400, "prompt")
 
 
 def test_rays_types_still_need_our_validation():
@@ -38,10 +38,10 @@ def test_rays_types_still_need_our_validation():
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(late.messages[0]["content"], list)  # so it was not validated
-    with pytest.raises(ValidationError) as found:
+    assert not isinstance(late.messages[0]["content"], list)  # so it has not been validated
+    with pytest.raises(ValidationError) as raised:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
-    assert len(found.value.errors()) >= 1000
+    assert len(raised.value.errors()) >= 1000
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
@@ -70,12 +70,12 @@ def test_vllm_compiles_structural_tags():
 
 
 def test_wrong_type_has_its_location():
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as raised:
         chat(temperature="hot")
-    assert found.value.errors()[0]["loc"] == ("temperature",)
+    assert raised.value.errors()[0]["loc"] == ("temperature",)
 
 
-@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM reads it itself
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM parses it itself
 def test_cap_does_not_reserve_context():
     """According to vLLM, after the request was pickled."""
 
@@ -121,9 +121,9 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
 def test_only_first_error_of_a_list_is_reported(body, changes):
     """Pydantic collected fifteen errors for each invalid message, which took minutes."""
     began = time.process_time()
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as raised:
         TypeAdapter(body).validate_python({"model": "m", **changes})
-    assert len(found.value.errors()) < 100
+    assert len(raised.value.errors()) < 100
     assert time.process_time() - began < 10
 
 

@@ -1,4 +1,4 @@
-"""The choice of an engine for a request, with engines that are only names."""
+"""The choice of an engine for a request, with engines represented by names."""
 
 import asyncio
 import inspect
@@ -24,7 +24,7 @@ class Router(PrefixRouter):
         )
         self.initialize_state(most_ahead=most_ahead, max_blocks=max_blocks)
 
-    def have(self, **lengths):
+    def set_engines(self, **lengths):
         self.update_replicas([replica(name) for name in lengths])
         for name, length in lengths.items():
             self.on_new_queue_len_info(replica_id(name), length)
@@ -51,15 +51,15 @@ def routed(check):
 
     async def run():
         router = Router()
-        router.have(a=0, b=0)
+        router.set_engines(a=0, b=0)
         await check(router)
 
     asyncio.run(run())
 
 
-async def first_group(router, asked):
-    groups = await router.choose_replicas(list(router.curr_replicas.values()), asked)
-    return {one.replica_id.unique_id for one in groups[0]}
+async def first_group(router, routed_request):
+    groups = await router.choose_replicas(list(router.curr_replicas.values()), routed_request)
+    return {group.replica_id.unique_id for group in groups[0]}
 
 
 @pytest.mark.parametrize(
@@ -111,22 +111,22 @@ def test_unknown_prompt_goes_to_any_engine(body):
 
 def test_busy_engine_gets_no_more_prefix_matches():
     async def check(router):
-        asked = request(prompt=LONG)
-        router.on_request_routed(asked, replica_id("b"), None)
-        router.have(a=1, b=3)
-        assert await first_group(router, asked) == {"b"}
-        router.have(a=1, b=4)
-        assert await first_group(router, asked) == {"a", "b"}
+        long_request = request(prompt=LONG)
+        router.on_request_routed(long_request, replica_id("b"), None)
+        router.set_engines(a=1, b=3)
+        assert await first_group(router, long_request) == {"b"}
+        router.set_engines(a=1, b=4)
+        assert await first_group(router, long_request) == {"a", "b"}
 
     routed(check)
 
 
 def test_two_random_engines_are_the_fallback():
     async def check(router):
-        router.have(a=0, b=0, c=0)
+        router.set_engines(a=0, b=0, c=0)
         router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
         alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
-        assert [one.replica_id.unique_id for one in alike] == ["c"]
+        assert [item.replica_id.unique_id for item in alike] == ["c"]
         assert len(others) == 2
 
     routed(check)
@@ -138,13 +138,13 @@ def test_removed_engines_are_forgotten():
         router.on_replica_actor_died(replica_id("b"))
         router.on_request_routed(
             request(prompt=LONG), replica_id("b"), None
-        )  # its answer came before its death was known
+        )  # its answer arrived before its crash was noticed
         assert await first_group(router, request(prompt=LONG)) == {"a"}
-        router.have(a=0, b=0)
+        router.set_engines(a=0, b=0)
         assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
-        router.have(c=0)
+        router.set_engines(c=0)
         assert await first_group(router, request(prompt=LONG)) == {"c"}
-        router.have()
+        router.set_engines()
         assert await router.choose_replicas([], request(prompt=LONG)) == []
 
     routed(check)

@@ -33,7 +33,7 @@ class Whole(SimpleNamespace):
 
 
 class Engine:
-    """A front end that gets outputs from `say`."""
+    """A front end that gets outputs from `send_outputs`."""
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
@@ -45,8 +45,8 @@ class Engine:
         names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
         whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
         parent = None if n == 1 else ParentRequest(whole)
-        for index, one in enumerate(names):
-            request = whole if n == 1 else self._request(one, parent.get_child_info(index)[1])
+        for index, sequence in enumerate(names):
+            request = whole if n == 1 else self._request(sequence, parent.get_child_info(index)[1])
             self.processor.add_request(request, "x", parent, index, queue)
         return names, queue
 
@@ -57,7 +57,7 @@ class Engine:
             cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
 
-    def say(self, *names, drafted=DRAFTED, ends=True):
+    def send_outputs(self, *names, drafted=DRAFTED, ends=True):
         outputs = [
             EngineCoreOutput(
                 request_id=name, new_token_ids=[5], finish_reason=FinishReason.LENGTH if ends else None,
@@ -72,9 +72,9 @@ class Engine:
         for name in names:
             children, queue = self.add(name, n)
             await asyncio.sleep(0.01)
-            self.say(*children, ends=False)
+            self.send_outputs(*children, ends=False)
             await asyncio.sleep(0.01)
-            self.say(*children)
+            self.send_outputs(*children)
             assert (await queue.get()).finished
         num_tokens = 2 * n * len(names)
         yield Whole(usage={"prompt_tokens": 2, "completion_tokens": num_tokens}, metrics=None)
@@ -110,16 +110,16 @@ def test_drafts_of_all_choices_and_prompts_count(engine, engine_account, tmp_pat
 
 
 def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
-    def asked(name, n):
+    def request_drafts(name, n):
         answers = relay(engine.answers(name, n=n), begin_of(engine_account, name), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
 
     async def both():
-        await asyncio.gather(asked("one", 1), asked("two", 2))
+        await asyncio.gather(request_drafts("one", 1), request_drafts("two", 2))
 
     asyncio.run(both())
-    found = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
-    assert found == {"one": 3, "two": 6}
+    result = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
+    assert result == {"one": 3, "two": 6}
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -136,7 +136,7 @@ def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
     async def answers(says):
         names, queue = engine.add("-".join(says))
         for _ in says:
-            engine.say(*names, ends=False)
+            engine.send_outputs(*names, ends=False)
         await queue.get()
         yield
 
@@ -149,19 +149,19 @@ def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
 
     asyncio.run(leave("begun", ["a", "b"]))
     asyncio.run(leave("not begun", []))
-    found = records(tmp_path)
-    assert {name: record.outcome for name, record in found.items()} == {"begun": "cut", "not begun": "cut"}
-    assert found["begun"].ttft_s >= 0
-    assert found["not begun"].ttft_s is None
-    assert found["begun"].usage.speculation.num_drafts == 0
+    result = records(tmp_path)
+    assert {name: record.outcome for name, record in result.items()} == {"begun": "cut", "not begun": "cut"}
+    assert result["begun"].ttft_s >= 0
+    assert result["not begun"].ttft_s is None
+    assert result["begun"].usage.speculation.num_drafts == 0
 
 
 def test_drafts_of_a_merged_stream_end_are_kept(engine):
     sequences = Sequences()
     sequences.listen()
     names, queue = engine.add("a", kind=RequestOutputKind.DELTA)
-    engine.say(*names, ends=False)
-    engine.say(*names)
+    engine.send_outputs(*names, ends=False)
+    engine.send_outputs(*names)
     (output,) = queue.get_nowait().outputs
     assert output.finish_reason == "length"
     assert output.spec_decode_metrics is None, "vLLM keeps them now"
@@ -174,8 +174,8 @@ def test_vllm_reports_no_drafts_after_a_stop_string(engine):
     sequences.listen()
     names, queue = engine.add("a", n=2)
     engine.processor.request_states[names[0]].detokenizer.update = lambda *_: "stop"
-    engine.say(names[0], ends=False)
-    engine.say(names[1])
+    engine.send_outputs(names[0], ends=False)
+    engine.send_outputs(names[1])
     assert [output.finish_reason for output in queue.get_nowait().outputs] == ["stop", "length"]
     assert sequences.speculation.num_drafts == 3
 
@@ -188,7 +188,7 @@ def test_ended_sequences_are_dropped(engine):
         names, _ = engine.add(f"beam-{step}", n=2)
         states += [weakref.ref(engine.processor.request_states[name]) for name in names]
         began_at = sequences.first_token_at
-        engine.say(*names)
+        engine.send_outputs(*names)
         assert began_at in (None, sequences.first_token_at), "the first token of all sequences counts"
     assert sequences.speculation.num_drafts == 3 * len(states)
     gc.collect()
@@ -198,7 +198,7 @@ def test_ended_sequences_are_dropped(engine):
 def test_no_figures_without_listener_or_sequences(engine):
     async def answer(drafted):
         names, _ = engine.add("a")
-        engine.say(*names, drafted=drafted)
+        engine.send_outputs(*names, drafted=drafted)
 
     asyncio.run(answer(DRAFTED))
     sequences = Sequences()

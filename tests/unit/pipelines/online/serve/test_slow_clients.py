@@ -18,7 +18,7 @@ from pipelines.online.serve import proxy, slow_clients
 LIMIT_S = 0.5
 KEEP_ALIVE_S = 60
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
-READ_BYTES = 256 * 1024  # as much as a server takes at once
+READ_BYTES = 256 * 1024  # the size of a server's read buffer
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 UPGRADE = (
     b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
@@ -73,11 +73,11 @@ def client(request):
 
 def rest(client):
     """Return everything until the server closes the connection, and the time that it took."""
-    started, said = time.monotonic(), b""
+    started, data = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
-            said += piece
-    return said, time.monotonic() - started
+            data += piece
+    return data, time.monotonic() - started
 
 
 def is_open(client):
@@ -100,14 +100,14 @@ def trickle(client, data):
 
 
 def answer(client):
-    said = client.recv(65_536)
-    while not said.endswith(b"ok"):
-        said += client.recv(65_536)
-    return said
+    output = client.recv(65_536)
+    while not output.endswith(b"ok"):
+        output += client.recv(65_536)
+    return output
 
 
-def check_408(said):
-    head, _, body = said.partition(b"\r\n\r\n")
+def check_408(message):
+    head, _, body = message.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head
     assert f"content-length: {len(body)}".encode() in head
@@ -115,16 +115,16 @@ def check_408(said):
 
 
 def test_silent_connection_is_closed(client):
-    said, took_s = rest(client)
-    assert said == b""
+    data, took_s = rest(client)
+    assert data == b""
     assert 0.5 * LIMIT_S < took_s < 8 * LIMIT_S
 
 
 def test_slow_headers_get_408(client):
     assert trickle(client, HEAD) < len(HEAD)
     client.settimeout(10)
-    said, _ = rest(client)
-    check_408(said)
+    data, _ = rest(client)
+    check_408(data)
 
 
 @pytest.mark.parametrize("half", [HEAD, b"G"])
@@ -132,8 +132,8 @@ def test_slow_headers_of_the_next_request_get_408(client, half):
     client.sendall(REQUEST)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(half)
-    said, took_s = rest(client)
-    check_408(said)
+    data, took_s = rest(client)
+    check_408(data)
     assert took_s < 8 * LIMIT_S
 
 
@@ -160,9 +160,9 @@ def test_endless_headers_are_refused(protocol, status, begun):
         answer(client)
         client.sendall(begun + b"x" * (slow_clients.LIMIT_BYTES - len(begun)))
         client.sendall(b"x")
-        said, _ = rest(client)
-    assert said.startswith(b"HTTP/1.1 " + status)
-    assert b"connection: close" in said
+        data, _ = rest(client)
+    assert data.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in data
 
 
 @pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
@@ -213,17 +213,17 @@ def test_rays_proxies_have_the_header_timeout(monkeypatch):
 
     monkeypatch.setattr(http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", proxy.IMPORT_PATH)
 
-    async def said_to_half_a_header():
+    async def response_to_half_a_header():
         options = http_util.configure_http_middlewares(HTTPOptions(host="127.0.0.1", port=0))
         task, server = await http_util.start_asgi_http_server(app, options, event_loop=asyncio.get_running_loop())
         while not server.started:
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
         writer.write(b"GET")
-        said = await asyncio.wait_for(reader.read(), 10)
+        data = await asyncio.wait_for(reader.read(), 10)
         writer.close()
         server.should_exit = True
         await task
-        return said
+        return data
 
-    check_408(asyncio.run(said_to_half_a_header()))
+    check_408(asyncio.run(response_to_half_a_header()))

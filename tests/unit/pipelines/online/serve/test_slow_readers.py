@@ -21,7 +21,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 async def app(scope, receive, send):
-    """Answer with more than fits in all buffers up to the client."""
+    """Send a response larger than all buffers between the application and the client."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % NUM_BYTES)]})
     for _ in range(NUM_BYTES // len(PIECE)):
         await send({"type": "http.response.body", "body": PIECE, "more_body": True})
@@ -53,7 +53,7 @@ def client(server):
 
 
 def num_read(client, pause_s=0.0):
-    """Bytes that come until the connection ends."""
+    """Return the number of bytes until the connection ends."""
     total = 0
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(1 << 18):
@@ -62,7 +62,7 @@ def num_read(client, pause_s=0.0):
     return total
 
 
-def wait_until_nobody_is_connected(server):
+def wait_until_no_connections(server):
     deadline = time.monotonic() + 20 * LIMIT_S
     while server.server_state.connections:
         assert time.monotonic() < deadline
@@ -71,8 +71,8 @@ def wait_until_nobody_is_connected(server):
 
 def test_connection_without_reader_is_closed(server, client):
     client.recv(1)
-    wait_until_nobody_is_connected(server)
-    with pytest.raises(ConnectionResetError):  # also what the kernel had of the answer is gone
+    wait_until_no_connections(server)
+    with pytest.raises(ConnectionResetError):  # the data still in the kernel's buffers is discarded, too
         all(client.recv(1 << 18) for _ in range(NUM_BYTES))
 
 
@@ -82,7 +82,7 @@ def test_very_slow_reader_is_closed(server, client):
         while client.recv(64) and server.server_state.connections:
             assert time.monotonic() < deadline
             time.sleep(LIMIT_S / 10)
-    wait_until_nobody_is_connected(server)
+    wait_until_no_connections(server)
 
 
 def test_slow_reader_gets_the_whole_answer(client):
@@ -92,11 +92,11 @@ def test_slow_reader_gets_the_whole_answer(client):
     assert time.monotonic() - started > LIMIT_S
 
 
-class Slow:
+class SlowReader:
     """A connection that reads nothing."""
 
-    def __init__(self, holders, unread_bytes, paused_at):
-        self.holders, self.unread_bytes, self.paused_at, self.is_aborted = holders, unread_bytes, paused_at, False
+    def __init__(self, owners, unread_bytes, paused_at):
+        self.owners, self.unread_bytes, self.paused_at, self.is_aborted = owners, unread_bytes, paused_at, False
 
     def abort(self):
         self.is_aborted = True
@@ -108,26 +108,26 @@ class Slow:
         ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
-        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # slow only for a moment
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # slow only briefly
         ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
     ],
 )
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
     monkeypatch.setattr(slow_readers, "UNREAD_LIMIT_BYTES", 30)
     unread, loop = slow_readers._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
-    slow = [Slow(*one) for one in connections]
+    slow = [SlowReader(*connection) for connection in connections]
     unread._watched = set(slow)
     unread._check(loop)
-    aborted = [one for one in slow if one.is_aborted]
+    aborted = [reader for reader in slow if reader.is_aborted]
     assert len(aborted) == num_aborted
-    assert all(one.paused_at == 0.0 for one in aborted)  # the slowest
+    assert all(item.paused_at == 0.0 for item in aborted)  # the slowest
 
 
 def test_memory_is_returned_after_slow_readers(monkeypatch):
     calls = []
     loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, what, *args: calls.append(what))
     unread = slow_readers._Unread()
-    reader = Slow(("a",), slow_readers._TRIM_BYTES + 1, 0.0)
+    reader = SlowReader(("a",), slow_readers._TRIM_BYTES + 1, 0.0)
     unread._watched = {reader}
     unread._check(loop)
     reader.paused_at = None
@@ -143,7 +143,7 @@ def test_application_does_not_wait_for_a_slow_client(server):
         connection = slow_readers.connection_of(scope)
         patient = slow_readers.PatientSend(send, connection, "key")
         await app(scope, receive, patient)
-        seen.update(queued=connection.queued_bytes, unread=connection.unread_bytes, holders=connection.holders)
+        seen.update(queued=connection.queued_bytes, unread=connection.unread_bytes, owners=connection.owners)
         await patient.drain()
         seen.update(left=connection.queued_bytes)
 
@@ -154,10 +154,10 @@ def test_application_does_not_wait_for_a_slow_client(server):
         client.settimeout(30)
         client.sendall(REQUEST)
         deadline = time.monotonic() + 20
-        while "holders" not in seen:
+        while "owners" not in seen:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert num_read(client) >= NUM_BYTES
-    assert seen["holders"] == ("127.0.0.1", "key")
+    assert seen["owners"] == ("127.0.0.1", "key")
     assert seen["unread"] >= seen["queued"] > NUM_BYTES // 2
     assert seen["left"] == 0

@@ -1,4 +1,4 @@
-"""A corpus carried through a run's files without Ray or an engine: planned, prepared, committed, exported, audited."""
+"""Runs of a corpus without Ray or an engine: planned, prepared, committed, exported and audited."""
 
 import json
 
@@ -27,7 +27,7 @@ ANSWER = Generation(
 )  # fmt: skip
 
 
-class Carried:
+class CorpusRun:
     """A finished run over `path`; every row is answered with "x"."""
 
     def __init__(self, path, output, **keys):
@@ -39,16 +39,16 @@ class Carried:
         self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
         self.plan = self.run.plan()
         batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
-        self.prepared = [PreparedUnit(decode_rows(one)) for one in prepare_units(batch, run=resolved.for_stages())]
+        self.prepared = [PreparedUnit(decode_rows(block)) for block in prepare_units(batch, run=resolved.for_stages())]
         for unit in self.prepared:
             self._commit(unit)
 
     def table(self):
-        """The committed rows."""
+        """Return the committed rows."""
         return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
 
-    def exported(self, output_format):
-        """The rows of an export, and what it set aside, parsed strictly."""
+    def export(self, output_format):
+        """Export the run; return rows and dead letters, parsed strictly."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
         letters = strict_lines(folder / "errors.jsonl")
@@ -58,7 +58,7 @@ class Carried:
         return strict_lines(folder / "output.jsonl"), letters
 
     def findings(self):
-        """What an audit of the units finds."""
+        """Return the findings of an audit of the units."""
         schema = expected_schema(self.plan.schema)
         audits = [audit_unit(self.run, unit, schema, {}) for unit in self.plan.units]
         return [finding for audit in audits for finding in audit.findings]
@@ -79,9 +79,9 @@ class Carried:
 
 
 def strict_lines(path):
-    """JSON lines, of which NaN and infinities are none."""
+    """Parse JSON lines; refuse NaN and infinities."""
     return [json.loads(line, parse_constant=_refuse) for line in path.read_bytes().splitlines()]
 
 
-def _refuse(word):
-    raise ValueError(f"{word} is no JSON")
+def _refuse(constant):
+    raise ValueError(f"{constant} is not JSON")

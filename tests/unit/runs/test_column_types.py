@@ -1,4 +1,4 @@
-"""Every type that Parquet can hold is carried whole, in processes with Ray and without it."""
+"""All types of Parquet survive a run, in processes with and without Ray."""
 
 import base64
 import datetime
@@ -20,10 +20,10 @@ from peagle.corpus.cutting import Cut
 from peagle.corpus.extensions import plain
 from peagle.corpus.rows import WorkEstimate
 from peagle.errors import InputError
-from tests.unit.runs.carried import Carried, strict_lines
+from tests.unit.runs.corpus_run import CorpusRun, strict_lines
 
 ID = uuid.UUID(int=7)
-BIG = np.arange(8000.0).reshape(2, 4000)  # printed, it is shortened
+BIG = np.arange(8000.0).reshape(2, 4000)  # its repr is shortened
 DAY = datetime.date(2026, 1, 2)
 
 
@@ -78,7 +78,7 @@ COLUMNS = {
     "empty": (pa.nulls(3), [None] * 3),
 }  # fmt: skip
 
-# Arrow cannot take rows of views of text; Parquet has the same bytes for both.
+# Arrow cannot select rows of string views; Parquet stores the same bytes for both.
 AS_TEXT = {"string view": pa.string(), "views in structs": pa.struct([("k", pa.string())])}
 
 
@@ -93,13 +93,14 @@ def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
     path = write(tmp_path / "a.parquet", {"x": array})
     original = pq.read_table(path).column("x")
     expected_type = AS_TEXT.get(name, original.type)
-    carried = Carried(path, tmp_path / "run")
-    assert carried.findings() == []
-    for table in (carried.table(), carried.exported("parquet")[0]):
+    run = CorpusRun(path, tmp_path / "run")
+    assert run.findings() == []
+    for table in (run.table(), run.export("parquet")[0]):
         assert table.column("x").type == expected_type
         assert repr(table.column("x").to_pylist()) == repr(original.slice(0, 2).to_pylist())
-    assert plain(table).sort_by([("id", "descending")]).column("x")[0] == plain(table).column("x")[1]  # of a retry
-    rows, letters = carried.exported("jsonl")
+    # A retry reorders rows.
+    assert plain(table).sort_by([("id", "descending")]).column("x")[0] == plain(table).column("x")[1]
+    rows, letters = run.export("jsonl")
     assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == in_json
 
 
@@ -119,8 +120,8 @@ print("ray" in sys.modules)
 
 def test_extension_types_are_read_without_ray(tmp_path):
     path = write(tmp_path / "a.parquet", {name: array for name, (array, _) in COLUMNS.items()})
-    carried = Carried(path, tmp_path / "run")
-    (rows, _), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    run = CorpusRun(path, tmp_path / "run")
+    (rows, _), (table, _) = run.export("jsonl"), run.export("parquet")
     other = subprocess.run([sys.executable, "-c", WITHOUT_RAY, tmp_path / "run"], capture_output=True, text=True)
     assert (other.stdout, other.stderr) == ("[]\nFalse\n", "")
     assert strict_lines(tmp_path / "run/export/jsonl/output.jsonl") == rows
@@ -129,8 +130,8 @@ def test_extension_types_are_read_without_ray(tmp_path):
 
 def test_ray_objects_are_copied_without_decoding(tmp_path):
     array = ArrowPythonObjectArray.from_objects([{"a": 1}, None, object])
-    carried = Carried(write(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
-    (table, _), (rows, _) = carried.exported("parquet"), carried.exported("jsonl")
+    run = CorpusRun(write(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
+    (table, _), (rows, _) = run.export("parquet"), run.export("jsonl")
     assert table.column("x")[0].as_py() == {"a": 1}
     assert isinstance(rows[0]["x"], str)
 
@@ -138,9 +139,9 @@ def test_ray_objects_are_copied_without_decoding(tmp_path):
 def test_columns_with_different_types_become_text(tmp_path):
     for name, array in (("a", COLUMNS["uuid"][0]), ("b", COLUMNS["bool8"][0]), ("c", COLUMNS["Ray tensor"][0])):
         write(tmp_path / f"{name}.parquet", {"x": array})
-    carried = Carried(tmp_path, tmp_path / "run")
-    found = [json.loads(text) for text in carried.table().column("x").to_pylist() if text is not None]
-    assert found == [str(ID), True, *[BIG.ravel().tolist()] * 2]
+    run = CorpusRun(tmp_path, tmp_path / "run")
+    values = [json.loads(text) for text in run.table().column("x").to_pylist() if text is not None]
+    assert values == [str(ID), True, *[BIG.ravel().tolist()] * 2]
 
 
 def test_unsupported_type_names_file_and_column(tmp_path):

@@ -1,4 +1,4 @@
-"""A column of the input may have any name, those of a run's own columns, keys and records included."""
+"""Input columns may have any name, including those of a run's own columns, keys and records."""
 
 import json
 
@@ -8,10 +8,10 @@ import pytest
 
 from peagle.corpus.text import BATCH_COLUMNS
 from peagle.runs.rows import OUTPUT_SCHEMA, output_names
-from tests.unit.runs.carried import Carried
+from tests.unit.runs.corpus_run import CorpusRun
 
 LETTER_KEYS = ["id", "unit", "attempt", "reason", "message", "row", "error"]
-OURS = dict.fromkeys(
+RESERVED = dict.fromkeys(
     [
         *OUTPUT_SCHEMA.names, "prompt_token_ids", "sampling", "error", *LETTER_KEYS, *BATCH_COLUMNS[:3], "input_id",
         "input_input_id", "unit", "usage", "peagle.unit", "peagle.usage", "peagle", "__peagle_error",
@@ -23,7 +23,7 @@ OURS = dict.fromkeys(
 
 def corpus(folder, suffix):
     """Two good rows and one that becomes a dead letter; each value is its column's name."""
-    rows = [{"prompt": f"p{n}", **{name: f"{name}{n}" for name in OURS if name != "sampling"}} for n in range(3)]
+    rows = [{"prompt": f"p{n}", **{name: f"{name}{n}" for name in RESERVED if name != "sampling"}} for n in range(3)]
     rows[2]["prompt"] = None
     path = folder / f"a{suffix}"
     if suffix == ".parquet":
@@ -36,25 +36,25 @@ def corpus(folder, suffix):
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
     path, rows = corpus(tmp_path, suffix)
-    carried = Carried(path, tmp_path / "run")
+    run = CorpusRun(path, tmp_path / "run")
     names = output_names(list(rows[0]))
-    assert carried.findings() == []
-    (found, letters), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    assert run.findings() == []
+    (exported, letters), (table, _) = run.export("jsonl"), run.export("parquet")
     for index, row in enumerate(rows[:2]):
         for name, value in row.items():
-            assert (found[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
-        assert (found[index]["id"], found[index]["response"]) == (f"{index:09d}", "x")
+            assert (exported[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
+        assert (exported[index]["id"], exported[index]["response"]) == (f"{index:09d}", "x")
     (letter,) = letters
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")
-    batch, errors = carried.exported("openai-batch")
-    assert [one["custom_id"] for one in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
+    batch, errors = run.export("openai-batch")
+    assert [row["custom_id"] for row in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
 
 
-def test_column_with_our_metadata_keeps_its_type(tmp_path):
+def test_column_with_peagle_metadata_keeps_its_type(tmp_path):
     marked = [pa.field("n", pa.int64(), metadata={"peagle": mark}) for mark in ("json", "wide")]
     for index, column in enumerate(marked):
         schema = pa.schema([("prompt", pa.string()), column])
         pq.write_table(pa.Table.from_pylist([{"prompt": "p", "n": 7}], schema), tmp_path / f"{index}.parquet")
-        carried = Carried(tmp_path / f"{index}.parquet", tmp_path / f"run{index}")
-        assert carried.table().column("n").to_pylist() == [7]
+        run = CorpusRun(tmp_path / f"{index}.parquet", tmp_path / f"run{index}")
+        assert run.table().column("n").to_pylist() == [7]
