@@ -206,7 +206,7 @@ def test_too_many_accelerators_are_refused() -> None:
 def test_engine_over_several_nodes(tmp_path: Path) -> None:
     two_nodes = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
     check_capacity(two_nodes, gpu(num=8))
-    with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*on 2 node\(s\)"):
+    with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*uses 2 node\(s\)"):
         check_capacity(two_nodes, gpu(num=4))
     large = EngineSpec(model=make_model(tmp_path / "m", weights_gib=20), tensor_parallel_size=2, max_model_len=64)
     with pytest.raises(CapacityError, match=r"weights 20\.0"):
