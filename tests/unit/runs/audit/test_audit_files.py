@@ -111,7 +111,7 @@ def test_wrong_dead_letters_are_found(finished):
     path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
     assert kinds(finished) == ["lost", "foreign"]
     path.write_text(json.dumps({**letter, "unit": 2}) + "\n")
-    assert single_finding(finished).message == "line 1: its unit is 2, but 3 in the plan"
+    assert single_finding(finished).message == "line 1: unit is 2, but 3 in the plan"
     path.write_text("{cut o")
     assert kinds(finished) == ["damaged"]
     path.unlink()
