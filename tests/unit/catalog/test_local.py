@@ -26,7 +26,7 @@ def test_a_node_loads_the_commit_of_the_spec(moving_hub):
         moving_hub.push("org/model-of-this-test", commit, CONFIG)
     spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
     assert local_spec(spec) == spec
-    assert moving_hub.asked == [("org/model-of-this-test", FIRST)]
+    assert moving_hub.requests == [("org/model-of-this-test", FIRST)]
 
 
 def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, capfd):

@@ -245,7 +245,7 @@ def test_commits_of_branches_come_from_the_hub(moving_hub):
     assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
     moving_hub.push("org/m", SECOND, {})
     assert hub_commit("org/m") == SECOND
-    assert moving_hub.asked == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
+    assert moving_hub.requests == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
 
 
 def test_commits_of_branches_come_from_the_cache_offline(moving_hub):

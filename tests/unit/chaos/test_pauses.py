@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
         pytest.param("finish", 16, marks=pytest.mark.soak),
     ],
 )
-def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
+def test_resumed_driver_does_not_disturb_its_replacement(tmp_path, scene, every):
     found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
     assert found["problems"] == []
     assert all(plays["num_plays"] for plays in found["plays"])
@@ -25,7 +25,7 @@ def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, 
 
 
 @pytest.mark.soak
-def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
+def test_replaced_plan_is_found(tmp_path, monkeypatch):
     """The plays detect their original bug: a resumed driver replaces the other's plan."""
     (tmp_path / "faulty").mkdir()
     (tmp_path / "faulty" / "sitecustomize.py").write_text(

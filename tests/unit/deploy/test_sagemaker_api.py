@@ -87,8 +87,8 @@ def test_create_and_remove_endpoint(aws: Any) -> None:
     assert set(removed.kinds) == set(KINDS)
     assert (removed.usd_per_hour, removed.lifetime_s is not None) == (2.0, True)
     assert removed.remains == (
-        "the image i, billed by GB and month",
-        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, billed by GB and month",
+        "the image i, billed per GB-month",
+        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, billed per GB-month",
     )
 
 
@@ -158,7 +158,7 @@ def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.Mon
     patch_client(monkeypatch, api, delete_endpoint=busy)
     api.remove(NAME)
     assert existing_kinds(aws) == []
-    assert messages[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
+    assert messages[-1] == f"endpoint {NAME}: cannot be deleted until it has been created; waiting"
     assert clock.now == 45
 
 

@@ -106,7 +106,7 @@ def test_lookup_needs_a_head_and_a_request() -> None:
 
 
 def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
-    with pytest.raises(ConfigError, match="schedules asynchronously") as caught:
+    with pytest.raises(ConfigError, match="asynchronous scheduling") as caught:
         drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
     synchronous = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})

@@ -88,7 +88,7 @@ def test_index_is_independent_of_chunks_and_drafts() -> None:
 
 
 def test_min_ngram_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         PromptLookup(0)
 
 

@@ -328,7 +328,7 @@ def test_requesters_take_turns():
         turns, order = _FairLock(), []
 
         async def work(requester):
-            await turns.take(requester)
+            await turns.acquire(requester)
             order.append(requester)
             await asyncio.sleep(0)
             turns.release()

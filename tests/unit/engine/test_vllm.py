@@ -239,7 +239,7 @@ def test_incomplete_answers_are_refused(reason):
     assert reason in FINISH_REASON_STRINGS
     engine = object.__new__(VllmEngine)
     engine._llm = AbortingEngine()
-    with pytest.raises(RequestRefused, match=rf"by itself \({reason}\) after 2 tokens"):
+    with pytest.raises(RequestRefused, match=rf"ended the response early \({reason}\) after 2 tokens"):
         asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
 
 

@@ -145,7 +145,7 @@ def test_lookup_is_off_by_default(make_scheduler: Callable[..., Scheduler], monk
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ({"is_async": True}, "without asynchronous scheduling"),
+        ({"is_async": True}, "no asynchronous scheduling"),
         ({"use_v2_model_runner": True}, "model runner V1"),
         ({"draft_sample_method": "probabilistic"}, "greedy drafts"),
         ({"rejection_sample_method": "block"}, "standard rejection sampling"),

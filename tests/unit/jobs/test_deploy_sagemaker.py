@@ -50,7 +50,7 @@ def test_sagemaker_create(calls, capsys):
         "/tmp",
         True,
     )
-    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
+    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and stops the charges" in capsys.readouterr().out
 
 
 def test_sagemaker_down(calls, capsys):

@@ -12,4 +12,4 @@ def test_ledger_compact(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "serve: files before 20, now 2\n"
     assert len(list((tmp_path / "serve" / "ledger").iterdir())) == 2
     assert cli.run(["ledger", "compact", "nothing"]) == 2
-    assert "no run and no endpoint's state at nothing" in capsys.readouterr().err
+    assert "nothing: neither a run nor an endpoint's state folder" in capsys.readouterr().err

@@ -23,7 +23,7 @@ CELLS = [cell("peagle", 3, 4, 50.0, 1.6), cell(NONE, 0, 4, 40.0), cell(NONE, 0, 
 def file(tmp_path):
     profile = Profile(
         peagle_profile=1,
-        decision="P-EAGLE K=3: 50.0 output tokens/s, 4 at once.",
+        decision="P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.",
         objective={},
         engine={"model": "m", "drafter": "peagle", "num_speculative_tokens": 3, "max_num_seqs": 4,
                 "max_num_batched_tokens": 2048},
@@ -55,7 +55,7 @@ def notes(run):
 def test_a_run_uses_the_profile(resolve_with_profile):
     run = resolve_with_profile()
     assert (run.spec.max_num_seqs, run.spec.max_num_batched_tokens) == (4, 2048)
-    assert notes(run)[0] == "profile: P-EAGLE K=3: 50.0 output tokens/s, 4 at once."
+    assert notes(run)[0] == "profile: P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests."
 
 
 def test_a_losing_drafter_has_one_warning(resolve_with_profile):

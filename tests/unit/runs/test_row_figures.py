@@ -130,7 +130,7 @@ def test_report_survives_damaged_dead_letters(run):
     assert report["account"]["num_failed_rows"] == 1
     assert report["failures"] is None
     assert report["rows"]["num_read"] == 1
-    assert f"Its failures are not shown: {letters}" in report["notes"][-1]
+    assert f"The failures are not shown: {letters}" in report["notes"][-1]
 
 
 def test_report_has_row_sections_and_labels_the_fake_engine(run):

@@ -71,7 +71,7 @@ def test_unreadable_ledger_does_not_stop_the_endpoint(tmp_path, monkeypatch):
         (tmp_path / "ledger" / "session-x.parquet").write_bytes(b"no table")
         assert not stopped.wait(0.5)
     assert messages
-    assert all("cannot check for requests now" in line for line in messages)
+    assert all("cannot check whether the endpoint is idle" in line for line in messages)
 
 
 def test_engines_usd_since(tmp_path):

@@ -109,7 +109,7 @@ def test_polls_have_their_own_limit(clock, limits):
     limits.count_request(alice)
     for _ in range(60):
         limits.count_request(alice, is_poll=True)
-    assert "60 requests for figures a minute" in too_often(limits, alice, is_poll=True).message
+    assert "60 requests for usage a minute" in too_often(limits, alice, is_poll=True).message
     clock.now += 60
     limits.count_request(alice)
     limits.count_request(alice, is_poll=True)
