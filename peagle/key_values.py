@@ -14,6 +14,7 @@ def parse_pairs(
 
     Raises:
         ValueError: a pair has no "=" or no key, or a key is repeated.
+
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}
     """

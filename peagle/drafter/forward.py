@@ -149,7 +149,7 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
 
     Args:
         free_run: an EAGLE-3 head continues its own drafts, as in an engine, instead of the document's tokens. No effect
-                on a P-EAGLE head, which reads no token after the anchor.
+            on a P-EAGLE head, which reads no token after the anchor.
     """
     states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])

@@ -37,7 +37,7 @@ class HeadSpec:
             KV heads, which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the
             identity.
         num_frozen_layers: number of first layers of the saved head that are not trained. Their inputs (`fc`, mask
-                state, embeddings) are not trained either.
+            state, embeddings) are not trained either.
         train_embeddings: train embeddings instead of sharing the target's. They are then saved with the head:
             vocabulary x hidden size, most of its bytes.
     """

@@ -26,7 +26,7 @@ class TrainingProgress:
     Attributes:
         accuracy: by depth, share of rows whose most likely token is that of the target; None without rows.
         accepted: by depth, share of rows that are correct and whose earlier rows in the chain are all correct. An
-                    engine accepts drafts up to the first wrong draft.
+            engine accepts drafts up to the first wrong draft.
         divergence: by depth, mean KL divergence.
         loss: with D-PACE only comparable to other D-PACE losses, since the weights change.
         tokens_per_s: document tokens per second of this attempt.

@@ -41,7 +41,7 @@ class UnitUsage:
         num_failed_rows: dead letters; not included in `num_rows`.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
         busy_s: the unit's share of the engine's busy seconds. Concurrent units divide them, so that all units,
-                    committed or not, add up to the session's `busy_s`.
+            committed or not, add up to the session's `busy_s`.
     """
 
     session_id: str

@@ -23,14 +23,14 @@ class DrafterSpec:
     Attributes:
         method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one token after another; "ngram" and
             "suffix" have no head and copy from earlier tokens of the request.
-            model: the head's folder (local or s3://) or hub id; empty without a head.
-            num_speculative_tokens: K.
-            synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
-                        is meaningless.
-                revision: revision of a hub id, as for `EngineSpec`.
-                kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
-                attention_backend: vLLM's name of the head's attention back end; None for vLLM's choice.
-                lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
+        model: the head's folder (local or s3://) or hub id; empty without a head.
+        num_speculative_tokens: K.
+        synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
+            is meaningless.
+        revision: revision of a hub id, as for `EngineSpec`.
+        kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
+        attention_backend: vLLM's name of the head's attention back end; None for vLLM's choice.
+        lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
     """
 
     method: DraftMethod | LookupMethod
@@ -81,7 +81,7 @@ class EngineSpec:
     Attributes:
         model: the target: a folder (local or s3://) or a hub id.
         revision: the commit of a hub id; a branch, a tag or None if the commit is unknown. For a folder on S3, a digest
-                of its listing (`fetched.py`).
+            of its listing (`fetched.py`).
         drafter: None for no speculation.
         precision: one of `PRECISIONS`, resolved on the hardware that runs the engine.
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.

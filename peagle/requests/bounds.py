@@ -66,6 +66,7 @@ def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[s
     Args:
         values: a request body or sampling parameters; `prompt` may be token ids or a list of them.
         vocab_size: rows of the embedding; None if unknown.
+
     >>> token_id_error({"prompt": [5, 100]}, 100)
     ('prompt', 'prompt has the token id 100, but the model only has ids 0 to 99')
     """

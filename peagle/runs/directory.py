@@ -230,8 +230,8 @@ class RunDirectory:
         Args:
             number: one more than the number of retries in the plan from which this retry was made.
 
-                Raises:
-                    RunInUse: another driver has planned that retry, or has taken over.
+        Raises:
+            RunInUse: another driver has planned that retry, or has taken over.
         """
         self.require_lease()
         if not write_once(self.root / f"plan-{number:04d}.parquet", retries_to_bytes(retries)):
@@ -375,8 +375,8 @@ class RunDirectory:
         These are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes of
         committed units are deleted, too: their engine was killed between the commit and the deletion.
 
-                Raises:
-                    RunInUse: another driver has taken over.
+        Raises:
+            RunInUse: another driver has taken over.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)

@@ -49,9 +49,9 @@ class Heartbeats:
 
     Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
 
-        Args:
-            before: sessions of earlier attempts, all dead.
-            heartbeat_s: seconds between an engine's heartbeats.
+    Args:
+        before: sessions of earlier attempts, all dead.
+        heartbeat_s: seconds between an engine's heartbeats.
     """
 
     def __init__(

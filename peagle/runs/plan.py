@@ -133,8 +133,8 @@ class Plan:
 
         A unit that ran again after its file was deleted only has the rows that no retry has: its dead letters are new.
 
-                Args:
-                    num_rows: rows and dead letters of each committed unit that was retried.
+        Args:
+            num_rows: rows and dead letters of each committed unit that was retried.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(retried[unit]))

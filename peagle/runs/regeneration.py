@@ -38,7 +38,7 @@ class AuditedEngine:
 
     Attributes:
         spec: spec of the run's engine, including its drafter.
-            max_tie: the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`).
+        max_tie: the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`).
     """
 
     spec: EngineSpec

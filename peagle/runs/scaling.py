@@ -73,7 +73,7 @@ def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_don
         sessions: all sessions of the run directory.
         num_alive: engines that are running or loading.
         work_done, work_left: estimated work of committed and uncommitted units. The number of units would mislead,
-                because small units come last.
+            because small units come last.
 
     Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
     160 s after 60 s of loading.

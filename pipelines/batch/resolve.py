@@ -51,9 +51,9 @@ class Run:
         directory: the run directory; it has the lease once the run is open.
         plan: the plan; stages on other nodes receive it without units (`for_stages`).
         engine: the engine, with model names that any node can resolve.
-            placement: the resources of each engine.
-            slot_group: name of the group in which engines number their slots on a node; None for the run's own group.
-            lender: None if the run starts its own engines.
+        placement: the resources of each engine.
+        slot_group: name of the group in which engines number their slots on a node; None for the run's own group.
+        lender: None if the run starts its own engines.
     """
 
     config: GenerateConfig

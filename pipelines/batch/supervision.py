@@ -166,9 +166,7 @@ class Supervisor:
     def error(self) -> PeagleError:
         """Return the error of an unfinished run: reason, progress, and how to continue."""
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
-        committed = (
-            self._directory.committed()
-        )  # not from the tally: the driver may miss the receipts of the last units
+        committed = self._directory.committed()  # the tally may miss the last units
         num_units, num_done = len(self._run.plan.units), len(committed)
         rows_left = sum(unit.num_rows for unit in self._run.plan.left(committed))
         command = resume_command(self._request.command, ending.resume_flags)

@@ -48,7 +48,7 @@ class Context:
         cap_tokens: maximum output tokens of a chat without max_tokens; None is unlimited.
         shown_usage: which events of the stream show usage.
         first_asked_at: Unix time at which an earlier engine, which crashed, received the request; None on the first
-                attempt.
+            attempt.
     """
 
     request_id: str

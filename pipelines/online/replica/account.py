@@ -75,9 +75,9 @@ class EngineAccount:
 
         Args:
             context: `num_choices` is the number of slots the request uses, which determines its share of the busy
-                    seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
-                choices_per_prompt: number of choices for each prompt of a completion with several prompts.
-                is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
+                seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
+            choices_per_prompt: number of choices for each prompt of a completion with several prompts.
+            is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
         """
         number = next(self._numbers)
         self._meter.start(number, context.num_choices)

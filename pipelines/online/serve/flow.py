@@ -124,7 +124,7 @@ class DownloadWindow:
 
     Attributes:
         has_acks: whether the proxy sends acknowledgements. Without them, the ingress only learns when the client has
-                received everything or disconnected.
+            received everything or disconnected.
         has_left: the client has received everything or disconnected.
     """
 

@@ -116,7 +116,7 @@ class _Answer:
 
     Args:
         is_for_api: whether the path belongs to the endpoint, under any prefix. For other paths, only answers with the
-                gate's request id header are from the endpoint.
+            gate's request id header are from the endpoint.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:

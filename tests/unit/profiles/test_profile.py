@@ -25,7 +25,7 @@ def change_profile(file):
 
 def test_profile_round_trip(file, profile):
     assert read_profile(file) == profile
-    assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.\n# peagle generate --profile")
+    assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.\n# peagle generate")
     assert profile.chosen == profile.measurements[0]
 
 
