@@ -12,6 +12,8 @@ Show what this machine can run: accelerator, memory, cores, FP8, versions, the e
 would choose.
 """
 
+EPILOG = "exit codes: 0 an engine can run here, 1 something prevents it, 2 bad usage\n"
+
 # The versions this release is tested with; `pyproject.toml` pins the same.
 PINNED = {
     "ray": "2.60.0",

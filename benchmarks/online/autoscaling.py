@@ -82,7 +82,7 @@ class Run:
         await asyncio.sleep(options.step_s)
         sampling.cancel()
         await asyncio.gather(sampling, *clients, return_exceptions=True)
-        asked = [self._told(one) for one in self._tally.asked]
+        asked = [self._told(one) for one in self._tally.requests]
         return {"samples": self._samples, "asked": asked, "cold": cold and self._told(cold)}
 
     async def _ask_on(self, client: int) -> None:
@@ -92,7 +92,7 @@ class Run:
                     await asyncio.sleep(0.1)
                 text = f"client {client}, request {number}"
                 one = await ask(http, text, self._options.tokens, is_stream=True, model=self._options.name)
-                self._tally.asked.append(one)
+                self._tally.requests.append(one)
                 if one.outcome != "answered":
                     await asyncio.sleep(1.0)
 

@@ -189,8 +189,8 @@ def _path_on_card(model: ResolvedModel, method: str) -> str:
         others = [one.name for one in load_catalog() if (head := _heads(one).get(method)) and head.published]
         raise DrafterError(
             f"the catalog has no {method} head for {model.name}{reason}",
-            hint=f"the catalog has one for {', '.join(others)}; for other models, set --drafter to a folder or hub id,"
-            " or to none",
+            hint=f"the catalog has one for {', '.join(others)}; for other models, use the head's folder or hub id,"
+            " or no drafter",
         )
     return _head_path(card)
 

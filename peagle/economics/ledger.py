@@ -319,10 +319,10 @@ def session_at_time(folder: StoragePath, session: EngineSession, moment: float) 
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
-    """Return the last heartbeat before a Unix time and the first heartbeat after it, by bisection."""
+    """Return the last heartbeat at or before a Unix time and the first one after it, by bisection."""
     earlier = later = None
     with open_to_read(beats.path) as file:
-        # Lines that begin before `low` are earlier than `moment`, lines from `high` on are later.
+        # Lines that begin before `low` are at or before `moment`, lines from `high` on are later.
         low, high = beats.begin, beats.begin + beats.size_now()
         while low < high:
             middle = (low + high) // 2

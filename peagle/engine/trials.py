@@ -110,7 +110,7 @@ class Trials:
             requester = REQUESTER.get()
             counts = self._num_by_requester
             if self._is_shared and (counts[requester] >= _MOST_PER_REQUESTER or counts.total() >= _MOST_OF_ALL):
-                raise TrialsBusy("too many new schemas or grammars; try again, or use fewer different ones")
+                raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
             if self._is_shared and self._refused_s(requester) >= _MOST_REFUSED_S:
                 raise TrialsBusy("too many of your schemas or grammars took too long; try again in a minute")
             self._num_by_requester[requester] += 1

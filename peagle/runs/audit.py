@@ -520,7 +520,7 @@ def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[st
 
 def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
     if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
-        return f"a dead letter must have exactly {', '.join(sorted(_LETTER_KEYS))}"
+        return f"a dead letter must have {', '.join(sorted(_LETTER_KEYS))}"
     for key, value in (("unit", unit.unit), ("attempt", unit.attempt)):
         if letter[key] != value:
             return f"{key} is {letter[key]!r}, but {value} in the plan"

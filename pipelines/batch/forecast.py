@@ -212,7 +212,7 @@ def _prompts(found: CorpusSample) -> str:
 def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
     """Describe the machine of the engines."""
     if not is_here:
-        return f"{here.describe()}; {num_nodes} of these machines, according to the price table"
+        return f"{here.describe()}; {num_nodes} of these machines, not inspected"
     unasked = "; the cluster of RAY_ADDRESS was not inspected: set its instance_type" if ray.is_remote() else ""
     return f"{here.describe()}; this machine{unasked}"
 

@@ -66,7 +66,7 @@ SCENES = {
     "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
     "continue": Scene(before="killed"),
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
-    "retry-once": Scene(before="finished", flags=((_RETRY,), ())),
+    "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
     "finish": Scene(before="finished"),
     "renewals": Scene(before="nothing", of_renewals=True),
 }

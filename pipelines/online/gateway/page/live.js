@@ -93,7 +93,7 @@ export class Live {
     say(byId("requests-sub"), waitingOf(load));
     this.#seen = [...this.#seen, underWay].slice(-NUM_SEEN);
     const values = [...new Array(NUM_SEEN - this.#seen.length).fill(null), ...this.#seen];
-    byId("requests-chart").replaceChildren(bars(values, `running requests, now ${count(underWay)}`));
+    byId("requests-chart").replaceChildren(bars(values, `requests in progress, now ${count(underWay)}`));
   }
 }
 
@@ -201,7 +201,7 @@ export function drafterOf(card) {
 function waitingOf(load) {
   if (!load) return FOR_OPERATORS;
   const waiting = sum(load, "num_requests_waiting");
-  return waiting ? `${count(waiting)} waiting for an engine` : "none waiting for an engine";
+  return waiting ? `${count(waiting)} of them waiting for an engine` : "none waiting for an engine";
 }
 
 function room(running, most) {
