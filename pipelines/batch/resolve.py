@@ -39,7 +39,7 @@ from pipelines.cluster.placement import Placement, place
 
 # Output tokens x bytes of weights for which compiling on a CPU takes as long as it saves: 60 s against 2.1 ms per token
 # of the embedded model (0.27 GB), which makes 78.2 output tokens/s compiled and 67.4 not (48 prompts of 128 tokens,
-# EAGLE-3 with K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an Intel Xeon with AMX, 2026-11-28).
+# EAGLE-3 with K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
 _COMPILE_WORK = 8e12
 
 
