@@ -12,7 +12,7 @@ from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptOptions
 
 HELP = """\
-Measure methods of speculation x K x concurrency on one target, in vLLM: output tokens/s with spread, per user,
+Measure methods of speculation x K x concurrency on one model, in vLLM: output tokens/s with spread, per user,
 acceptance, time to first token and per token, memory, tokens per dollar. One engine at a time; Ray is not needed.
 
   peagle bench
@@ -27,16 +27,20 @@ methods, K, repeats, and concurrencies up to --max-num-seqs. An engine that fail
 Ctrl-C and SIGTERM the report has the finished passes.
 """
 _GROUPS = {
-    "compared": [
+    "comparison": [
         "methods", "drafter", "num_speculative_tokens", "concurrency", "repeats", "rounds", "time_budget_s",
     ],
-    "target": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],
-    "data and results": ["dataset", "limit", "requests_per_slot", "output"],
+    "model": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],
+    "data": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
-    "price": list(PRICE_OPTIONS),
+    "engines": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
+    "money": list(PRICE_OPTIONS),
 }  # fmt: skip
+COMMON = (
+    "model", "methods", "drafter", "num_speculative_tokens", "concurrency", "dataset", "limit", "repeats",
+    "time_budget_s", "output", "config",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

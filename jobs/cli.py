@@ -1,7 +1,8 @@
 """The `peagle` command, a table of subcommands.
 
 "models add" is jobs/models_add.py. A command's module has HELP, `add_arguments(parser)` and
-`run(args) -> (exit code, result for --json)`, and is imported when needed: `peagle --help` loads neither torch nor Ray.
+`run(args) -> (exit code, result for --json)`; COMMON lists the options of its short help. It is imported when needed:
+`peagle --help` loads neither torch nor Ray.
 
 Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 broken output pipe.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import removed
+from jobs.help import CommandParser
 from jobs.output import broken_pipe, human_output, is_unicode, prints_unicode, standard_streams
 from peagle import __version__
 from peagle.errors import ConfigError, PeagleError
@@ -25,40 +27,59 @@ from peagle.plain_json import to_json
 from peagle.private import keep_private
 from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_signal
 
-COMMANDS = {
-    "demo": "generate with the embedded model, with and without speculation, and compare",
-    "generate": "generate text in bulk for a corpus of prompts",
-    "status": "show a run's progress, from another terminal or machine",
-    "audit": "check a run's files, and compare a sample of its rows with the target without the drafter",
-    "serve": "serve models through OpenAI's API, with keys, limits and cost",
-    "up": "start an endpoint in the background, or list them",
-    "down": "stop an endpoint that `peagle up` started",
-    "deploy sagemaker": "serve a catalog model from a SageMaker endpoint, or delete that endpoint",
-    "serve keys": "create, list and revoke the endpoint's API keys",
-    "serve budgets": "set, list and remove budgets of tags and of the whole endpoint",
-    "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
-    "report": "report on runs: tokens per dollar, acceptance, costs",
-    "cost": "show what runs and endpoints cost in a period, by key, model, tag or day",
-    "ledger compact": "merge the small files of a ledger, even while it is being written",
-    "prices": "list the prices of machines, each with its date and source",
-    "models": "list the catalog, or show one model's card",
-    "models add": "add a drafter head to your catalog",
-    "prompts": "write the built-in prompts for training a drafter",
-    "train": "train a drafter head for a target",
-    "evaluate": "measure drafters in vLLM: acceptance by K, by position, by category",
-    "bench": "compare methods of speculation, K and concurrency",
-    "tune": "find the best method, K, concurrency and precision for a target, prompts and hardware",
-    "plan": "estimate machines, hours and dollars for your tokens, from measured speeds",
-    "quantize-drafter": "convert a drafter head to FP8, or an FP8 head to bf16",
-    "deploy kuberay": "write the Kubernetes objects for a bulk run or an endpoint, and apply them",
-    "deploy cluster": "write the `ray up` file for a bulk run's cluster on AWS, and start the cluster",
-    "config show": "print each value of a configuration, and where it came from",
-    "config schema": "print the JSON schema of a command's YAML, for editors",
-    "doctor": "show what this machine can run",
+GROUPS = {
+    "Generate": {
+        "demo": "generate with the embedded model, with and without speculation, and compare",
+        "generate": "generate text in bulk for a corpus of prompts",
+        "runs": "list runs with their state and cost",
+        "show": "print the responses and failed rows of a run",
+        "status": "show a run's progress, from another terminal or machine",
+        "report": "report on runs: tokens per dollar, acceptance, costs",
+        "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
+        "audit": "check a run's files, and compare a sample of its rows with the target without the drafter",
+    },
+    "Serve": {
+        "serve": "serve models through OpenAI's API, with keys, limits and cost",
+        "serve keys": "create, list and revoke the endpoint's API keys",
+        "serve budgets": "set, list and remove budgets of tags and of the whole endpoint",
+        "up": "start an endpoint in the background, or list endpoints",
+        "down": "stop an endpoint that `peagle up` started",
+    },
+    "Measure": {
+        "bench": "compare methods of speculation, K and concurrency",
+        "tune": "find the best method, K, concurrency and precision for a model, prompts and hardware",
+        "evaluate": "measure drafters in vLLM: acceptance by K, by position, by category",
+    },
+    "Drafters": {
+        "train": "train a drafter head for a model",
+        "prompts": "write the built-in prompts for training a drafter",
+        "quantize-drafter": "convert a drafter head to FP8, or an FP8 head to bf16",
+        "models": "list the catalog, or show one model's card",
+        "models add": "add a drafter head to your catalog",
+    },
+    "Money": {
+        "cost": "show what runs and endpoints cost in a period, by key, model, tag or day",
+        "plan": "estimate machines, hours and dollars for your tokens, from measured speeds",
+        "prices": "list the prices of machines, each with its date and source",
+        "ledger compact": "merge the small files of a ledger, even while it is being written",
+    },
+    "Deploy": {
+        "deploy sagemaker": "serve a catalog model from a SageMaker endpoint, or delete that endpoint",
+        "deploy kuberay": "write the Kubernetes objects for a bulk run or an endpoint, and apply them",
+        "deploy cluster": "write the `ray up` file for a bulk run's cluster on AWS, and start the cluster",
+    },
+    "Set-up": {
+        "doctor": "show what this machine can run",
+        "config show": "print each value of a configuration, and where it came from",
+        "config schema": "print the JSON schema of a command's YAML, for editors",
+        "completion": "print the shell completion for bash or zsh",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 _SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
-_JSON_HELP = "write the result as JSON ('-' for standard output; other output then goes to standard error)"
+_JSON_HELP = "write the result as JSON to FILE, or to standard output; other output then goes to standard error"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
+_HELP_FLAGS = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,11 +94,11 @@ def run(argv: Sequence[str]) -> int:
         if not is_unicode(argument):
             print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8: rename the file", file=sys.stderr)
             return 2
-    command, rest = _split(argv)
-    if command is None and (instead := removed.COMMANDS.get(" ".join(argv[:2]))):
-        print(f"peagle: the command `{' '.join(argv[:2])}` was removed: {instead}", file=sys.stderr)
-        return 2
-    args = _parsed(_parser(command), [command, *rest] if command else rest)
+    command, rest = split_command(argv)
+    if command is None:
+        return _without_command(argv)
+    parser = parser_of(command)
+    args = _parsed(parser, rest)
     args.command_line = ["peagle", *argv]
     try:
         with interrupted_by_signal():
@@ -113,7 +134,41 @@ def _run(args: argparse.Namespace) -> int:
     return int(code)
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def _without_command(argv: Sequence[str]) -> int:
+    """Print the help or the version, or explain that there is no such command; return the exit code."""
+    if argv and argv[0] in _HELP_FLAGS:
+        print(format_help())
+        return 0
+    if argv and argv[0] == "--version":
+        print(f"peagle {__version__}")
+        return 0
+    if not argv or argv[0].startswith("-"):
+        print(format_help(), file=sys.stderr)
+        return 2
+    words = " ".join(argv[:2])
+    if instead := removed.COMMANDS.get(words):
+        print(f"peagle: the command `{words}` was removed: {instead}", file=sys.stderr)
+        return 2
+    longer = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    near = difflib.get_close_matches(words, COMMANDS, n=1) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
+    hint = f"choose {' or '.join(longer)}" if longer else f"did you mean {near[0]}?" if near else "see peagle --help"
+    print(f"peagle: unknown command {argv[0]!r}\n  {hint}", file=sys.stderr)
+    return 2
+
+
+def format_help() -> str:
+    """Return the help of `peagle`: every command in its group."""
+    lines = [
+        "usage: peagle COMMAND [options]",
+        "",
+        "Generate text in bulk and online with P-EAGLE parallel drafters on Ray and vLLM, priced in tokens per dollar.",
+    ]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:<17} {summary}" for name, summary in commands.items())]
+    return "\n".join([*lines, "", "`peagle COMMAND --help` shows examples and options.", _EXIT_CODES])
+
+
+def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse, or exit with a message that suggests the nearest flag."""
     args, unknown = parser.parse_known_args(argv)
     if getattr(args.module, "FORWARDS_ARGS", False):
@@ -122,12 +177,12 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
         flag = unknown[0].partition("=")[0]
         if instead := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
             parser.error(f"{flag} was removed: {instead}")
-        near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", args.usage), n=1)
+        near = difflib.get_close_matches(flag, parser.options(), n=1)
         parser.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))
     return args
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_command(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split `argv` into the longest command name at its start (None if there is none) and the rest."""
     for num_words in (2, 1):
         if (command := " ".join(argv[:num_words])) in COMMANDS:
@@ -135,30 +190,18 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(argv)
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser. Imports only the module of `command`."""
-    parser = argparse.ArgumentParser(
-        prog="peagle",
-        description="Generate in bulk with P-EAGLE parallel drafters on Ray and vLLM, priced in tokens per dollar.",
-        epilog=_EXIT_CODES,
+def parser_of(command: str) -> CommandParser:
+    """Return the parser of a command; this imports the command's module."""
+    module: Any = importlib.import_module(f"jobs.{re.sub('[ -]', '_', command)}")
+    parser = CommandParser(
+        f"peagle {command}",
+        description=module.HELP,
+        epilog=getattr(module, "EPILOG", _EXIT_CODES),
+        common=getattr(module, "COMMON", ()),
     )
-    parser.add_argument("--version", action="version", version=f"peagle {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        if name != command:
-            commands.add_parser(name, help=summary)
-            continue
-        module: Any = importlib.import_module(f"jobs.{re.sub('[ -]', '_', name)}")
-        sub = commands.add_parser(
-            name,
-            help=summary,
-            description=module.HELP,
-            epilog=getattr(module, "EPILOG", _EXIT_CODES),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(sub)
-        sub.add_argument("--json", type=Path, metavar="FILE", help=_JSON_HELP)
-        sub.set_defaults(module=module, usage=sub.format_usage())
+    module.add_arguments(parser)
+    parser.add_argument("--json", nargs="?", const="-", type=Path, metavar="FILE", help=_JSON_HELP)
+    parser.set_defaults(module=module, command=command)
     return parser
 
 

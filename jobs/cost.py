@@ -35,6 +35,7 @@ A SOURCE is a run directory, the --state folder of `peagle serve`, the output fo
 glob of them. Days are in UTC; both ends are included. Work counts on the day it is committed. A cost without a price is
 "unknown", never 0.
 """
+COMMON = ("month", "first", "last", "by", "format", "baseline", "currency", "rate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJ
 There is one pod per machine, sized by the configuration's instance_type. Secrets are referenced by name and never read;
 the commands that create them are printed to standard error. docs/deploy.md shows a complete example.
 """
+COMMON = ("image", "name", "namespace", "output", "env_secret", "keys_secret", "schedule", "apply")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="PersistentVolumeClaim (ReadWriteMany) for weights and an endpoint's ledger (default: %(default)s)",
     )
-    secrets = parser.add_argument_group("names of secrets")
+    secrets = parser.add_argument_group("secrets")
     secrets.add_argument(
         "--env-secret",
         action="append",
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     secrets.add_argument(
         "--keys-secret", default="peagle-keys", metavar="TEXT", help="API keys, as keys.json (default: %(default)s)"
     )
-    bulk = parser.add_argument_group("bulk runs")
+    bulk = parser.add_argument_group("bulk")
     bulk.add_argument(
         "--retries", type=int, default=3, metavar="N", help="retries of a run that ended early (default: 3)"
     )

@@ -25,6 +25,9 @@ _GROUPS = {
     "endpoint": ["instance_type", "instances", "image", "role", "name", "region", "ami_version", "usd_per_hour"],
     "model": ["concurrency", "max_model_len", "model_data", "head_data", "variables"],
 }
+COMMON = (
+    "instance_type", "image", "role", "region", "concurrency", "max_model_len", "name", "down", "dry_run", "config",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

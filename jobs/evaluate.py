@@ -23,12 +23,16 @@ continues where it stopped, and you can add drafters and K. An engine that fails
 Ctrl-C and SIGTERM the report has the finished measurements.
 """
 _GROUPS = {
-    "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],
-    "data and results": ["dataset", "category_column", "limit", "output"],
+    "model": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],
+    "data": ["dataset", "category_column", "limit", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": ["concurrency", *TARGET_SIZES],
+    "engines": ["concurrency", *TARGET_SIZES],
 }
+COMMON = (
+    "model", "drafter", "num_speculative_tokens", "dataset", "category_column", "limit", "temperature", "concurrency",
+    "output", "config",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,14 +12,14 @@ from peagle.requests.sampling import SAMPLING_KEYS
 from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
 HELP = """\
-Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every engine-second.
+Generate text for every row of a corpus. Rows are committed exactly once; run the same command again to resume.
 
   peagle generate --input prompts.jsonl --output runs/first --max-tokens 128
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
   peagle generate --config job.yaml --dry-run
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
-The same command continues a run that was stopped or killed, and does nothing if the run is finished. Ctrl-C, SIGTERM,
+Ctrl-C, SIGTERM,
 --budget-usd and --deadline stop the run: running units get --grace-s to be committed, and the command to continue is
 printed. A second Ctrl-C stops immediately. Rows that fail go to OUTPUT/failed with a reason; the run continues.
 RAY_ADDRESS selects the cluster. It must require a token, unless RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a
@@ -30,8 +30,8 @@ each key may also be set in the YAML of --config, or in the environment as PEAGL
 exit codes: 0 all rows committed or failed, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
 """
 _GROUPS = {
-    "target and drafter": list(MODEL_KEYS),
-    "corpus and run": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
+    "model": list(MODEL_KEYS),
+    "corpus": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
@@ -41,6 +41,10 @@ _GROUPS = {
     "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "engine_timeout_s", "grace_s"],
     "money": [*PRICE_OPTIONS, "tags", "draw_on"],
 }  # fmt: skip
+COMMON = (
+    "input", "output", "model", "drafter", "prompt_template", "max_tokens", "temperature", "engines", "budget_usd",
+    "deadline", "retry_failed", "config", "dry_run",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,7 @@ _GROUPS = {
         "replace_s",
     ],
 }
+COMMON = ("measured", "tokens", "within", "tokens_per_s", "max_tpot_ms", "market", "instance_types", "prices", "config")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ HELP = """\
 Serve models through OpenAI's API, with keys, limits, usage and cost by key, and autoscaling.
 
   peagle serve
-  peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
-  peagle serve keys add alice --keys keys.json --requests-per-min 60
+  peagle serve --model qwen3-coder-30b-a3b-instruct --max-replicas 2 --port 8001
   peagle serve --config serve.yaml --host 0.0.0.0 --keys keys.json --batches runs/batches
   peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
@@ -54,7 +53,7 @@ _STOPPED_NOW = "stopped immediately: running requests are lost"
 # In addition to the time for requests: Serve polls, and kills processes that do not exit.
 _SPARE_S = 30.0
 _GROUPS = {
-    "target and drafter": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
+    "model": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
         *SIZE_KEYS, "min_replicas", "max_replicas", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s",
         "max_queued_requests", "stream_interval_ms", "stream_pieces_per_s", "drain_s", "heartbeat_s", "idle_timeout",
@@ -65,12 +64,16 @@ _GROUPS = {
         "request_timeout_s", "max_output_tokens", "max_choices", "max_answer_mib", "max_grammar_s",
         "limit_mm_per_prompt", "allowed_media_domains", "state", "log_prompts", "share_prefix_cache",
     ],
-    "files and batches": [
+    "batches": [
         "batches", "batches_at_once", "batch_engines", "max_file_mib", "max_stored_mib", "max_stored_files",
         "max_unfinished_batches", "max_transfers_mib", "max_transfers_mib_per_key", "presigned_downloads",
     ],
     "money": [*PRICE_OPTIONS, "tags"],
 }  # fmt: skip
+COMMON = (
+    "model", "drafter", "host", "port", "keys", "max_replicas", "max_num_seqs", "batches", "idle_timeout", "state",
+    "config", "dry_run",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -51,6 +51,10 @@ second.
 secret stops working; `set` changes the given limits. Both keep the key's files, batches and spending. A key that is
 added under the name of a revoked key sees that key's files and batches; its spending starts at 0.
 """
+COMMON = (
+    "keys", "requests_per_min", "output_tokens_per_min", "max_parallel_requests", "budget_usd", "every",
+    "expires_in_days", "model", "without", "state",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="for list: --state of the endpoint, to show each key's spending and remaining budget",
     )
-    limits = parser.add_argument_group("limits, for add and set")
+    limits = parser.add_argument_group("limits")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--input-tokens-per-min", type=int, metavar="N", help="prompt tokens a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")

@@ -23,7 +23,7 @@ states are computed once and stored in OUTPUT/features; the head is written to O
 the same command resumes the bulk runs, and continues training from the last checkpoint.
 """
 _GROUPS = {
-    "target and data": [
+    "data": [
         "target", "prompts", "output", "features", "on_the_fly", "verifier", "prompt_column", "max_document_tokens",
         "exclude", "held_out",
     ],
@@ -31,7 +31,7 @@ _GROUPS = {
         "responses", "limit", "sampled_share", "temperature", "top_p", "max_response_tokens", "engines", "max_num_seqs",
         "enforce_eager",
     ],
-    "price": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices", "tags"],
+    "money": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices", "tags"],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
         "mask_token_id", "init", "num_frozen_layers", "train_lm_head", "train_embeddings",
@@ -43,6 +43,10 @@ _GROUPS = {
     ],
     "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip
+COMMON = (
+    "target", "prompts", "limit", "output", "algorithm", "num_layers", "init", "epochs", "time_budget_s", "workers",
+    "device", "config",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,8 @@ from peagle.requests.prompts import PromptOptions
 from peagle.tuning.config import TuneConfig
 
 HELP = """\
-Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits. Every
-configuration is measured once within a budget of engine time, then the best configurations are measured again. Engines
-run one at a time, without Ray.
+Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits.
+Each is measured once within a budget of engine time, and the best are measured again. Ray is not needed.
 
   peagle tune --dataset mine.jsonl --budget-min 30
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
@@ -30,13 +29,17 @@ _GROUPS = {
     "candidates": [
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],
-    "target": ["model", "kv_cache_precision"],
-    "data and results": ["dataset", "limit", "waves", "output"],
+    "model": ["model", "kv_cache_precision"],
+    "data": ["dataset", "limit", "waves", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engine": list(TARGET_SIZES),
-    "price": list(PRICE_OPTIONS),
+    "engines": list(TARGET_SIZES),
+    "money": list(PRICE_OPTIONS),
 }  # fmt: skip
+COMMON = (
+    "model", "objective", "budget_min", "methods", "drafter", "num_speculative_tokens", "max_num_seqs",
+    "precision", "dataset", "output", "config",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

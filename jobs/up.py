@@ -26,6 +26,7 @@ Runs `peagle serve` with the same options; `--name` distinguishes two endpoints 
 --port is not given, a free port is used. The log, ledger and configuration are in $PEAGLE_HOME/endpoints/NAME.
 """
 EPILOG = serve.EPILOG
+COMMON = ("list", *serve.COMMON)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -268,6 +268,19 @@ def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | Non
         yield from pa.Table.from_batches(merged).sort_by("id").to_batches(BATCH_ROWS)
 
 
+def batches_in_order(run: RunDirectory, columns: frozenset[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield the committed rows in the order of the corpus.
+
+    Args:
+        columns: None for all.
+
+    Raises:
+        PeagleError: a unit is damaged.
+    """
+    for family in _families(run.plan(), sorted(run.committed())):
+        yield from _batches(run, family, columns)
+
+
 def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
     """Yield the rows of committed units, unit by unit.
 
@@ -306,14 +319,14 @@ def describe_answers(run: RunDirectory) -> str:
 
 def _answer(row_id: str, text: str) -> list[str]:
     lines = text.strip("\n").splitlines()
-    shown = [_printable(line)[:_NUM_COLUMNS] for line in lines[:_NUM_LINES]]
+    shown = [printable(line)[:_NUM_COLUMNS] for line in lines[:_NUM_LINES]]
     return [
-        f"  {_printable(str(row_id))}",
+        f"  {printable(str(row_id))}",
         *(f"  | {line}" for line in shown),
         *(["  | ..."] * (len(lines) > _NUM_LINES)),
     ]
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     # A model may answer with terminal escape sequences.
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.expandtabs(4))

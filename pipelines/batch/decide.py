@@ -14,7 +14,7 @@ from peagle.machine import detect_machine
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import Run, resolve
+from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
@@ -22,7 +22,7 @@ from pipelines.cluster.placement import on_accelerators
 _NO_RUN = "remove --retry-failed to start a run"
 
 
-def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> Run:
+def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> ResolvedRun:
     """Resolve a run that can be started or continued once its lease is held.
 
     Args:

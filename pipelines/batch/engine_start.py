@@ -12,7 +12,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.batch.multinode import OtherNodes
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Session
 
 
@@ -32,7 +32,7 @@ class StartedEngine:
     others: OtherNodes | None = None
 
 
-def start_engine(run: Run, session: Session) -> StartedEngine:
+def start_engine(run: ResolvedRun, session: Session) -> StartedEngine:
     """Start an engine of a run, and record its warnings in the session.
 
     If another node of the engine is lost, this process ends, and Ray restarts it.

@@ -22,7 +22,7 @@ from peagle.runs.prepare import CorpusSample, sample_corpus
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.decide import planned, require_run_fits
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import Run, place_engines, resolve, resolve_engine_price, resolve_run_engine
+from pipelines.batch.resolve import ResolvedRun, place_engines, resolve, resolve_engine_price, resolve_run_engine
 from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
@@ -41,7 +41,7 @@ class RunForecast:
         speed: expected speed; None if unknown.
     """
 
-    run: Run
+    run: ResolvedRun
     is_here: bool
     num_nodes: int
     num_rows_left: int

@@ -12,14 +12,14 @@ from peagle.profiles.watch import needed_at
 from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.metrics import UsageMetrics, exported
 
 
 class RunMetrics:
     """The metrics of one attempt at a run; Ray must be running."""
 
-    def __init__(self, request: RunRequest, run: Run) -> None:
+    def __init__(self, request: RunRequest, run: ResolvedRun) -> None:
         manifest, drafter = run.directory.manifest(), run.drafter.name
         model_name = manifest.get("served_name") or name_of(run.model.name)  # the name of clients, for a batch
         self._request = request

@@ -15,7 +15,7 @@ from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
 from peagle.private import keep_private
 from peagle.runs.logs import copied
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.failures import explain
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
 
@@ -33,7 +33,7 @@ class Follower:
         number: number of the node within the engine, from 1.
     """
 
-    def __init__(self, run: Run, session_id: str, number: int) -> None:
+    def __init__(self, run: ResolvedRun, session_id: str, number: int) -> None:
         keep_private()
         self._run, self._number = run, number
         self._log = run.directory.logs / f"engine-{session_id}-node-{number}.log"
@@ -71,7 +71,7 @@ class OtherNodes:
         is_lost: whether that follower ended without an error, because its process or node is gone.
     """
 
-    def __init__(self, run: Run, session_id: str) -> None:
+    def __init__(self, run: ResolvedRun, session_id: str) -> None:
         self.failure: PeagleError | None = None
         self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None

@@ -44,7 +44,7 @@ _COMPILE_WORK = 8e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ResolvedRun:
     """A resolved bulk run. Picklable; every stage receives it.
 
     Attributes:
@@ -122,7 +122,7 @@ class Run:
         """The name of the group in which the run's engines claim slots on a node."""
         return self.slot_group or str(self.directory.manifest()["run_id"])
 
-    def for_stages(self) -> "Run":
+    def for_stages(self) -> "ResolvedRun":
         """Return the run without its units, of which there may be millions: each stage receives its own."""
         return replace(self, plan=replace(self.plan, units=()))
 
@@ -177,7 +177,7 @@ def resolve(
     *,
     num_nodes: int = 1,
     announce: Callable[[str], None],
-) -> Run:
+) -> ResolvedRun:
     """Resolve a planned run for known nodes, whether or not they exist yet.
 
     Args:
@@ -207,7 +207,7 @@ def resolve(
             revision=engine.spec.revision,
             vocab_size=engine.model.vocab_size,
         )
-    return Run(
+    return ResolvedRun(
         config=config,
         directory=directory,
         plan=plan,

@@ -28,7 +28,7 @@ from peagle.signals import interrupted_by_signal, stop_on_signal
 from pipelines.batch.decide import decide, planned_again
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.request import BY_SIGNAL, RunRequest
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import Supervisor, require_few_failures
 from pipelines.cluster import ray
@@ -87,7 +87,7 @@ def stoppable(request: RunRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_run(request: RunRequest, run: Run, progress: RunProgress) -> Iterator[Run]:
+def open_run(request: RunRequest, run: ResolvedRun, progress: RunProgress) -> Iterator[ResolvedRun]:
     """Acquire the lease, and create or continue the run. Yields it with its stored plan.
 
     Raises:
@@ -108,7 +108,7 @@ def open_run(request: RunRequest, run: Run, progress: RunProgress) -> Iterator[R
         yield replace(run, plan=plan)
 
 
-def begin_or_continue(request: RunRequest, run: Run) -> Plan:
+def begin_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
@@ -134,7 +134,7 @@ def begin_or_continue(request: RunRequest, run: Run) -> Plan:
     return directory.with_retries(current)  # the same units, at the current paths of the corpus
 
 
-def manifest(request: RunRequest, run: Run) -> dict[str, Any]:
+def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
     """Return `run.json` of a new run."""
     drafter, watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
     return {
@@ -179,7 +179,7 @@ def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
 
 
 def execute(
-    request: RunRequest, run: Run, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress
+    request: RunRequest, run: ResolvedRun, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress
 ) -> None:
     """Generate and commit `units`, then disconnect from the cluster.
 
@@ -208,7 +208,7 @@ def execute(
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
-def _draw(run: Run) -> TagDraw | None:
+def _draw(run: ResolvedRun) -> TagDraw | None:
     """Return the run's draw on an endpoint's tag budgets, or None."""
     config = run.config
     if config.draw_on is None:
@@ -220,7 +220,7 @@ def _draw(run: Run) -> TagDraw | None:
 # --- finish
 
 
-def finish(request: RunRequest, run: Run, *, was_already_finished: bool) -> Outcome:
+def finish(request: RunRequest, run: ResolvedRun, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
     Also called for a run that was already finished, since its driver may have been killed before it wrote them.
@@ -239,7 +239,7 @@ def finish(request: RunRequest, run: Run, *, was_already_finished: bool) -> Outc
     return outcome
 
 
-def _export(run: Run) -> Export | None:
+def _export(run: ResolvedRun) -> Export | None:
     output_format = run.config.output_format
     if output_format == "auto":
         output_format = "openai-batch" if run.plan.is_batch else "parquet"

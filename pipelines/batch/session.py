@@ -18,7 +18,7 @@ from peagle.runs.meter import BilledMeter, EngineMeter, new_session_id
 from peagle.runs.plan import Plan
 from peagle.runs.scaling import is_worth_loading
 from peagle.storage import WRITE_ERRORS
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.node import claim_slot, redirect_output
 
 
@@ -33,7 +33,7 @@ class Session:
         start_warnings: of the engine's start.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ResolvedRun) -> None:
         keep_private()
         is_lent = run.lender is not None  # billed by the endpoint that owns the engine
         self.meter = BilledMeter() if is_lent else EngineMeter()

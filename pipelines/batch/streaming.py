@@ -22,7 +22,7 @@ from peagle.runs.prepare import prepare_unit
 from peagle.runs.progress import RunProgress
 from peagle.runs.rows import encode_rows, require_storable, unfinished_unit
 from pipelines.batch.metrics import RunMetrics
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineWorker
@@ -36,7 +36,7 @@ _LOGS = "see the run's logs/ folder; the same command continues the run"
 
 
 def stream(
-    run: Run, units: Sequence[WorkUnit], supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
+    run: ResolvedRun, units: Sequence[WorkUnit], supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
 ) -> None:
     """Generate and commit `units`; returns when all are committed.
 
@@ -62,7 +62,9 @@ def stream(
         raise supervisor.error()
 
 
-def _watch(run: Run, receipts: "_Receipts", supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics) -> None:
+def _watch(
+    run: ResolvedRun, receipts: "_Receipts", supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
+) -> None:
     """Watch until the dataset ends or is abandoned."""
     looked_at = -math.inf
     drafter_watch = run.drafter_watch()
@@ -120,7 +122,7 @@ def _observe(supervisor: Supervisor) -> None:
         raise
 
 
-def _dataset(run: Run, units: Sequence[WorkUnit]) -> Any:
+def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
     """Pieces of the plan -> prepared units -> receipts.
 
     A unit is one row and one block.
@@ -164,7 +166,7 @@ def _dataset(run: Run, units: Sequence[WorkUnit]) -> Any:
     )
 
 
-def prepare_units(batch: pa.Table, *, run: Run) -> Iterator[pa.Table]:
+def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
     """Ray Data's first stage: read, template and tokenise units, one after the other.
 
     Args:
@@ -182,7 +184,7 @@ def prepare_units(batch: pa.Table, *, run: Run) -> Iterator[pa.Table]:
         yield encode_rows(prepare_unit(unit, run.plan.schema, builder))
 
 
-def _admission(run: Run) -> Admission | None:
+def _admission(run: ResolvedRun) -> Admission | None:
     """Return the admission for a varying number of engines; with a fixed number, each loads immediately."""
     engines = run.config.engine_range
     if engines.fixed is not None:

@@ -25,7 +25,7 @@ from peagle.runs.status import Spending
 from peagle.runs.stopping import resume_command
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 
 _MAX_DEATHS_IN_A_ROW = 5
 _ROOM = "when there is room, the same command continues the run"
@@ -90,7 +90,7 @@ class Supervisor:
         ending: why the run ends early; None while it continues.
     """
 
-    def __init__(self, request: RunRequest, run: Run, draw: TagDraw | None = None) -> None:
+    def __init__(self, request: RunRequest, run: ResolvedRun, draw: TagDraw | None = None) -> None:
         self._request, self._run, self._draw = request, run, draw
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])

@@ -28,7 +28,7 @@ from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
 from pipelines.batch.engine_start import say_end, start_engine
 from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_in_engine
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Admission, Session
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
@@ -42,7 +42,7 @@ class EngineWorker:
     that a finished request is replaced in the next step, unless rows have a time limit.
     """
 
-    def __init__(self, run: Run, admission: Admission | None = None) -> None:
+    def __init__(self, run: ResolvedRun, admission: Admission | None = None) -> None:
         self._config, self._base_sampling = run.config, dict(run.sampling.base)
         self._spec, self._model, self._drafter = run.spec, run.model.name, run.drafter.name
         self._directory = directory = run.directory

@@ -25,7 +25,7 @@ from peagle.runs.plan import WorkUnit
 from peagle.runs.prepare import prepare_unit
 from peagle.runs.rows import encode_rows
 from pipelines.batch import session, streaming
-from pipelines.batch.resolve import Run
+from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.worker import EngineWorker
 from pipelines.cluster import ray as cluster
 
@@ -162,7 +162,7 @@ def _replace_ray(refused: frozenset[int]) -> None:
 class _InProcess:
     """Replaces the dataset: prepares, generates and commits each unit in the driver's receipt thread."""
 
-    def __init__(self, run: Run, units: Sequence[WorkUnit]) -> None:
+    def __init__(self, run: ResolvedRun, units: Sequence[WorkUnit]) -> None:
         self._units, self._run = units, run
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:

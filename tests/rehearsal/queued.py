@@ -149,5 +149,5 @@ def _parsed(words: list[str]) -> Any:
     from pipelines.online.config import ServeConfig
 
     models = {"generate": GenerateConfig, "serve": ServeConfig, "train": TrainConfig}
-    parser: argparse.ArgumentParser = cli._parser(words[0])
-    return flags.load(models[words[0]], parser.parse_args(words))
+    parser: argparse.ArgumentParser = cli.parser_of(words[0])
+    return flags.load(models[words[0]], parser.parse_args(words[1:]))

@@ -15,9 +15,9 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
     "code",
     [
         "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.account, peagle.speculation",
-        "from jobs import cli; cli._parser(None).format_help()",
-        "from jobs import cli; cli._parser('generate').format_help()",
-        "from jobs import cli; cli._parser('evaluate').format_help()",
+        "from jobs import cli; cli.format_help()",
+        "from jobs import cli; cli.parser_of('generate').format_group('')",
+        "from jobs import cli; cli.parser_of('evaluate').format_group('all')",
     ],
 )
 def test_help_and_imports_are_light(code):
@@ -27,13 +27,36 @@ def test_help_and_imports_are_light(code):
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_every_command_has_help_and_json(command, capsys):
+def test_help_is_short_and_all_of_it_is_complete(command, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.run([command, "--help"])
+        cli.run([*command.split(), "--help"])
     assert stopped.value.code == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 40
+    assert "exit codes" in short
+    with pytest.raises(SystemExit):
+        cli.run([*command.split(), "--help=all"])
+    everything = capsys.readouterr().out
+    for option in ["--json", *cli.parser_of(command).options()]:
+        assert f"{option} " in everything or f"{option}\n" in everything or f"{option}," in everything
+
+
+def test_help_of_a_group(capsys):
+    with pytest.raises(SystemExit):
+        cli.run(["generate", "--help=sampling"])
     text = capsys.readouterr().out
-    assert "--json FILE" in text
-    assert "exit codes" in text
+    assert "--top-k" in text
+    assert "--budget-usd" not in text
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(["generate", "--help=samplign"])
+    assert stopped.value.code == 2
+    assert "--help=samplign: there is no such group: use all," in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
@@ -45,12 +68,30 @@ def test_command_modules_can_be_run(command):
     assert (done.returncode, "--nosuch" in done.stderr or "required" in done.stderr) == (2, True)
 
 
-def test_unknown_command_or_flag(capsys):
-    for argv in (["generat"], ["generate", "--temprature", "1"], []):
-        with pytest.raises(SystemExit) as stopped:
-            cli.run(argv)
-        assert stopped.value.code == 2
-    assert "usage: peagle" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["generat"], "did you mean generate?"),
+        (["serve-keys", "list"], "did you mean serve keys?"),
+        (["deploy", "runs"], "choose deploy sagemaker or deploy kuberay or deploy cluster"),
+        (["qqqqqqqq"], "see peagle --help"),
+        ([], "usage: peagle COMMAND"),
+        (["--nosuch"], "usage: peagle COMMAND"),
+    ],
+)
+def test_unknown_command(argv, hint, capsys):
+    assert cli.run(argv) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_unknown_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(["serve", "keys", "list", "--requests-per-mn", "1"])
+    assert stopped.value.code == 2
+    assert (
+        "peagle serve keys: error: unknown argument --requests-per-mn: did you mean --requests-per-min?"
+        in capsys.readouterr().err
+    )
 
 
 def test_error_is_on_stderr_and_in_json(tmp_path, capsys):
@@ -91,7 +132,7 @@ def test_json_on_standard_output_moves_text_to_standard_error(monkeypatch, capfd
         return 0, {"cells": 4}
 
     monkeypatch.setattr("jobs.models.run", run)
-    assert cli.run(["models", "--json", "-"]) == 0
+    assert cli.run(["models", "--json"]) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out) == {"cells": 4}
     assert printed.err == "2 of 4 responses\nthe table\n"

@@ -1,0 +1,84 @@
+"""`peagle runs`, `peagle show` and `Run`, on a run of which half is committed."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jobs import cli
+from peagle.errors import ConfigError
+from peagle.runs.results import Run
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "run"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path / "runs" / "july" / "first")
+    (tmp_path / "runs" / "empty").mkdir()
+    training = tmp_path / "runs" / "head"
+    training.mkdir()
+    (training / "run.json").write_text("{}")
+    return tmp_path / "runs"
+
+
+def test_list_of_runs(folder, capsys):
+    assert cli.run(["runs", str(folder), "--json", str(folder / "list.json")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert printed[1].split()[:5] == [str(folder / "july" / "first"), "stopped", "6/12", "0", "64"]
+    (listed,) = json.loads((folder / "list.json").read_text())["runs"]
+    assert (listed["num_rows_left"], listed["usd"]) == (6, pytest.approx(0.00337, abs=1e-5))
+
+
+def test_folders_without_runs(folder, capsys):
+    assert cli.run(["runs", str(folder / "empty")]) == 0
+    assert "no runs in" in capsys.readouterr().out
+    assert cli.run(["runs", str(folder / "missing")]) == 2
+    assert f"{folder / 'missing'}: there is no such folder" in capsys.readouterr().err
+
+
+def test_show_text_and_json_lines(folder, capsys):
+    run = str(folder / "july" / "first")
+    assert cli.run(["show", run, "--limit", "2"]) == 0
+    first, text, second, _ = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("000000000", "000000001")
+    assert text.startswith("  | 74b5")
+    assert cli.run(["show", run, "--format", "jsonl"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["input_id"] for row in rows] == [f"p{number}" for number in range(6)]
+    assert rows == list(Run.open(run).rows())
+
+
+def test_show_failed_rows(folder, capsys):
+    run = folder / "july" / "first"
+    assert cli.run(["show", str(run), "--failed"]) == 0
+    assert capsys.readouterr().out == "no failed rows\n"
+    assert cli.run(["show", str(run), "--limit", "0"]) == 2
+    assert "--limit must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_run_as_tables(folder):
+    run = Run.open(str(folder / "july" / "first"))
+    frame = run.to_pandas(["id", "num_output_tokens"])
+    assert list(frame.columns) == ["id", "num_output_tokens"]
+    assert frame["num_output_tokens"].sum() == run.status().num_output_tokens == 64
+    assert run.to_arrow().num_rows == 6
+    assert run.report["account"]["num_output_tokens"] == 64
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        Run.open(str(folder / "empty"))
+
+
+def test_completion_in_bash(capsys):
+    assert cli.run(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    bash = shutil.which("bash")
+    assert bash is not None
+    words = {"se": "serve", "serve k": "keys", "generate --max-to": "--max-tokens", "serve keys --tok": ""}
+    for typed, completed in words.items():
+        array = " ".join(["peagle", *typed.split()])
+        code = f"{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(typed.split())}; _peagle; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == completed
