@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.profiles.baselines import read_benchmark
     from peagle.runs.ledgers import find_ledgers
 
-    by, days, currency = dimensions(args.by), _days(args), _currency(args)
+    by, days, currency = dimensions(args.by), days_of(args.month, args.first, args.last), _currency(args)
     benchmark = read_benchmark(args.baseline) if args.baseline else None
     found = find_ledgers(args.sources, benchmark)
     charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
@@ -127,19 +127,24 @@ def _positive(flag: str, value: float) -> float:
     return value
 
 
-def _days(args: argparse.Namespace) -> "Days":
+def days_of(month: str | None, first: str | None, last: str | None) -> "Days":
+    """Return a period from a month (2026-11), or from its first and last day (2026-11-30); None is open.
+
+    Raises:
+        ConfigError: a date is invalid, or a month is combined with days.
+    """
     from peagle.economics.spending import Days, day_number
     from peagle.errors import ConfigError
 
     try:
-        if args.month is None:
-            ends = (None if text is None else day_number(date.fromisoformat(text)) for text in (args.first, args.last))
+        if month is None:
+            ends = (None if text is None else day_number(date.fromisoformat(text)) for text in (first, last))
             return Days(*ends)
-        if args.first is not None or args.last is not None:
+        if first is not None or last is not None:
             raise ConfigError("--month cannot be combined with --from and --to")
-        first = date.fromisoformat(f"{args.month}-01")
-        last = first.replace(day=calendar.monthrange(first.year, first.month)[1])
-        return Days(day_number(first), day_number(last))
+        first_day = date.fromisoformat(f"{month}-01")
+        last_day = first_day.replace(day=calendar.monthrange(first_day.year, first_day.month)[1])
+        return Days(day_number(first_day), day_number(last_day))
     except ValueError as error:
         raise ConfigError(
             f"invalid period: {error}", hint="for example --month 2026-11, or --from 2026-11-01 --to 2026-11-30"

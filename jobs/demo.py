@@ -3,10 +3,10 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jobs import flags
 from jobs.output import console
 
 HELP = """\
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         for number, own in enumerate(runs, 1):
             progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
             keys = {**common, **own}
-            request = RunRequest(config=GenerateConfig(**keys), command=command_of(keys))
+            config = GenerateConfig(**keys)
+            # The demo would start a new run instead of resuming.
+            request = RunRequest(config=config, command=["peagle", "generate", *flags.words(config)])
             reports.append(generate(request, progress).report)
             progress.say(text_summary(reports[-1]) + "\n")
     write_atomic(folder / "report.html", render_html(reports).encode())
@@ -70,15 +72,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(describe_answers(RunDirectory(runs[0]["output"])))
     print(f"report: {folder / 'report.html'}")
     return 0, {"reports": reports, "comparison": compare(reports)}
-
-
-def command_of(keys: Mapping[str, Any]) -> list[str]:
-    """Return the `peagle generate` command that resumes such a run; the demo itself would start a new run."""
-    words = ["peagle", "generate"]
-    for name, value in keys.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, str(value)]
-    return words
 
 
 def write_humaneval(path: Path, limit: int) -> Path:

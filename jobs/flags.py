@@ -4,6 +4,7 @@ The model defines the name, help and validation of each key. Priority: flag > PE
 """
 
 import argparse
+import json
 import os
 import re
 import types
@@ -92,6 +93,23 @@ def load(
     args.variables = {name: variable for name, variable in variables.items() if name not in flags}
     args.in_yaml = frozenset(values)
     return _validate(model, values | dict(foreign) | from_environment | flags, args.variables)
+
+
+def words(config: pydantic.BaseModel) -> list[str]:
+    """Return the flags that set the keys of `config` which are not at their defaults by themselves."""
+    result: list[str] = []
+    for name, value in config.model_dump(mode="json", exclude_unset=True).items():
+        form = type(config).model_fields[name].json_schema_extra
+        flag = f"--{form['flag'] if isinstance(form, dict) and 'flag' in form else name.replace('_', '-')}"
+        if isinstance(value, bool):
+            result.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        elif isinstance(value, dict) and flag != f"--{name}":
+            result += [word for key, part in value.items() for word in (flag, f"{key}={part}")]
+        elif isinstance(value, list):
+            result += [word for part in value for word in (flag, str(part))]
+        elif value is not None:
+            result += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return result
 
 
 def load_file(model: type[Model], path: Path) -> Model:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from jobs import flags, serve
 from jobs.output import say
 from peagle.economics.report.figures import format_duration, format_usd
-from peagle.ports import free_port, is_free
 from peagle.tables import aligned
 from pipelines.online.config import ServeConfig
 
@@ -47,16 +46,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(ServeConfig, args)
     if args.dry_run:
         return serve.dry_run(config)
-    port = config.port
-    if "port" not in config.model_fields_set and not is_free(port, config.host):
-        port = free_port(config.host)
-    endpoint = background.start(config, port=port)
-    say(f"{endpoint.name} is starting; log: {endpoint.log}")
-    try:
-        background.wait_until_up(endpoint, say)
-    except BaseException:  # including Ctrl-C: the endpoint would keep running and cost money
-        background.end(endpoint)
-        raise
+    endpoint = background.bring_up(config, say)
     say(f"{endpoint.name} is up at {endpoint.url}; `peagle down {endpoint.name}` stops it")
     return 0, describe(endpoint)
 

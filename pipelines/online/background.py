@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import psutil
 import yaml
@@ -25,8 +25,12 @@ from peagle.catalog.folders import peagle_home
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, EngineError, PeagleError, did_you_mean
 from peagle.files import make_folder, write_atomic, write_json
+from peagle.ports import free_port, is_free
 from pipelines.online.config import ServeConfig
 from pipelines.online.idle import engines_usd
+
+if TYPE_CHECKING:
+    import openai
 
 Status = Literal["starting", "up", "ended"]
 _RECORD, _CONFIG, _LOG, _UP = "endpoint.json", "serve.yaml", "serve.log", "up.json"
@@ -44,6 +48,7 @@ class Endpoint:
         state: its `--state`.
         born_at: the creation time of its process, which detects a reused pid.
         stop_s: maximum time to stop.
+        model: name of its first model for clients.
     """
 
     folder: Path
@@ -53,6 +58,7 @@ class Endpoint:
     born_at: float
     started_at: float
     stop_s: float
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -61,6 +67,12 @@ class Endpoint:
     @property
     def log(self) -> Path:
         return self.folder / _LOG
+
+    def client(self, api_key: str = "none") -> "openai.OpenAI":
+        """Return an OpenAI client of this endpoint."""
+        import openai
+
+        return openai.OpenAI(base_url=self.url, api_key=api_key)
 
     def process(self) -> psutil.Process | None:
         """Return the endpoint's process, or None if it has exited."""
@@ -134,6 +146,28 @@ def find(name: str | None) -> Endpoint:
     return alive[0]
 
 
+def bring_up(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
+    """Start an endpoint and wait until it is up; it is stopped if that fails or is interrupted.
+
+    If no port is configured and the default one is in use, a free port is used.
+
+    Raises:
+        ConfigError: an endpoint of this name exists.
+        EngineError: the endpoint exited; `say` has received its output.
+    """
+    port = config.port
+    if "port" not in config.model_fields_set and not is_free(port, config.host):
+        port = free_port(config.host)
+    endpoint = start(config, port=port)
+    say(f"{endpoint.name} is starting; log: {endpoint.log}")
+    try:
+        wait_until_up(endpoint, say)
+    except BaseException:  # including Ctrl-C: the endpoint would keep running and cost money
+        end(endpoint)
+        raise
+    return endpoint
+
+
 def start(config: ServeConfig, *, port: int) -> Endpoint:
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
@@ -163,6 +197,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
         stop_s=2 * max(model.drain_s for model in config.served) + _SPARE_S,
+        model=config.served[0].served_name,
     )
     endpoint.write()
     return endpoint

@@ -58,10 +58,11 @@ def test_month_of_a_million_records(tmp_path):
         process = subprocess.Popen([*command, "--format", "json"], cwd=tmp_path, env=environment, stdout=out)
         _, status, used = os.wait4(process.pid, 0)
     took_s, peak_bytes = time.monotonic() - started_at_s, used.ru_maxrss * 1024
+    cpu_s = used.ru_utime + used.ru_stime  # other jobs on the machine do not change it
     process.returncode = os.waitstatus_to_exitcode(status)
-    print(f"{took_s:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {peak_bytes / 2**20:.0f} MiB")  # noqa: T201
+    print(f"{took_s:.1f} s, {cpu_s:.1f} s of CPU, {peak_bytes / 2**20:.0f} MiB")  # noqa: T201
     assert process.returncode == 0
     total = json.loads((tmp_path / "out.json").read_bytes())["total"]
     assert total["num_requests"] == NUM_REQUESTS + 500 * NUM_UNITS
     assert total["usd"]["attributed"] == pytest.approx(1000 + 30_000 * 0.10264 / 3600, abs=1e-5)
-    assert (took_s < MAX_S, peak_bytes < MAX_BYTES) == (True, True)
+    assert (cpu_s < MAX_S, peak_bytes < MAX_BYTES) == (True, True)

@@ -198,3 +198,15 @@ def test_map_flags_replace_yaml(parse, tmp_path, monkeypatch):
     assert parse("--config", str(config)).engine_args == {"block_size": 64}
     with pytest.raises(ConfigError, match="'dtype' is managed by peagle; set 'precision' instead"):
         parse("--engine-arg", "dtype=bfloat16")
+
+
+def test_words_set_the_same_values(tmp_path):
+    keys = {
+        "input": "in.jsonl", "output": str(tmp_path / "a b"), "prompt_template": "x {{ prompt }}\n", "chat": False,
+        "enforce_eager": True, "max_num_seqs": 1, "drafter": "none", "stop": ["a", "b"], "tags": {"team": "search"},
+        "engine_args": {"seed": 3}, "engine": "fake", "fake": {"token_s": 0.5},
+    }  # fmt: skip
+    config = GenerateConfig(**keys)
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    assert flags.load(GenerateConfig, parser.parse_args(flags.words(config))) == config
