@@ -15,6 +15,7 @@ from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.engine.sagemaker import variable_of
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
+from peagle.plain_json import to_json
 from peagle.quiet import QuietStderr
 from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
@@ -140,13 +141,38 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 stop_on_signal(stopped, message=_STOPPED_NOW),
                 ended_when_idle(config, price, stopped, partial(print, flush=True)),
             ):
-                if not is_remote:
-                    print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
+                print(_banner(config, None if is_remote else cluster.metrics_port()))
                 print(config.url, flush=True)
                 _wait(config, here, served, stopped)
                 print("stopping: waiting for running requests; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [model.keys.served_name for model in served]}
+
+
+def _banner(config: ServeConfig, metrics_port: int | None) -> str:
+    """Return how to use the endpoint: addresses, a request in curl and in Python, and who may use it."""
+    url = config.url.replace("//0.0.0.0:", "//127.0.0.1:")
+    body = {"model": config.served[0].served_name, "messages": [{"role": "user", "content": "Hello!"}]}
+    requires_key = config.keys is not None or bool(os.environ.get("PEAGLE_API_KEYS"))
+    header = ' -H "Authorization: Bearer $API_KEY"' if requires_key else ""
+    api_key = 'os.environ["API_KEY"]' if requires_key else '"none"'
+    who = (
+        "every request needs an API key: peagle serve keys list shows their names"
+        if requires_key
+        else "none, so only this machine can use the endpoint: peagle serve keys --help"
+    )
+    lines = [
+        ("page", url.removesuffix("/v1")),
+        ("API", f"{url.removesuffix('/v1')}/docs"),
+        *([] if metrics_port is None else [("metrics", f"http://127.0.0.1:{metrics_port}/metrics")]),
+        ("keys", who),
+        ("curl", f"curl {url}/chat/completions{header} -H 'Content-Type: application/json' -d '{to_json(body)}'"),
+        ("Python", f"{'import os; ' if requires_key else ''}from openai import OpenAI"),
+        ("", f'client = OpenAI(base_url="{url}", api_key={api_key})'),
+        ("", f"reply = client.chat.completions.create({', '.join(f'{k}={to_json(v)}' for k, v in body.items())})"),
+        ("", "print(reply.choices[0].message.content)"),
+    ]
+    return "\n".join(f"{label:<8} {text}" for label, text in lines)
 
 
 def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:

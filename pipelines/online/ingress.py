@@ -39,7 +39,7 @@ from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
-from pipelines.online.gateway.web_page import FOLDER, get_page
+from pipelines.online.gateway.web_page import DOCS, FOLDER, get_docs, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
 from pipelines.online.serve.ray_names import replica_counts
@@ -73,9 +73,15 @@ _ROUTES: dict[str, Route] = {
     "live": get("/v1/live", Rule.POLL),
     "page": get("/", Rule.PAGE, include_in_schema=False),
     "page_file": get(FOLDER + "{name}", Rule.PAGE, include_in_schema=False),
-    "health": get("/health", Rule.OPEN),
-    "schema": get("/openapi.json", include_in_schema=False),
+    "health": get("/health", Rule.OPEN, openapi_extra={"security": []}),
+    "docs": get(DOCS, Rule.PAGE, include_in_schema=False),
+    "docs_file": get(DOCS + "/{name}", Rule.PAGE, include_in_schema=False),
+    "schema": get("/openapi.json", Rule.PAGE, include_in_schema=False),
     **BATCH_ROUTES,
+}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    CHAT_URL: {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+    COMPLETIONS_URL: {"prompt": "The capital of France is"},
 }
 _OF_SAGEMAKER: dict[str, Route] = {"ping": get(PING_URL, Rule.OPEN, include_in_schema=False)}
 
@@ -196,8 +202,19 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def page_file(self, name: str) -> Response:
         return get_page(name)
 
+    async def docs(self) -> Response:
+        return get_docs()
+
+    async def docs_file(self, name: str) -> Response:
+        return get_docs(name)
+
     async def schema(self, request: Request) -> JSONResponse:
         schema = await asyncio.to_thread(request.app.openapi)
+        for path, example in _EXAMPLES.items():
+            (content,) = schema["paths"][path]["post"]["requestBody"]["content"].values()
+            content["example"] = {"model": next(iter(self._cards)), **example, "max_tokens": 64}
+        schemas = {**schema.get("components", {}), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        schema = {**schema, "components": schemas, "security": [{"key": []}]}
         prefix = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
 

@@ -153,7 +153,7 @@ def wait_until_up(process):
     for line in process.stdout:
         messages.append(line)
         if line.startswith("http://"):
-            return line.strip(), messages[-2].strip().removeprefix("metrics: ")
+            return line.strip(), next(text.split()[1] for text in messages if text.startswith("metrics "))
     raise AssertionError("".join(messages))
 
 

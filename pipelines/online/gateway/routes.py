@@ -195,7 +195,7 @@ def find_route(routes: Iterable[Route], scope: Scope) -> Route:
         methods = {route.method for route in matching}
         allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
         raise ApiError(405, f"this path only allows {allowed}", code="method_not_allowed", allow=allowed)
-    raise ApiError(404, "this path does not exist; /openapi.json lists all paths", code="not_found")
+    raise ApiError(404, f"Unknown request URL: {method} {shown(path)[1:-1]}. /docs lists all URLs.", code="unknown_url")
 
 
 def head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:

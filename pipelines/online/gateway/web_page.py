@@ -1,8 +1,9 @@
-"""The web page at `/`: static files in `page/`, sent with a strict content security policy.
+"""The web page at `/` (static files in `page/`) and the API's documentation at `/docs` (Swagger UI).
 
-The files contain no secrets and need no key. The page calls the API with the user's key.
+The files contain no secrets and need no key. They call the API with the user's key. No file comes from another host.
 """
 
+import importlib.resources
 from pathlib import Path
 
 from starlette.responses import Response
@@ -11,6 +12,7 @@ from peagle.errors import shown
 from pipelines.online.errors import ApiError
 
 FOLDER = "/page/"
+DOCS = "/docs"
 _INDEX = "index.html"
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -33,6 +35,19 @@ _POLICY = "; ".join(
         "trusted-types 'none'",
     ]
 )
+# Swagger UI writes styles into the document.
+_DOCS_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
 HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
@@ -49,3 +64,16 @@ def get_page(name: str = _INDEX) -> Response:
     if path is None:
         raise ApiError(404, f"{shown(FOLDER + name)} does not exist", code="not_found")
     return Response(path.read_bytes(), media_type=_MEDIA_TYPES[path.suffix], headers=HEADERS)
+
+
+def get_docs(name: str | None = None) -> Response:
+    """Return the page of the documentation, or a file of Swagger UI."""
+    headers = {**HEADERS, "content-security-policy": _DOCS_POLICY}
+    if name is None:
+        page = Path(__file__).with_name("page") / "docs.html"
+        return Response(page.read_bytes(), media_type=_MEDIA_TYPES[".html"], headers=headers)
+    static = importlib.resources.files("fastapi_offline") / "static"
+    file = next((file for file in static.iterdir() if file.name == name and name.startswith("swagger-ui")), None)
+    if file is None:
+        raise ApiError(404, f"{shown(f'{DOCS}/{name}')} does not exist", code="not_found")
+    return Response(file.read_bytes(), media_type=_MEDIA_TYPES[Path(name).suffix], headers=headers)

@@ -1,10 +1,12 @@
+import json
+import shlex
 import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from jobs import cli
+from jobs import cli, serve
 from peagle.errors import ConfigError, EngineError
 from pipelines.online.config import ServeConfig
 
@@ -183,3 +185,19 @@ def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, nee
     assert now[0] == (200 if is_gone else 230)
     assert calls == [("peagle", False), *([] if is_remote else [("shutdown", now[0])])]
     assert ("was not deleted" not in capsys.readouterr().out) == is_gone
+
+
+@pytest.mark.parametrize("keys", [None, "keys.json"])
+def test_banner_has_requests_that_work(keys, tmp_path):
+    config = ServeConfig(engine="fake", name="parrot", host="0.0.0.0", port=8123, keys=keys and tmp_path / keys)
+    text = serve._banner(config, 9090)
+    assert "0.0.0.0" not in text
+    assert "http://127.0.0.1:9090/metrics" in text
+    curl = next(line for line in text.splitlines() if line.startswith("curl"))
+    words = shlex.split(curl.removeprefix("curl"))
+    assert words[1] == "http://127.0.0.1:8123/v1/chat/completions"
+    assert json.loads(words[-1])["model"] == "parrot"
+    assert ("Authorization: Bearer $API_KEY" in words) == (keys is not None)
+    code = "\n".join(line[9:] for line in text.splitlines()[-4:])
+    compile(code, "banner", "exec")
+    assert ('os.environ["API_KEY"]' in code) == (keys is not None)

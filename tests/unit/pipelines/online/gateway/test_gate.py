@@ -322,7 +322,7 @@ def test_invocations_route_takes_keys(ask, keys):
 def test_invocations_route_exists_only_on_sagemaker(ask, keys):
     headers = {"x-amzn-sagemaker-custom-attributes": f"key={keys['alice']},route={CHAT}"}
     without, with_key = ask(post(path="/invocations", headers=headers), post(keys["alice"], path="/invocations"))
-    assert (error_of(without), error_of(with_key)) == ((401, "missing_api_key"), (404, "not_found"))
+    assert (error_of(without), error_of(with_key)) == ((401, "missing_api_key"), (404, "unknown_url"))
 
 
 def test_deleted_key_file_has_no_keys(ask, keys, settings):

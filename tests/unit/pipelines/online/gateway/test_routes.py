@@ -183,7 +183,8 @@ def test_websockets_are_refused(tmp_path):
 def test_rules_of_routes():
     of_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
     assert of_rule[Rule.OPEN] == {("GET", "/health")}
-    assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
+    public = ("/", "/page/{name}", "/docs", "/docs/{name}", "/openapi.json")
+    assert of_rule[Rule.PAGE] == {("GET", path) for path in public}
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
     assert of_rule[Rule.CREATE_BATCH] == {("POST", "/v1/batches")}
     assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
@@ -195,7 +196,7 @@ def test_rules_of_routes():
     [
         ("GET", "/v1/files/", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
         ("POST", "/V1/chat/completions", 404), ("HEAD", "/v1/models", 405), ("OPTIONS", "/v1/chat/completions", 405),
-        ("GET", "/v1/chat/completions", 405), ("PUT", "/v1/files/x", 405), ("GET", "/docs", 404),
+        ("GET", "/v1/chat/completions", 405), ("PUT", "/v1/files/x", 405), ("GET", "/redoc", 404),
     ],
 )  # fmt: skip
 def test_other_paths_and_methods_are_refused(method, path, expected):

@@ -5,7 +5,7 @@ import pytest
 
 import pipelines.online.gateway
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.web_page import HEADERS, get_page
+from pipelines.online.gateway.web_page import HEADERS, get_docs, get_page
 
 FILES = sorted((Path(pipelines.online.gateway.__file__).parent / "page").iterdir())
 OTHER_HOST = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg)[a-z0-9-]+\.[a-z]{2,}""")
@@ -42,3 +42,20 @@ def test_other_files_are_404(name):
     with pytest.raises(ApiError) as caught:
         get_page(name)
     assert caught.value.status == 404
+
+
+def test_docs_load_only_files_of_the_endpoint():
+    page = get_docs()
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
+    for name in ("swagger-ui.css", "swagger-ui-bundle.js"):
+        assert f'"docs/{name}"'.encode() in page.body
+        assert len(get_docs(name).body) > 100_000
+
+
+@pytest.mark.parametrize("name", ["", "..", "redoc.standalone.js", "../core.py", "swagger-ui.map"])
+def test_docs_have_no_other_files(name):
+    with pytest.raises(ApiError) as caught:
+        get_docs(name)
+    assert (caught.value.status, caught.value.code) == (404, "not_found")
