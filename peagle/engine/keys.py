@@ -42,7 +42,8 @@ class TargetOptions(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
     enforce_eager: bool = Field(
         False,
-        description="do not compile: starts sooner, decodes slower; default: only for short bulk runs on CPUs",
+        description="do not compile: starts sooner, decodes slower; default on CPUs: for endpoints and short bulk runs,"
+        " unless compiled code exists",
     )
     kv_cache_gib: float | None = Field(
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's memory"

@@ -23,7 +23,7 @@ from peagle.engine.compile_cache import has_compiled_code
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import check_schema
-from peagle.engine_options import ResolvedEngine, compose_fake_engine, footprint_of, resolve_engine
+from peagle.engine_options import EngineOptions, ResolvedEngine, compose_fake_engine, footprint_of, resolve_engine
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.profiles.watch import DrafterWatch
@@ -228,12 +228,20 @@ def resolve(
     )
 
 
+def may_skip_compiling(options: EngineOptions, hardware: Hardware) -> bool:
+    """Whether peagle decides about compiling: on a CPU, if the user left it open and no compiled code exists."""
+    return (
+        hardware.platform == "cpu"
+        and "enforce_eager" not in options.model_fields_set
+        and options.pipeline_parallel_size == 1
+        and not has_compiled_code(os.environ)
+    )
+
+
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether compiling would save more time than it takes; True if the user decides, or compiled code exists."""
-    if "enforce_eager" in config.model_fields_set or config.engine == "fake" or hardware.platform != "cpu":
-        return True
+    """Whether compiling saves more time than it takes, or is not peagle's decision."""
     footprint = footprint_of(engine.model)
-    if footprint is None or config.pipeline_parallel_size > 1 or has_compiled_code(os.environ):
+    if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware):
         return True
     return plan.num_rows * config.max_tokens * footprint.weights_bytes > _COMPILE_WORK
 

@@ -22,6 +22,7 @@ from peagle.economics.usage import EngineFacts
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
+from pipelines.batch.resolve import may_skip_compiling
 from pipelines.cluster.inspection import inspect
 from pipelines.cluster.placement import Placement
 from pipelines.cluster.ray import num_nodes
@@ -105,6 +106,9 @@ def resolve(
         else:
             num_engines = placement.num_engines_on_node
             engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
+            if may_skip_compiling(keys, hardware):
+                engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
+                announce(f"{keys.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
         # Batches only support text.
         domains = tuple(keys.allowed_media_domains)
         spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)

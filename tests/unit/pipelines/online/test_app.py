@@ -117,6 +117,18 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
     assert "--engines" not in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("keys", "has_code", "is_eager"),
+    [({}, False, True), ({}, True, False), ({"enforce_eager": False}, False, False), ({"models": [{}]}, False, True)],
+)
+def test_endpoint_on_a_cpu_compiles_only_what_is_compiled(keys, has_code, is_eager, monkeypatch, embedded_target):
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda environment: has_code)
+    said = []
+    (model,) = app.resolve(ServeConfig(drafter="none", **keys), CPU, num_nodes=1, announce=said.append)
+    assert model.engine.spec.enforce_eager == is_eager
+    assert any("--no-enforce-eager" in text for text in said) == is_eager
+
+
 def test_engine_larger_than_a_node_is_refused(embedded_target):
     with pytest.raises(CapacityError, match=r"1 engine.s. of 16 accelerator.s. need 16; this node has 8"):
         app.resolve(ServeConfig(tensor_parallel_size=16, drafter="none"), GPU, num_nodes=2, announce=print)
