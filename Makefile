@@ -4,9 +4,11 @@
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make faults kill each part of the endpoint under load, overload it, and write the table
 # make hostile  attack the endpoint with one key while another works, and write the table
-# make rehearsal  decide for every model, drafter and GPU without one, and write docs/rehearsal.md
+# make rehearsal  decide for every model, drafter and GPU without one, and write benchmarks/rehearsal.md
 # make setup  only the environment, in .venv
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
+# make docs   build the site into build/site, and check its links
+# make docs-reference  write the pages of docs/reference/ again, from the commands and their configuration
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the docs again, in headless Chromium
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs-bad-inputs docs-requests docs-images docs-metrics lock clean
+.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs docs-reference docs-bad-inputs docs-requests docs-images docs-metrics lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -30,7 +32,7 @@ demo: setup
 
 # Unit tests have processes of their own: they raise signals, and a worker that was connected to Ray died among them.
 # Which worker takes which integration tests is in tests/conftest.py.
-test: setup check
+test: setup check docs
 	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
 	$(BIN)/python -m pytest tests/integration tests/browser -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -93,6 +95,23 @@ audit-deps: $(PIP_AUDIT)
 $(PIP_AUDIT):
 	@$(PYTHON) -m venv --clear $(VENV)/audit
 	@$(VENV)/audit/bin/python -m pip install -qq pip-audit==2.10.1
+
+# The pages keep their places in the repository, so that their links work in both.
+SITE := build/site-source
+ZENSICAL := $(VENV)/docs/bin/zensical
+
+docs: $(ZENSICAL)
+	@rm -rf $(SITE); mkdir -p $(SITE)
+	@find README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md LICENSE docs examples deploy benchmarks -type f ! -name '*.pyc' -print0 | xargs -0 cp --parents -t $(SITE)
+	$(ZENSICAL) build --strict
+
+$(ZENSICAL): requirements/docs.txt
+	@$(PYTHON) -m venv --clear $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install -qq --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs-reference: setup
+	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/docs
 
 docs-bad-inputs: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/unit/bad_inputs

@@ -1,6 +1,6 @@
 """The GPU configurations, checked on a machine without a GPU.
 
-    make rehearsal                              # the full grid; writes docs/rehearsal.md
+    make rehearsal                              # the full grid; writes benchmarks/rehearsal.md
     python -m tests.rehearsal --cards H100 L4   # some cards, to the terminal
 
 Every model of the catalog with P-EAGLE, EAGLE-3 and no drafter, on every card, for 1 to 256 concurrent requests: our

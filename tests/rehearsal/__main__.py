@@ -17,7 +17,7 @@ from tests.rehearsal.cards import CARDS, Card
 from tests.rehearsal.table import page
 
 _ROOT = Path(__file__).parents[2]
-PAGE = _ROOT / "docs" / "rehearsal.md"
+PAGE = _ROOT / "benchmarks" / "rehearsal.md"
 DRAFTERS = ("none", "eagle3", "peagle")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
