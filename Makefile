@@ -102,8 +102,9 @@ ZENSICAL := $(VENV)/docs/bin/zensical
 
 docs: $(ZENSICAL)
 	@rm -rf $(SITE); mkdir -p $(SITE)
-	@find README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md LICENSE docs examples deploy benchmarks -type f ! -name '*.pyc' -print0 | xargs -0 cp --parents -t $(SITE)
-	$(ZENSICAL) build --strict
+	@find *.md LICENSE docs examples deploy benchmarks peagle/catalog/heads -type f \
+		! -name '*.pyc' ! -name '*.safetensors' -print0 | xargs -0 cp --parents -t $(SITE)
+	@NO_COLOR=1 $(ZENSICAL) build --strict
 
 $(ZENSICAL): requirements/docs.txt
 	@$(PYTHON) -m venv --clear $(VENV)/docs
