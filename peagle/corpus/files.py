@@ -183,11 +183,7 @@ def _may_be_data(path: Path) -> bool:
 
 
 def _sized(path: Path) -> tuple[str, int]:
-    """Return a file's path and size.
-
-    Raises:
-        InputError: it is not a regular file.
-    """
+    """Return a file's path and size."""
     if path.is_symlink() and not path.exists():
         target = str(path.readlink())
         raise InputError(
@@ -250,11 +246,7 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 
 
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
-    """Return the matches of a glob that are neither hidden nor markers.
-
-    Raises:
-        InputError: there are no others.
-    """
+    """Return the matches of a glob that are neither hidden nor markers."""
     spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
     kept = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
     if names and not kept:

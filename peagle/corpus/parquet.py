@@ -108,11 +108,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
 
 
 def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
-    """Return the file's schema, with nanoseconds in INT96 columns that need them.
-
-    Raises:
-        InputError: such a column also has a value outside the range of nanoseconds.
-    """
+    """Return the file's schema, with nanoseconds in INT96 columns that need them."""
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):
         needs_nanoseconds, too_far = False, ""

@@ -153,11 +153,7 @@ def scan(
 
 
 def read(span: Span) -> Iterator[RawRow]:
-    """Yield the rows of a span, in order.
-
-    Raises:
-        InputError: the file has changed since planning.
-    """
+    """Yield the rows of a span, in order; raises InputError if the file has changed since planning."""
     count = 0
     for row in read_parquet(span) if span.format == "parquet" else read_records(span):
         count += 1
@@ -170,11 +166,7 @@ def read(span: Span) -> Iterator[RawRow]:
 
 
 def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all files.
-
-    Raises:
-        InputError: a file cannot be read, or a row is invalid.
-    """
+    """Yield the rows of all files; raises InputError if a file cannot be read, or a row is invalid."""
     for file in files:
         for row in read_parquet_file(file) if file.format == "parquet" else _read_text(file):
             if row.error is not None:

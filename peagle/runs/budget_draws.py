@@ -94,11 +94,7 @@ class TagDraw:
         return next(filter(None, (self._message(budget, reserve_usd) for budget in self._budgets)), None)
 
     def end(self, spent_usd: float) -> None:
-        """Write the final cost of the run, without a reservation.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the final cost of the run, without a reservation; raises OSError if it cannot be written."""
         self._write_draw(spent_usd, 0.0)
 
     def _refresh(self, spent_usd: float, held_usd: float) -> None:

@@ -131,11 +131,7 @@ class RunDirectory:
         self.stop = StopSignal(self.root / LEASE_FOLDER, lease.number)
 
     def require_lease(self) -> None:
-        """Check that this driver still has its lease.
-
-        Raises:
-            RunInUse: another driver has taken over.
-        """
+        """Check that this driver still has its lease; raises RunInUse if another driver has taken over."""
         if self.lease is not None:
             self.lease.require()
 
@@ -162,11 +158,7 @@ class RunDirectory:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
     def require_own(self) -> None:
-        """Check that the folder, if it exists, contains only a run.
-
-        Raises:
-            ConfigError: it contains other files.
-        """
+        """Check that the folder, if it exists, contains only a run; raises ConfigError if it contains other files."""
         if self.exists or not self.root.is_dir():
             return
         names = {path.name for path in self.root.glob("*")} - _FOLDERS
@@ -191,11 +183,7 @@ class RunDirectory:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
     def manifest(self) -> dict[str, Any]:
-        """Return `run.json`.
-
-        Raises:
-            ConfigError: there is no run, or the file is damaged.
-        """
+        """Return `run.json`; raises ConfigError if there is no run, or the file is damaged."""
         try:
             manifest: dict[str, Any] = json.loads(self._manifest.read_bytes())
         except FileNotFoundError as error:
@@ -207,11 +195,7 @@ class RunDirectory:
     # --- the plan
 
     def plan(self) -> Plan:
-        """Return the run's plan, with the units of retries.
-
-        Raises:
-            ConfigError: a file is missing or damaged.
-        """
+        """Return the run's plan, with the units of retries; raises ConfigError if a file is missing or damaged."""
         return self.with_retries(_parsed(self.root / self._plan_name(), plan_from_bytes))
 
     def with_retries(self, plan: Plan) -> Plan:
@@ -309,11 +293,7 @@ class RunDirectory:
             yield replace(usage, num_failed_rows=0) if unit in superseded else usage
 
     def usage(self, unit: int) -> UnitUsage:
-        """Return the usage of a committed unit.
-
-        Raises:
-            PeagleError: the file is damaged.
-        """
+        """Return the usage of a committed unit; raises PeagleError if the file is damaged."""
         return self._read_metadata(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
@@ -418,11 +398,7 @@ def unit_bytes(table: pa.Table, metadata: UnitMetadata) -> bytes:
 
 
 def read_metadata(path: StoragePath) -> UnitMetadata:
-    """Read the metadata of a unit's file.
-
-    Raises:
-        PeagleError: the file is damaged, or was not written by peagle.
-    """
+    """Read the metadata of a unit's file; raises PeagleError if the file is damaged, or was not written by peagle."""
     try:
         with open_to_read(path) as file:
             metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}

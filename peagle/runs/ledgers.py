@@ -76,11 +76,7 @@ def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
 
 
 def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
-    """Return runs, endpoints' states, and the names of other folders.
-
-    Raises:
-        ConfigError: as `find_ledgers`.
-    """
+    """Return runs, endpoints' states, and the names of other folders."""
     found = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
     missing = [source for source in sources if not _is_glob(source) and not storage_path(source).is_dir()]
     if missing or not (found[0] or found[1]):
@@ -117,11 +113,7 @@ def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
 
 
 def _places(source: str) -> dict[str, StoragePath]:
-    """Return the folders of a source, by name.
-
-    Raises:
-        ConfigError: the glob is not supported on S3.
-    """
+    """Return the folders of a source, by name."""
     if not _is_glob(source):
         return {source: storage_path(source)}
     if "://" not in source:

@@ -23,11 +23,7 @@ class MaxFailedRows:
 
     @classmethod
     def parse(cls, text: str) -> "MaxFailedRows":
-        """Parse `N` or `P%`.
-
-        Raises:
-            ValueError: the text has neither form.
-        """
+        """Parse `N` or `P%`; raises ValueError if the text has neither form."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", text.strip())
         if match is None or (match[1] and float(match[1]) > 100):
             raise ValueError("a number of rows or a share such as 5%")

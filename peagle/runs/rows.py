@@ -76,11 +76,7 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
 
 
 def require_storable(schema: pa.Schema) -> None:
-    """Check that the rows of a corpus can be committed.
-
-    Raises:
-        InputError: Parquet cannot store a column.
-    """
+    """Check that the rows of a corpus can be committed; raises InputError if Parquet cannot store a column."""
     for column in schema:
         if not can_be_stored(pa.schema([column])):
             raise InputError(

@@ -27,11 +27,7 @@ class EngineRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `N` or `MIN:MAX`.
-
-        Raises:
-            ValueError: the text has neither form.
-        """
+        """Parse `N` or `MIN:MAX`; raises ValueError if the text has neither form."""
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise ValueError(_FORMS)

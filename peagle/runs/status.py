@@ -94,11 +94,7 @@ class StatusReader:
         self._reasons: dict[int, Counter[str]] = {}
 
     def read(self) -> RunStatus:
-        """Return the current status.
-
-        Raises:
-            PeagleError: a file of the run is damaged.
-        """
+        """Return the current status; raises PeagleError if a file of the run is damaged."""
         plan, lease, sessions = self._run.plan(), read_lease(self._run.root), self._run.sessions()
         committed = self._read_units()
         reasons = sum((self._reasons[unit] for unit in committed - self._run.superseded()), Counter[str]())
