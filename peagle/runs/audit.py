@@ -1,9 +1,6 @@
-"""Audit a run: files against the plan, usage against the rows, and a sample of rows generated again.
+"""Audit a run: files against the plan, usage against the rows, and generate a sample of rows again (`regeneration.py`).
 
-A finding is an error in the run. Notes are about unfinished runs: units that are not committed yet, and temporary files
-that the next attempt removes. The audit reads one unit at a time and writes nothing.
-
-`regeneration.py` generates the sample.
+A finding is an error in the run; notes are about unfinished runs. The audit writes nothing.
 """
 
 import json
@@ -41,16 +38,12 @@ _FOLDERS = {
     "ledger": re.compile(r"session-.+\.parquet"),
     "suspects": re.compile(r"unit-\d{8,}\..+\.json"),
 }
-_OUTCOMES = ("same", "tie", "different", "skipped")
 
-RetriedIds = dict[int, frozenset[str]]
-"""By unit, the ids of its rows that retries took over."""
+RetriedIds = dict[int, frozenset[str]]  # by unit, the ids of its rows that retries took over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fault: its kind, its file, and a sentence."""
-
     kind: str
     where: str
     message: str
@@ -58,32 +51,25 @@ class Finding:
 
 @dataclass(kw_only=True)
 class FilesAudit:
-    """The findings in a run directory.
-
-    Attributes:
-        rows_of: number of rows of each committed unit without findings.
-        num_rows_left: planned rows that are neither committed nor dead letters.
-    """
+    """The findings in a run directory."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    rows_of: dict[int, int] = field(default_factory=dict)
+    rows_of: dict[int, int] = field(default_factory=dict)  # by committed unit without findings
     num_units_planned: int = 0
     num_units: int = 0
     num_rows_planned: int = 0
     num_rows: int = 0
     num_failed_rows: int = 0
-    num_rows_left: int = 0
+    num_rows_left: int = 0  # neither committed nor dead letters
     num_output_tokens: int = 0
     num_lost_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether every unit of the plan is committed."""
         return self.num_units == self.num_units_planned
 
     def add(self, kind: str, where: str, message: str) -> None:
-        """Add a finding."""
         self.findings.append(Finding(kind=kind, where=where, message=message))
 
 
@@ -99,11 +85,9 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is no finding, and no row differs by more than a tie."""
         return not self.files.findings and not self._outcomes()["different"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
         files = self.files
         counts = {name: value for name, value in vars(files).items() if name.startswith("num_")}
         regenerated = None
@@ -126,7 +110,6 @@ class Audit:
         }
 
     def describe(self) -> str:
-        """Return the result as text."""
         files = self.files
         figures = {
             "units": f"{files.num_units:,} of {files.num_units_planned:,} committed",
@@ -140,14 +123,14 @@ class Audit:
         lines = [self.path, *(f"  {name:<16} {value}" for name, value in figures.items())]
         lines += [f"  note: {note}" for note in files.notes]
         lines += _table_of_rows(self.rows)
-        lines += [f"  {one.kind:<8} {one.where}: {one.message}" for one in files.findings[:_MAX_SHOWN]]
+        lines += [f"  {finding.kind:<8} {finding.where}: {finding.message}" for finding in files.findings[:_MAX_SHOWN]]
         if (num_more := len(files.findings) - _MAX_SHOWN) > 0:
             lines.append(f"  ... and {num_more:,} more; --json FILE has all of them")
         return "\n".join([*lines, "clean" if self.is_clean else "NOT CLEAN"])
 
     def _outcomes(self) -> dict[str, int]:
         counts = Counter(row.outcome for row in self.rows)
-        return {outcome: counts[outcome] for outcome in _OUTCOMES}
+        return {outcome: counts[outcome] for outcome in ("same", "tie", "different", "skipped")}
 
 
 def audit(
@@ -187,7 +170,6 @@ def audit(
 
 
 def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
-    """Return a table of the rows that differ, and the reasons why rows were skipped."""
     table = [("row", "outcome", "token", "margin", "run", "target alone")]
     for row in rows:
         verdict = row.verdict
@@ -205,7 +187,6 @@ def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
 
 
 def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
-    """Check every file of the run directory against the plan."""
     audit = FilesAudit()
     try:
         plan = run.plan()
@@ -214,12 +195,14 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
         return audit
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
-    retried = _retried_ids(plan)
+    rows = plan.retried_rows()
+    whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
+    retried = {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
     _count(audit, plan, units, retried)
     _check_retries(audit, plan, units, retried)
     _check_ledger(audit, run, units)
-    _check_other_files(audit, run, manifest["plan"], {one.letters_name for one in units.values()})
+    _check_other_files(audit, run, manifest["plan"], {unit.letters_name for unit in units.values()})
     _check_report(audit, run)
     _check_input(audit, plan, manifest)
     return audit
@@ -240,7 +223,6 @@ def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None
 def _audit_units(
     audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], retried: RetriedIds
 ) -> dict[int, "UnitAudit"]:
-    """Audit every committed unit of the plan."""
     schema = expected_schema(plan.schema)
     answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
     planned = {unit.unit: unit for unit in plan.units}
@@ -260,12 +242,12 @@ def _audit_units(
 
 def _count(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
     audit.num_units = len(units)
-    audit.rows_of = {number: one.num_rows for number, one in sorted(units.items()) if not one.findings}
-    audit.num_rows = sum(one.num_rows for one in units.values())
-    for number, one in units.items():
-        if retried.get(number, frozenset()).isdisjoint(one.letter_ids):
-            audit.num_failed_rows += len(one.letter_ids)
-    audit.num_output_tokens = sum(one.usage.num_output_tokens for one in units.values() if one.usage)
+    audit.rows_of = {number: unit.num_rows for number, unit in sorted(units.items()) if not unit.findings}
+    audit.num_rows = sum(unit.num_rows for unit in units.values())
+    for number, unit in units.items():
+        if retried.get(number, frozenset()).isdisjoint(unit.letter_ids):
+            audit.num_failed_rows += len(unit.letter_ids)
+    audit.num_output_tokens = sum(unit.usage.num_output_tokens for unit in units.values() if unit.usage)
     audit.num_rows_left = sum(unit.num_rows for unit in plan.left(units))
     if not audit.is_finished:
         num_left = audit.num_units_planned - audit.num_units
@@ -273,10 +255,7 @@ def _count(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried
 
 
 def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
-    """Check that retries cover all dead letters of a unit, each once.
-
-    A unit that ran again after a retry took over its dead letters has no such dead letters: it skipped those rows.
-    """
+    """Check that retries cover all dead letters of a unit, each once."""
     planned = {unit.unit: unit for unit in plan.units}
     counts: Counter[tuple[int, int]] = Counter()
     for unit in plan.units:
@@ -294,27 +273,23 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif before is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
+        # A unit that ran again after the retry skipped the retried rows, so they are not among its dead letters.
         elif not before.findings and letters & ids and letters - ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
-
-
-def _retried_ids(plan: Plan) -> RetriedIds:
-    rows = plan.retried_rows()
-    whole = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
-    return {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole}
 
 
 def _check_ledger(audit: FilesAudit, run: RunDirectory, units: dict[int, "UnitAudit"]) -> None:
     """Check that the ledger has every engine process, and that no process committed more than it generated."""
     sessions = _read_sessions(audit, run)
     committed: Counter[str] = Counter()
-    for number, one in sorted(units.items()):
-        if one.usage is None:
+    for number, unit in sorted(units.items()):
+        if unit.usage is None:
             continue
-        if one.usage.session_id not in sessions:
-            message = f"committed by engine process {one.usage.session_id}, which is not in the ledger"
+        session_id = unit.usage.session_id
+        if session_id not in sessions:
+            message = f"committed by engine process {session_id}, which is not in the ledger"
             audit.add("ledger", run.unit_path(number).name, message)
-        committed[one.usage.session_id] += one.usage.num_output_tokens
+        committed[session_id] += unit.usage.num_output_tokens
     for session_id, session in sessions.items():
         lost = session.num_output_tokens - committed[session_id]
         audit.num_lost_tokens += max(0, lost)
@@ -351,13 +326,13 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
             leftovers.append(name)
         elif not _ROOT.fullmatch(name) and name != plan_name:
             audit.add("foreign", name, "not a file of a run")
-    for folder, known in _FOLDERS.items():
+    for folder, pattern in _FOLDERS.items():
         for name in _names(run.root / folder):
             where = f"{folder}/{name}"
             is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letters)
-            if name.endswith(TEMPORARY_SUFFIX) or (known.fullmatch(name) and is_orphan):
+            if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_orphan):
                 leftovers.append(where)
-            elif not known.fullmatch(name):
+            elif not pattern.fullmatch(name):
                 audit.add("foreign", where, "not a file of a run")
     if audit.is_finished and not (lease is not None and lease.seems_alive()):
         for where in leftovers:
@@ -513,18 +488,16 @@ def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[st
     except (OSError, ValueError) as error:
         return [], [Finding(kind="damaged", where=name, message=f"not dead letters: {error}")]
     for number, letter in enumerate(letters, 1):
-        if wrong := _wrong_letter(letter, unit):
+        wrong = ""
+        if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
+            wrong = f"a dead letter must have {', '.join(sorted(_LETTER_KEYS))}"
+        elif letter["unit"] != unit.unit:
+            wrong = f"unit is {letter['unit']!r}, but {unit.unit} in the plan"
+        elif letter["attempt"] != unit.attempt:
+            wrong = f"attempt is {letter['attempt']!r}, but {unit.attempt} in the plan"
+        if wrong:
             return [], [Finding(kind="damaged", where=name, message=f"line {number}: {wrong}")]
     return letters, []
-
-
-def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
-    if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
-        return f"a dead letter must have {', '.join(sorted(_LETTER_KEYS))}"
-    for key, value in (("unit", unit.unit), ("attempt", unit.attempt)):
-        if letter[key] != value:
-            return f"{key} is {letter[key]!r}, but {value} in the plan"
-    return None
 
 
 def _wrong_ids(

@@ -12,12 +12,7 @@
     .lease/                       the current driver (`lease.py`), and its signal to stop
 
 A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT, so
-of two attempts at a unit the first wins, and the second leaves nothing valid. `run.json` and the plans are created the
-same way. Exactly-once rests on this alone.
-
-A suspended driver may resume after another driver has finished, and must not do harm. To delete files, a driver first
-lists them, then checks its lease, then deletes only the listed files. Their names are never used again, so files of a
-later driver are safe.
+the first of two attempts wins, and the second leaves nothing valid. `run.json` and the plans are created the same way.
 """
 
 import functools
@@ -50,7 +45,6 @@ from peagle.storage import (
     is_remote,
     make_folder,
     open_to_read,
-    require_usable,
     storage_path,
     write_atomic,
     write_once,
@@ -71,10 +65,8 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True)
 class UnitMetadata:
-    """The metadata in a unit's file. `failed_name` is empty if no row failed."""
-
     usage: UnitUsage
-    failed_name: str
+    failed_name: str  # empty if no row failed
 
 
 class RunDirectory:
@@ -86,7 +78,7 @@ class RunDirectory:
     Attributes:
         stop: the signal by which that driver stops its workers.
         logs: always local, since a log that is being written cannot be on S3.
-        lease: this process's lease, if it is the run's driver; None otherwise.
+        lease: this process's lease if it is the run's driver.
     """
 
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
@@ -114,16 +106,7 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was started here."""
         return self._manifest.exists()
-
-    def require_usable(self) -> None:
-        """Check that the store supports exclusive creation.
-
-        Raises:
-            ConfigError: the store cannot be written, or would let two engines commit the same unit.
-        """
-        require_usable(self.root / ".lease")
 
     def hold(self, lease: Holding) -> None:
         """Make this process the run's driver."""
@@ -162,7 +145,8 @@ class RunDirectory:
         if self.exists or not self.root.is_dir():
             return
         names = {path.name for path in self.root.glob("*")} - _FOLDERS
-        foreign = {name for name in names if not (_is_temporary(name) or PLAN_FILE.fullmatch(name))}
+        names -= {path.name for path in self.root.glob(f".*{TEMPORARY_SUFFIX}")}
+        foreign = {name for name in names if not PLAN_FILE.fullmatch(name)}
         if foreign:
             message = f"output {self}: the folder has other files ({min(foreign)}, ...)"
             raise ConfigError(message, hint="use a new folder")
@@ -269,7 +253,11 @@ class RunDirectory:
             if failed_name:
                 lines = "".join(to_json(letter) + "\n" for letter in dead_letters)
                 write_atomic(self.failed / failed_name, lines.encode())
-            is_first = write_once(self.unit_path(unit), unit_bytes(table, UnitMetadata(usage, failed_name)))
+            metadata = {_USAGE: usage.to_json(), _FAILED: failed_name.encode()}
+            table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
+            sink = io.BytesIO()
+            pq.write_table(table, sink, compression="zstd")
+            is_first = write_once(self.unit_path(unit), sink.getvalue())
         if not is_first and failed_name:
             (self.failed / failed_name).unlink(missing_ok=True)
         return is_first
@@ -360,13 +348,21 @@ class RunDirectory:
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
-        named = {unit: self.letters_name(unit) for unit in committed}
-        found = [*_temporaries(self._folders), *self._orphaned_plans(), *_orphaned_letters(letters, named)]
-        self._delete([*found, *stale_notes(self.suspects, committed)])
-        return len(found)
+        leftovers = [*_temporaries(self._folders), *self._orphaned_plans()]
+        for path in letters:
+            # The attempt that wrote dead letters of an uncommitted unit may commit at any moment.
+            match = LETTERS_FILE.fullmatch(path.name)
+            if match and int(match[1]) in committed and self.letters_name(int(match[1])) != path.name:
+                leftovers.append(path)
+        self._delete([*leftovers, *stale_notes(self.suspects, committed)])
+        return len(leftovers)
 
     def _delete(self, listed: Iterable[StoragePath]) -> None:
-        """Delete files that were listed while this driver had the lease."""
+        """Delete files that were listed while this driver had the lease.
+
+        A suspended driver may resume after its successor has finished. File names are never used again, so files that
+        were listed before the check are not those of a successor.
+        """
         listed = list(listed)
         self.require_lease()
         for path in listed:
@@ -380,21 +376,13 @@ class RunDirectory:
 
 def unit_files(root: StoragePath) -> dict[int, StoragePath]:
     """Return the files of the committed units by number; empty if there is no run."""
-    found = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
-    return {int(match[1]): path for path, match in found if match}
+    matches = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
+    return {int(match[1]): path for path, match in matches if match}
 
 
 def uses_fake_engine(manifest: Mapping[str, Any]) -> bool:
-    """Return whether the fake engine answers a run, by its `run.json`."""
+    """Return whether a run uses the fake engine, by its `run.json`."""
     return bool(manifest.get("config", {}).get("engine") == "fake")
-
-
-def unit_bytes(table: pa.Table, metadata: UnitMetadata) -> bytes:
-    """Return the contents of a unit's file."""
-    own = {_USAGE: metadata.usage.to_json(), _FAILED: metadata.failed_name.encode()}
-    sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), **own}), sink, compression="zstd")
-    return sink.getvalue()
 
 
 def read_metadata(path: StoragePath) -> UnitMetadata:
@@ -410,14 +398,7 @@ def read_metadata(path: StoragePath) -> UnitMetadata:
 
 
 def read_rows(path: StoragePath, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a unit in batches.
-
-    Args:
-        columns: None for all.
-
-    Raises:
-        PeagleError: the file is damaged.
-    """
+    """Yield the rows of a unit in batches, by default with all columns; raises PeagleError if the file is damaged."""
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             names = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
@@ -440,23 +421,7 @@ def _parsed(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed:
         raise ConfigError(f"{path} is damaged: {error}", hint=_NEW) from error
 
 
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
-
-
 def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:
     """Return unfinished files. A store has no unfinished files: objects are created atomically."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]
-
-
-def _orphaned_letters(letters: Iterable[StoragePath], named: Mapping[int, str]) -> list[StoragePath]:
-    """Return files of dead letters that their committed unit does not name.
-
-        Files of uncommitted units are excluded: the attempt that wrote the file may commit at any moment.
-
-    Args:
-        named: the file that each committed unit names; empty without dead letters.
-    """
-    found = ((path, LETTERS_FILE.fullmatch(path.name)) for path in letters)
-    return [path for path, match in found if match and named.get(int(match[1]), path.name) != path.name]

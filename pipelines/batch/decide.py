@@ -13,6 +13,7 @@ from peagle.hardware import Hardware
 from peagle.machine import detect_machine
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
+from peagle.storage import require_usable
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.cluster import inspection, ray
@@ -52,7 +53,7 @@ def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connec
         ConfigError: the directory is not usable for this run, or there is only one node.
     """
     config = request.config
-    directory.require_usable()
+    require_usable(directory.root / ".lease")
     require_run_fits(request, directory)
     if config.nodes_per_engine > 1 and not cluster.is_remote:
         raise ConfigError(
