@@ -17,21 +17,15 @@ class Lines:
     """The lines of a file, newline included.
 
     Attributes:
-        position: bytes read from the beginning of the decompressed file.
-        number: number of the next line, from 1.
-        end: position to stop at; None for the end of the file.
-        on_line: called with each line.
-
-    Raises:
         InputError: the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.position = 0
-        self.number = 1
-        self.end: int | None = None
-        self.on_line: Callable[[bytes], object] | None = None
+        self.position = 0  # bytes read from the beginning of the decompressed file
+        self.number = 1  # number of the next line, from 1
+        self.end: int | None = None  # position to stop at; None for the end of the file
+        self.on_line: Callable[[bytes], object] | None = None  # called with each line
         with naming(path):
             self._raw = open_raw(path)
             self._stream = decompressed(path, self._raw)

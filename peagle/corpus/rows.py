@@ -14,24 +14,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Rows `first_row ..< first_row + num_rows` of one file.
-
-    Attributes:
-        start, end: byte positions in the decompressed file (not for Parquet).
-        line: number of the line at `start`, from 1 (not for Parquet).
-        header: column names as a JSON list (CSV only).
-        work: estimated work; 0 in older plans.
-    """
+    """Rows `first_row ..< first_row + num_rows` of one file."""
 
     path: str
     format: str
     first_row: int
     num_rows: int
-    start: int = 0
+    start: int = 0  # byte positions in the decompressed file (not for Parquet)
     end: int = 0
-    line: int = 1
-    header: str = ""
-    work: int = 0
+    line: int = 1  # number of the line at `start`, from 1 (not for Parquet)
+    header: str = ""  # column names as a JSON list (CSV only)
+    work: int = 0  # estimated work; 0 in older plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +43,10 @@ _PROMPT_TOKEN = 0.1  # relative to an output token: one step reads many prompt t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimate:
-    """Estimates the work of a row in output tokens, from its own `max_tokens` or the run's.
-
-    Attributes:
-        column: the column with a row's own sampling parameters.
-    """
+    """Estimates the work of a row in output tokens, from its own `max_tokens` or the run's."""
 
     max_tokens: int = 0
-    column: str = "sampling"
+    column: str = "sampling"  # the column with a row's own sampling parameters
 
     def of_row(self, row: RawRow, num_bytes: int) -> int:
         """Return the work of a text row of `num_bytes`; 0 for an invalid one."""

@@ -40,15 +40,11 @@ _LAST_ANCHOR = int(torch.iinfo(torch.long).max)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that attend together.
-
-    Attributes:
-        query_rows: anchors and depths of `query`; None for causal attention of the rows to each other.
-    """
+    """Rows that attend together."""
 
     query: slice
     keys: tuple[slice, ...]
-    query_rows: Rows | None = None
+    query_rows: Rows | None = None  # anchors and depths of `query`; None for causal attention of the rows to each other
     key_rows: Rows | None = None
 
     def mask(self) -> torch.Tensor | None:
@@ -108,19 +104,13 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBlocks:
-    """Blocks padded to the length of the longest.
+    """Blocks padded to the length of the longest."""
 
-    Attributes:
-        query_NQ: indices of the query rows; 0 for padding.
-        key_NK: indices of the key rows; 0 for padding.
-        place_S: indices in N * Q of the rows that are not padding.
-        mask_NQK: bool, shared by all layers; None for causal attention. No row attends to padding; padding may attend
-            to all known tokens.
-    """
-
-    query_NQ: torch.Tensor
-    key_NK: torch.Tensor
-    place_S: torch.Tensor
+    query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
+    key_NK: torch.Tensor  # indices of the key rows; 0 for padding
+    place_S: torch.Tensor  # indices in N * Q of the rows that are not padding
+    # Bool, shared by all layers; None for causal attention. No row attends to padding; padding may attend to all known
+    # tokens.
     mask_NQK: torch.Tensor | None
 
     @classmethod

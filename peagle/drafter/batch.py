@@ -28,17 +28,11 @@ from peagle.drafter.features import Document
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one document: known tokens (depth 0), then chains ordered by anchor.
+    """The rows of one document: known tokens (depth 0), then chains ordered by anchor."""
 
-    Attributes:
-        anchor_S: position of the last known token of the row's chain.
-        depth_S: number of tokens after the anchor; the row's position is anchor + depth.
-        first_anchor: rows with earlier anchors only provide context and bear no loss (`training.py`).
-    """
-
-    anchor_S: torch.Tensor
-    depth_S: torch.Tensor
-    first_anchor: int = 0
+    anchor_S: torch.Tensor  # position of the last known token of the row's chain
+    depth_S: torch.Tensor  # number of tokens after the anchor; the row's position is anchor + depth
+    first_anchor: int = 0  # rows with earlier anchors only provide context and bear no loss (`training.py`)
 
     @property
     def position(self) -> torch.Tensor:
@@ -101,28 +95,17 @@ def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """The inputs of one forward pass of the head.
+    """The inputs of one forward pass of the head."""
 
-    Attributes:
-        token_ids_T: the known token at each position (x[t+1] of its document).
-        aux_TAH: the target's aux states (at t).
-        last_PH: the target's states before its final norm, at positions under the loss (at t+1).
-        anchor_S: index in T of the row's anchor.
-        place_S: the row's position within its document, for the rotary embedding.
-        row_R: rows under the loss, ordered by the position they predict from.
-        target_R: index in P of each row in `row_R`.
-        documents: the rows of each document, on the CPU, with anchors relative to the document.
-    """
-
-    token_ids_T: torch.Tensor
-    aux_TAH: torch.Tensor
-    last_PH: torch.Tensor
-    anchor_S: torch.Tensor
+    token_ids_T: torch.Tensor  # the known token at each position (x[t+1] of its document)
+    aux_TAH: torch.Tensor  # the target's aux states (at t)
+    last_PH: torch.Tensor  # the target's states before its final norm, at positions under the loss (at t+1)
+    anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
-    place_S: torch.Tensor
-    row_R: torch.Tensor
-    target_R: torch.Tensor
-    documents: tuple[Rows, ...]
+    place_S: torch.Tensor  # the row's position within its document, for the rotary embedding
+    row_R: torch.Tensor  # rows under the loss, ordered by the position they predict from
+    target_R: torch.Tensor  # index in P of each row in `row_R`
+    documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
     num_loss_rows: int
     num_tokens: int
 

@@ -10,15 +10,11 @@ from peagle.requests.messages import parse_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A document: the templated prompt and the target's response.
-
-    Attributes:
-        num_prompt_tokens: number of prompt tokens at the start, which have no loss.
-    """
+    """A document: the templated prompt and the target's response."""
 
     id: str
     token_ids: tuple[int, ...]
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # number of prompt tokens at the start, which have no loss
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens < len(self.token_ids):

@@ -50,19 +50,12 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The states of one sample.
+    """The states of one sample."""
 
-    Attributes:
-        token_ids_T: int64.
-        loss_mask_T: bool, True for the response.
-        aux_TAH: [T, A * H], states before the aux layers.
-        last_TH: [T, H], state before the final norm.
-    """
-
-    token_ids_T: torch.Tensor
-    loss_mask_T: torch.Tensor
-    aux_TAH: torch.Tensor
-    last_TH: torch.Tensor
+    token_ids_T: torch.Tensor  # int64
+    loss_mask_T: torch.Tensor  # bool, True for the response
+    aux_TAH: torch.Tensor  # [T, A * H], states before the aux layers
+    last_TH: torch.Tensor  # [T, H], state before the final norm
 
 
 def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:

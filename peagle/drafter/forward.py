@@ -109,17 +109,13 @@ _FLAT = Weighting()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """The loss of a batch, and counts by depth.
+    """The loss of a batch, and counts by depth."""
 
-    Attributes:
-        loss: scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With
-            D-PACE it is not a mean, and only comparable to other D-PACE losses.
-        accepted_D: number of correct rows for which all earlier rows of their chain are correct too.
-    """
-
+    # Scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With D-PACE it
+    # is not a mean, and only comparable to other D-PACE losses.
     loss: torch.Tensor
     correct_D: torch.Tensor
-    accepted_D: torch.Tensor
+    accepted_D: torch.Tensor  # number of correct rows for which all earlier rows of their chain are correct too
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
 
@@ -162,13 +158,10 @@ def is_parallel(head: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRows:
-    """The inputs of a P-EAGLE head's layers.
+    """The inputs of a P-EAGLE head's layers."""
 
-    Attributes:
-        states: [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other
-            depths the mask token and the learnt state.
-    """
-
+    # [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other depths the
+    # mask token and the learnt state.
     states: torch.Tensor
     places: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]

@@ -27,30 +27,26 @@ INITS = ("warm", "random")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """The shape of a head.
-
-    Attributes:
-        num_key_value_heads: KV heads of the head's attention; None copies the target's number. Attention is the only
-            source of context for a mask row, so more KV heads may help; they start as copies of the target's.
-        init: "warm": layers start as the target's last layers, which must be like Llama's, and `fc` passes on the last
-            aux state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or
-            KV heads, which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the
-            identity.
-        num_frozen_layers: number of first layers of the saved head that are not trained. Their inputs (`fc`, mask
-            state, embeddings) are not trained either.
-        train_embeddings: train embeddings instead of sharing the target's. They are then saved with the head:
-            vocabulary x hidden size, most of its bytes.
-    """
+    """The shape of a head."""
 
     aux_layers: tuple[int, ...]
     algorithm: str = "peagle"
     num_layers: int = 1
+    # KV heads of the head's attention; None copies the target's number. Attention is the only source of context for a
+    # mask row, so more KV heads may help; they start as copies of the target's.
     num_key_value_heads: int | None = None
     num_depths: int = 8
     mask_token_id: int = 0
+    # "warm": layers start as the target's last layers, which must be like Llama's, and `fc` passes on the last aux
+    # state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or KV heads,
+    # which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the identity.
     init: str = "warm"
+    # Number of first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
+    # trained either.
     num_frozen_layers: int = 0
     train_lm_head: bool = False
+    # Train embeddings instead of sharing the target's. They are then saved with the head: vocabulary x hidden size,
+    # most of its bytes.
     train_embeddings: bool = False
 
     def __post_init__(self) -> None:

@@ -29,26 +29,18 @@ _SMOOTHING = 0.5  # from the paper: confidence c counts as (1 - s) c + s, so tha
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The target's side of the loss.
-
-    Attributes:
-        softcap: logits are softcap * tanh(logits / softcap), as in Gemma; None disables it.
-    """
+    """The target's side of the loss."""
 
     state_PH: torch.Tensor
     weight_VH: torch.Tensor
-    softcap: float | None = None
+    softcap: float | None = None  # logits are softcap * tanh(logits / softcap), as in Gemma; None disables it
 
 
 @dataclass(frozen=True, slots=True)
 class RowLosses:
-    """Losses by row.
+    """Losses by row."""
 
-    Attributes:
-        loss: scalar, weighted sum of the rows' divergences; the only field with a gradient.
-    """
-
-    loss: torch.Tensor
+    loss: torch.Tensor  # scalar, weighted sum of the rows' divergences; the only field with a gradient
     divergence_R: torch.Tensor
     correct_R: torch.Tensor
 
@@ -155,16 +147,12 @@ def _accumulation_dtype(states: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """The weights of a training's rows.
+    """The weights of a training's rows."""
 
-    Attributes:
-        depth_decay: a row at depth d weighs depth_decay ** d.
-        cod_ratio: share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by
-            powers of it, to account for the chains that were cut.
-    """
-
-    depth_decay: float = 1.0
+    depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
+    # Share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by powers of it,
+    # to account for the chains that were cut.
     cod_ratio: float = 1.0
 
 

@@ -21,27 +21,21 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """A line of metrics.jsonl.
-
-    Attributes:
-        accuracy: by depth, share of rows whose most likely token is that of the target; None without rows.
-        accepted: by depth, share of rows that are correct and whose earlier rows in the chain are all correct. An
-            engine accepts drafts up to the first wrong draft.
-        divergence: by depth, mean KL divergence.
-        loss: with D-PACE only comparable to other D-PACE losses, since the weights change.
-        tokens_per_s: document tokens per second of this attempt.
-    """
+    """A line of metrics.jsonl."""
 
     step: int
     num_steps: int
-    loss: float
+    loss: float  # with D-PACE only comparable to other D-PACE losses, since the weights change
+    # By depth, share of rows whose most likely token is that of the target; None without rows.
     accuracy: tuple[float | None, ...]
+    # By depth, share of rows that are correct and whose earlier rows in the chain are all correct. An engine accepts
+    # drafts up to the first wrong draft.
     accepted: tuple[float | None, ...]
-    divergence: tuple[float | None, ...]
+    divergence: tuple[float | None, ...]  # by depth, mean KL divergence
     learning_rate: float
     gradient_norm: float
     num_tokens: int
-    tokens_per_s: float
+    tokens_per_s: float  # document tokens per second of this attempt
     train_s: float
 
     @classmethod

@@ -259,19 +259,13 @@ _SENTENCE = re.compile(r"[A-Z][^.!?]{20,}[.!?]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A passage, topic, table or sum, with its prompts.
+    """A passage, topic, table or sum, with its prompts."""
 
-    Attributes:
-        group: "prose", "topic", "table" or "sum".
-        module: the package or reference that contains it; otherwise the group.
-        held_out: whether to use the kinds of task that are never trained on.
-    """
-
-    group: str
-    module: str
+    group: str  # "prose", "topic", "table" or "sum"
+    module: str  # the package or reference that contains it; otherwise the group
     name: str
     text: str
-    held_out: bool
+    held_out: bool  # whether to use the kinds of task that are never trained on
 
     @property
     def num_wordings(self) -> int:
@@ -362,17 +356,13 @@ Material = Snippet | Content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPrompt:
-    """A chat request and its origin.
-
-    Attributes:
-        category: the kind of task: "code", "summary", ...
-    """
+    """A chat request and its origin."""
 
     id: str
     prompt: str
     module: str
     name: str
-    category: str
+    category: str  # the kind of task: "code", "summary",
 
 
 def is_shipped_source(source: str) -> bool:

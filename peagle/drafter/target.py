@@ -32,15 +32,7 @@ _MLP_RATIO = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The target's sizes, with the names of its config.json.
-
-    Attributes:
-        rope_parameters: a rotary embedding of whole heads. If the target's differs by layer or is partial, only its
-            base is used.
-        norm_offset: constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0.
-        logit_softcap: logits are softcap * tanh(logits / softcap); None disables it.
-        ties_embeddings: whether lm_head and embeddings share their weights.
-    """
+    """The target's sizes, with the names of its config.json."""
 
     model_type: str
     hidden_size: int
@@ -54,10 +46,11 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float
     initializer_range: float
+    # A rotary embedding of whole heads. If the target's differs by layer or is partial, only its base is used.
     rope_parameters: Mapping[str, Any]
-    norm_offset: int
-    logit_softcap: float | None
-    ties_embeddings: bool
+    norm_offset: int  # constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0
+    logit_softcap: float | None  # logits are softcap * tanh(logits / softcap); None disables it
+    ties_embeddings: bool  # whether lm_head and embeddings share their weights
     dtype: Any
 
     def layer_config(self, *, num_layers: int, num_key_value_heads: int | None) -> Any:

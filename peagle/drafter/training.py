@@ -38,18 +38,13 @@ FILE = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The state of a training run at a step.
-
-    Attributes:
-        fingerprint: the settings that must be equal to resume.
-        num_tokens: number of tokens seen.
-    """
+    """The state of a training run at a step."""
 
     step: int
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
-    fingerprint: dict[str, Any]
-    num_tokens: int
+    fingerprint: dict[str, Any]  # the settings that must be equal to resume
+    num_tokens: int  # number of tokens seen
     train_s: float
     metrics_bytes: int
 
@@ -208,14 +203,10 @@ _FULL = "free some space, then repeat the command to resume from the last checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """The result of a training run.
-
-    Attributes:
-        finished: False if the time budget ran out first; the same call resumes.
-    """
+    """The result of a training run."""
 
     step: int
-    finished: bool
+    finished: bool  # False if the time budget ran out first; the same call resumes
     num_tokens: int
     train_s: float
 

@@ -18,16 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftVocabulary:
-    """The token ids that the head can draft.
+    """The token ids that the head can draft."""
 
-    Attributes:
-        token_ids: token ids of the target, ascending; the draft id of a token is its index.
-        coverage: share of the counted tokens that can be drafted; 1.0 if no tokens were counted.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # token ids of the target, ascending; the draft id of a token is its index
     target_size: int
-    coverage: float = 1.0
+    coverage: float = 1.0  # share of the counted tokens that can be drafted; 1.0 if no tokens were counted
 
     def __post_init__(self) -> None:
         if not self.token_ids or list(self.token_ids) != sorted(set(self.token_ids)):

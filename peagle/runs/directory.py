@@ -74,26 +74,21 @@ class RunDirectory:
 
     Args:
         driver: number of the lease of the driver that this process works for; 0 for no driver.
-
-    Attributes:
-        stop: the signal by which that driver stops its workers.
-        logs: always local, since a log that is being written cannot be on S3.
-        lease: this process's lease if it is the run's driver.
     """
 
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
         self.root = storage_path(root)
         self.driver = driver
-        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # the signal by which that driver stops its workers
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
-        self.logs = logs_folder(self.root)
+        self.logs = logs_folder(self.root)  # always local, since a log that is being written cannot be on S3
         self.suspects = self.root / "suspects"
         self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
         self._metadata: dict[int, UnitMetadata] = {}  # cache for units on S3, where each read takes a while
-        self.lease: Holding | None = None
+        self.lease: Holding | None = None  # this process's lease if it is the run's driver
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the location and the driver's number; the lease itself stays in this process."""

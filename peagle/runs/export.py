@@ -39,22 +39,16 @@ _ROW_GROUP_ROWS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The files and counts of an export.
-
-    Attributes:
-        num_units: exported units.
-        commits: digest of the commits of these units, which changes if a unit is committed again.
-        files: sizes in bytes by name.
-        num_nulls: by column, the number of rows with null for NaN or infinity, which JSON does not have.
-    """
+    """The files and counts of an export."""
 
     format: str
     folder: str
-    num_units: int
-    commits: str
+    num_units: int  # exported units
+    commits: str  # digest of the commits of these units, which changes if a unit is committed again
     num_rows: int
     num_failed_rows: int
-    files: dict[str, int]
+    files: dict[str, int]  # sizes in bytes by name
+    # By column, the number of rows with null for NaN or infinity, which JSON does not have.
     num_nulls: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:

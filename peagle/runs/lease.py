@@ -40,34 +40,23 @@ _LOST = "committed units are kept; let the other driver finish"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The current or most recent driver of a run.
+    """The current or most recent driver of a run."""
 
-    Attributes:
-        number: increases with every driver of the run.
-        token: unique to this driver. Numbers start again if the folder is deleted.
-        where: the boot and the process namespace in which `pid` is valid.
-        birth: the process's start in kernel ticks, since a pid is reused.
-        expiry_s: the lease expires if it is not renewed for this long.
-        heartbeat_s: interval of the engines' heartbeats; None without engines, and in leases of older versions.
-        beat: renewals so far.
-        renewed_at: Unix time by the holder's clock, only for display.
-        outcome: how the driver ended; None while it holds the lease, and if it was killed.
-    """
-
-    number: int
-    token: str
+    number: int  # increases with every driver of the run
+    token: str  # unique to this driver. Numbers start again if the folder is deleted
     user: str
     host: str
-    where: str
+    where: str  # the boot and the process namespace in which `pid` is valid
     pid: int
-    birth: int
+    birth: int  # the process's start in kernel ticks, since a pid is reused
     command: str
     since: float
-    expiry_s: float
+    expiry_s: float  # the lease expires if it is not renewed for this long
+    # Interval of the engines' heartbeats; None without engines, and in leases of older versions.
     heartbeat_s: float | None = None
-    beat: int = 0
-    renewed_at: float
-    outcome: str | None = None
+    beat: int = 0  # renewals so far
+    renewed_at: float  # Unix time by the holder's clock, only for display
+    outcome: str | None = None  # how the driver ended; None while it holds the lease, and if it was killed
 
     def is_gone(self) -> bool:
         """Return whether the driver's process is known to be dead; False if this host cannot know."""
@@ -104,16 +93,12 @@ def read_lease(root: StoragePath) -> Lease | None:
 
 
 class Holding:
-    """The lease of this process, renewed by a thread until `end`.
-
-    Attributes:
-        lost: set if another driver has taken over because this driver could not renew in time.
-        outcome: written into the lease at the end.
-    """
+    """The lease of this process, renewed by a thread until `end`."""
 
     def __init__(self, root: StoragePath, lease: Lease) -> None:
+        # Set if another driver has taken over because this driver could not renew in time.
         self.lost = threading.Event()
-        self.outcome = "ended"
+        self.outcome = "ended"  # written into the lease at the end
         self._root = root
         self._lease = lease
         self._ended = threading.Event()

@@ -41,19 +41,13 @@ class MaxFailedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a run; None for no limit.
-
-    Attributes:
-        deadline_at: Unix time by which everything must have ended.
-        reserve_s: the maximum time that shutting the run down takes.
-        reserve_usd: the maximum cost of the shutdown; the run is stopped when only this much is left.
-    """
+    """The limits of a run; None for no limit."""
 
     budget_usd: float | None = None
-    deadline_at: float | None = None
+    deadline_at: float | None = None  # Unix time by which everything must have ended
     max_failed_rows: MaxFailedRows | None = None
-    reserve_s: float = 0.0
-    reserve_usd: float = 0.0
+    reserve_s: float = 0.0  # the maximum time that shutting the run down takes
+    reserve_usd: float = 0.0  # the maximum cost of the shutdown; the run is stopped when only this much is left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

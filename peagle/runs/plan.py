@@ -32,21 +32,14 @@ _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkUnit:
-    """Rows that are committed together.
-
-    Attributes:
-        first_id: the number of the span's first row in the whole corpus.
-        rows: indices of the span's rows that belong to the unit; None for all.
-        supersedes: the unit whose dead letters this unit retries.
-        attempt: number of the attempt at its rows, starting with 1.
-    """
+    """Rows that are committed together."""
 
     unit: int
-    first_id: int
+    first_id: int  # the number of the span's first row in the whole corpus
     span: Span
-    rows: tuple[int, ...] | None = None
-    supersedes: int | None = None
-    attempt: int = 1
+    rows: tuple[int, ...] | None = None  # indices of the span's rows that belong to the unit; None for all
+    supersedes: int | None = None  # the unit whose dead letters this unit retries
+    attempt: int = 1  # number of the attempt at its rows, starting with 1
 
     @property
     def num_rows(self) -> int:
@@ -79,21 +72,15 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All units of a run, with the corpus's schema and fingerprint.
+    """All units of a run, with the corpus's schema and fingerprint."""
 
-    Attributes:
-        units: units of the corpus in its order, then units of retries.
-        small_units: sizes of the first units; all other units have `rows_per_unit` rows.
-        notes: input files that were skipped, with the reason.
-    """
-
-    units: tuple[WorkUnit, ...]
+    units: tuple[WorkUnit, ...]  # units of the corpus in its order, then units of retries
     rows_per_unit: int
     schema: pa.Schema
     corpus_fingerprint: str
-    small_units: tuple[int, ...] = ()
+    small_units: tuple[int, ...] = ()  # sizes of the first units; all other units have `rows_per_unit` rows
     num_retries: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # input files that were skipped, with the reason
 
     @property
     def cut(self) -> Cut:

@@ -47,22 +47,14 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSample:
-    """An estimate of a corpus from a sample of its rows.
+    """An estimate of a corpus from a sample of its rows."""
 
-    Attributes:
-        num_rows: rows of the corpus.
-        num_failed: sampled rows that would be dead letters.
-        prompt_tokens: estimate for all rows.
-        most_output_tokens: estimate for all rows, if every answer has its maximum length.
-        example: the message of a dead letter; empty if there are none.
-    """
-
-    num_rows: int
+    num_rows: int  # rows of the corpus
     num_sampled: int
-    num_failed: int
-    prompt_tokens: float
-    most_output_tokens: float
-    example: str = ""
+    num_failed: int  # sampled rows that would be dead letters
+    prompt_tokens: float  # estimate for all rows
+    most_output_tokens: float  # estimate for all rows, if every answer has its maximum length
+    example: str = ""  # the message of a dead letter; empty if there are none
 
     @property
     def is_whole(self) -> bool:

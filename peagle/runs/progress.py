@@ -16,19 +16,14 @@ _PLAIN_LINE_EVERY_S = 10.0
 
 @dataclass
 class Tally:
-    """Totals of a run: all committed units of all attempts.
+    """Totals of a run: all committed units of all attempts."""
 
-    Args:
-        num_rows_planned: rows of the corpus.
-        usd: cost of the run directory.
-    """
-
-    num_rows_planned: int
+    num_rows_planned: int  # rows of the corpus
     num_rows: int = 0
     num_failed_rows: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
-    usd: float = 0.0
+    usd: float = 0.0  # cost of the run directory
     tokens_per_s: float = 0.0
     num_engines: int = 0
     seconds_left: float | None = None

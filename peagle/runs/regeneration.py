@@ -34,17 +34,12 @@ from peagle.storage import open_to_read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedEngine:
-    """The engine of a run, to be started without its drafter.
+    """The engine of a run, to be started without its drafter."""
 
-    Attributes:
-        spec: spec of the run's engine, including its drafter.
-        max_tie: the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`).
-    """
-
-    spec: EngineSpec
+    spec: EngineSpec  # spec of the run's engine, including its drafter
     is_fake: bool
     precision: str
-    max_tie: float
+    max_tie: float  # the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

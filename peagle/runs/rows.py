@@ -126,20 +126,16 @@ def decode_rows(batch: pa.Table) -> pa.Table:
 
 
 class PreparedUnit:
-    """A prepared unit, read back on the engine's side.
-
-    Attributes:
-        prompts: token ids by row; None if the row is a dead letter.
-        sampling: by row, the parameters that differ from the run's parameters.
-        dead_letters: by row index.
-    """
+    """A prepared unit, read back on the engine's side."""
 
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_json(table.schema.metadata[_UNIT])
         num_own = table.num_columns - len(_CARRIED)
         prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_own:])
-        self.prompts: list[list[int] | None] = prompts
+        self.prompts: list[list[int] | None] = prompts  # token ids by row; None if the row is a dead letter
+        # By row, the parameters that differ from the run's parameters.
         self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
+        # By row index.
         self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
         self._input = table.select(list(range(num_own))).replace_schema_metadata(None)
 
