@@ -1,11 +1,8 @@
 """Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; print the first answers.
 
-    OUT/export/FORMAT/output.*      the rows, in the order of the corpus
-    OUT/export/FORMAT/errors.jsonl  the dead letters
-    OUT/export/FORMAT/export.json   file sizes and counts; written last
-
-Exports are made from the committed units and can be repeated at any time. Each file is written atomically, one batch of
-rows at a time.
+OUT/export/FORMAT/output.*      the rows, in the order of the corpus
+OUT/export/FORMAT/errors.jsonl  the dead letters
+OUT/export/FORMAT/export.json   file sizes and counts; written last
 """
 
 import contextlib
@@ -63,7 +60,7 @@ class Export:
 
 
 def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
-    """Export the committed units of a run.
+    """Export the committed units of a run. Exports can be repeated, and each file is written atomically.
 
     Args:
         partial: whether an unfinished run may be exported.
@@ -131,7 +128,7 @@ def _write(
         for letter in run.dead_letters():
             file.write(_json_line(lines.letter(letter)))
             num_failed_rows += 1
-    done = Export(
+    result = Export(
         format=output_format,
         folder=str(folder),
         num_units=sum(map(len, families)),
@@ -141,12 +138,11 @@ def _write(
         files={path.name: path.stat().st_size for path in (output, errors)},
         num_nulls=dict(lines.num_nulls),
     )
-    write_json(folder / "export.json", asdict(done))
-    return done
+    write_json(folder / "export.json", asdict(result))
+    return result
 
 
 def _existing(folder: StoragePath) -> Export | None:
-    """Return an existing export if its files are complete."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
         if all((folder / name).stat().st_size == size for name, size in made.files.items()):
@@ -163,7 +159,6 @@ class _PlainLines:
         self.num_nulls: Counter[str] = Counter()
 
     def to_bytes(self, row: dict[str, Any], unit_finished_at: int) -> bytes:
-        """Return a row as a line of JSON; count values that become null."""
         line = self.row(row, unit_finished_at)
         try:
             return _json_line(line, non_finite="refuse")
@@ -179,29 +174,25 @@ class _PlainLines:
 
 
 class _OpenAiLines(_PlainLines):
-    """Writes rows and dead letters in OpenAI's batch format.
-
-    If the corpus was not a batch, rows are identified by a column `custom_id` or by their id.
-    """
+    """Writes rows and dead letters in OpenAI's batch format, with their id if there is no column `custom_id`."""
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
     def __init__(self, run: RunDirectory, run_id: str) -> None:
         super().__init__()
         self._run_id = run_id
-        plan = run.plan()
+        plan, manifest = run.plan(), run.manifest()
         self._is_batch = plan.is_batch
         self._paths = {unit.unit: unit.span.path for unit in plan.units}
-        manifest = run.manifest()
         self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
         # Runs of older versions have no served_name.
-        self._named = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
+        self._served_name = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
 
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
         is_chat = row["url"] == CHAT_URL if self._is_batch else self._chat
         custom_id = row.get("custom_id")
         return output_line(
-            row | self._named,
+            row | self._served_name,
             custom_id=row["id"] if custom_id is None else str(custom_id),
             is_chat=is_chat,
             created=unit_finished_at,
@@ -213,7 +204,7 @@ class _OpenAiLines(_PlainLines):
         # Clients read this message: show the name of the file, not its path on the server.
         path = self._paths[letter["unit"]]
         letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
-        if letter["reason"] == FAILED and self._named:
+        if letter["reason"] == FAILED and self._served_name:
             letter["message"] = "the engine failed on this request; the request can be retried"
         custom_id = row.get("custom_id") if isinstance(row, dict) else None
         if custom_id is None and not self._is_batch:
@@ -233,7 +224,10 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
 
 def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
     num_rows = 0
-    schema = _schema(run, families[0][0]) if families else pa.schema([])
+    schema = pa.schema([])
+    if families:
+        with open_to_read(run.unit_path(families[0][0])) as unit:
+            schema = plain_schema(pq.read_schema(unit).remove_metadata())
     # A single unit would be too small for a row group.
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
@@ -246,11 +240,6 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
         if pending:
             writer.write_table(pa.Table.from_batches(pending, schema))
     return num_rows
-
-
-def _schema(run: RunDirectory, unit: int) -> pa.Schema:
-    with open_to_read(run.unit_path(unit)) as file:
-        return plain_schema(pq.read_schema(file).remove_metadata())
 
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
@@ -276,14 +265,7 @@ def batches_in_order(run: RunDirectory, columns: frozenset[str] | None = None) -
 
 
 def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of committed units, unit by unit.
-
-    Args:
-        columns: None for all.
-
-    Raises:
-        PeagleError: a unit is damaged.
-    """
+    """Yield the rows of committed units, with all columns if `columns` is None."""
     for path in map(run.unit_path, units):
         yield from read_rows(path, columns)
 
@@ -296,29 +278,20 @@ _NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
-    """Return the location of a run's answers and a few lines of the first two; empty without answers.
-
-    Raises:
-        PeagleError: a unit is damaged.
-    """
+    """Return the location of a run's answers and a few lines of the first two; empty without answers."""
     batches = read_units(run, sorted(run.committed()), frozenset({"id", "response"}))
-    rows = list(
-        islice((row for batch in batches for row in batch.slice(length=_NUM_ANSWERS).to_pylist()), _NUM_ANSWERS)
-    )
+    answers = (row for batch in batches for row in batch.slice(length=_NUM_ANSWERS).to_pylist())
+    rows = list(islice(answers, _NUM_ANSWERS))
     if not rows:
         return ""
-    where = f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"
-    return "\n".join([where, *(line for row in rows for line in _answer(row["id"], row["response"]))])
-
-
-def _answer(row_id: str, text: str) -> list[str]:
-    lines = text.strip("\n").splitlines()
-    shown = [printable(line)[:_NUM_COLUMNS] for line in lines[:_NUM_LINES]]
-    return [
-        f"  {printable(str(row_id))}",
-        *(f"  | {line}" for line in shown),
-        *(["  | ..."] * (len(lines) > _NUM_LINES)),
-    ]
+    shown = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
+    for row in rows:
+        lines = row["response"].strip("\n").splitlines()
+        shown.append(f"  {printable(str(row['id']))}")
+        shown += [f"  | {printable(line)[:_NUM_COLUMNS]}" for line in lines[:_NUM_LINES]]
+        if len(lines) > _NUM_LINES:
+            shown.append("  | ...")
+    return "\n".join(shown)
 
 
 def printable(line: str) -> str:

@@ -1,17 +1,16 @@
 """The lease of a run directory. A single driver holds and renews it; if it does not, another driver may take over.
 
-OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
+    OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
     OUT/.lease/N.stop.json    while that driver stops the run: its signal to the workers (`stopping.py`)
 
 A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates wins. The
 holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own monotonic
-clock: if the beat changes, the driver is alive; if it does not change for the lease's expiry time, the driver is dead.
-Clocks are never compared, so clock jumps and differences between hosts do not matter. If the driver's process was on
-this host and no longer exists, there is no wait.
+clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the lease's expiry
+time, the driver is dead. If the driver's process was on this host and no longer exists, there is no wait.
 
-A driver may be suspended at any point and resume after another driver has finished. So exactly-once does not depend on
-the lease: units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice,
-and a driver checks it before it deletes or replaces anything.
+Exactly-once does not depend on the lease, because a suspended driver may resume after another one has finished: units
+and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and a driver
+checks it before it deletes or replaces anything.
 """
 
 import contextlib
@@ -35,7 +34,6 @@ FOLDER = ".lease"
 _RENEWALS = 6  # renewals per expiry time
 _POLL_S = 0.2
 _READ_ATTEMPTS, _READ_RETRY_S = 50, 0.1  # if listed leases disappear before they can be read
-_LOST = "committed units are kept; let the other driver finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +73,7 @@ class Lease:
 
 def read_lease(root: StoragePath) -> Lease | None:
     """Return the lease of the current or most recent driver, or None."""
+    hint = "make sure that no driver is running, and delete the file"
     for _ in range(_READ_ATTEMPTS):
         if not (numbers := _numbers(root)):
             return None
@@ -84,12 +83,8 @@ def read_lease(root: StoragePath) -> Lease | None:
         except FileNotFoundError:  # the next driver has just deleted this lease and written its own
             time.sleep(_READ_RETRY_S)
         except (ValueError, TypeError) as error:
-            raise PeagleError(
-                f"{path} is damaged: {error}", hint="make sure that no driver is running, and delete the file"
-            ) from error
-    raise PeagleError(
-        f"{path} is listed but cannot be read", hint="make sure that no driver is running, and delete the file"
-    )
+            raise PeagleError(f"{path} is damaged: {error}", hint=hint) from error
+    raise PeagleError(f"{path} is listed but cannot be read", hint=hint)
 
 
 class Holding:
@@ -107,7 +102,6 @@ class Holding:
 
     @property
     def number(self) -> int:
-        """The lease's number."""
         return self._lease.number
 
     def require(self) -> None:
@@ -132,7 +126,6 @@ class Holding:
         return self.lost.is_set()
 
     def end(self) -> None:
-        """Release the lease."""
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # if the disk is full, the lease expires
@@ -196,7 +189,10 @@ def hold_lease(
 
 def taken_over(root: StoragePath) -> RunInUse:
     """Return the error for a driver that has lost its lease."""
-    return RunInUse(f"{root} was taken over by another driver while this driver did not respond", hint=_LOST)
+    return RunInUse(
+        f"{root} was taken over by another driver while this driver did not respond",
+        hint="committed units are kept; let the other driver finish",
+    )
 
 
 def clock(at: float) -> str:
@@ -217,44 +213,40 @@ def _take(
         before = read_lease(root)
         if before is not None:
             _wait_until_free(root, before, announce)
-        lease = _lease(before.number + 1 if before else 1, expiry_s, heartbeat_s, command)
+        now = time.time()
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container's user without a name
+            user = str(os.getuid())
+        lease = Lease(
+            number=before.number + 1 if before else 1,
+            token=uuid.uuid4().hex,
+            user=user,
+            host=socket.gethostname(),
+            where=_where(),
+            pid=os.getpid(),
+            birth=_birth(os.getpid()),
+            command=shlex.join(command),
+            since=now,
+            renewed_at=now,
+            expiry_s=expiry_s,
+            heartbeat_s=heartbeat_s,
+        )
         path = root / FOLDER / f"{lease.number}.json"
         won = write_once(path, _to_bytes(lease))
         # A process that was suspended before it created its number may find later leases.
         if won and max(_numbers(root), default=0) == lease.number:
-            _clear_before(root, lease.number)
+            # Delete earlier leases and leftovers of killed drivers, but not files of other candidates.
+            for other in (root / FOLDER).iterdir():
+                number = other.name.lstrip(".").partition(".")[0]
+                if number.isdecimal() and int(number) < lease.number:
+                    other.unlink(missing_ok=True)
             return lease
         if won:
             path.unlink(missing_ok=True)
-        now = read_lease(root)
-        if now is not None and now.outcome is None:
-            raise _in_use(root, now)
-
-
-def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Sequence[str]) -> Lease:
-    now = time.time()
-    return Lease(
-        number=number,
-        token=uuid.uuid4().hex,
-        user=_user(),
-        host=socket.gethostname(),
-        where=_where(),
-        pid=os.getpid(),
-        birth=_birth(os.getpid()),
-        command=shlex.join(command),
-        since=now,
-        renewed_at=now,
-        expiry_s=expiry_s,
-        heartbeat_s=heartbeat_s,
-    )
-
-
-def _clear_before(root: StoragePath, number: int) -> None:
-    """Delete earlier leases and leftovers of killed drivers, but not files of other candidates."""
-    for path in (root / FOLDER).iterdir():
-        of = path.name.lstrip(".").partition(".")[0]
-        if of.isdecimal() and int(of) < number:
-            path.unlink(missing_ok=True)
+        current = read_lease(root)
+        if current is not None and current.outcome is None:
+            raise _in_use(root, current)
 
 
 def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], None]) -> None:
@@ -288,15 +280,8 @@ def _numbers(root: StoragePath) -> list[int]:
     return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
-
-
 def _where() -> str:
-    """Return an id of this boot and process namespace; a unique one if the kernel has none."""
+    """Return an id of this boot and process namespace; a unique id if the kernel has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"

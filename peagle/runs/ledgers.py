@@ -27,13 +27,10 @@ from peagle.runs.meter import is_lent
 from peagle.storage import StoragePath, is_remote, storage_path
 
 _RESPONSES = "responses"  # the folder of `TrainConfig.answers`
-_BATCH_COMMAND = ["POST", "/v1/batches"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLedgers:
-    """Ledgers, with notes for the report."""
-
     ledgers: tuple[Ledger, ...]
     notes: tuple[str, ...]
 
@@ -51,28 +48,29 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     runs, states, others = _found(sources)
     endpoints = [_endpoint(name, folder) for name, folder in states.items()]
     billed = {whose.session_id for ledger in endpoints for whose in ledger.work}
-    own = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
+    unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
-    if num_billed := len(runs) - len(own):
+    if num_billed := len(runs) - len(unbilled):
         notes.append(f"{num_billed} batch runs are counted in the ledger of their endpoint.")
     if others:
         notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
-    unlike = [name for name, run in own.items() if benchmark and not _is_like(run, benchmark)]
+    unlike = [name for name, run in unbilled.items() if benchmark and not _is_like(run, benchmark)]
     if unlike:
         notes.append(f"{len(unlike)} runs used different hardware or precision from the baseline: {unlike[0]}, ...")
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
-    ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in own.items()]
-    return FoundLedgers(ledgers=tuple(ledgers), notes=(*notes, *_money_notes(ledgers)))
+    ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in unbilled.items()]
+    inexact: defaultdict[str, list[str]] = defaultdict(list)  # names of ledgers, by the reason
+    for ledger in ledgers:
+        for label in session_labels(ledger.sessions):
+            inexact[label].append(ledger.run)
+    notes += [f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in inexact.items()]
+    return FoundLedgers(ledgers=tuple(ledgers), notes=tuple(notes))
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
-    """Return the ledger folder of each source, by name.
-
-    Raises:
-        ConfigError: as `find_ledgers`.
-    """
+    """Return the ledger folder of each source, by name; raises as `find_ledgers`."""
     runs, states, _ = _found(sources)
-    return {name: run.ledger for name, run in runs.items()} | {name: one / "ledger" for name, one in states.items()}
+    return {name: run.ledger for name, run in runs.items()} | {name: state / "ledger" for name, state in states.items()}
 
 
 def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
@@ -85,15 +83,6 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, S
             hint="use run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
     return found
-
-
-def _money_notes(ledgers: Sequence[Ledger]) -> list[str]:
-    """Return reasons why the dollars of some ledgers are not exact."""
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for ledger in ledgers:
-        for label in session_labels(ledger.sessions):
-            names_of[label].append(ledger.run)
-    return [f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in names_of.items()]
 
 
 def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:
@@ -133,8 +122,12 @@ def _sorted(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory]
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, states, others = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     answers = {name: _answers(name, folder) for name, folder in folders.items()}
-    everything = [*folders.items(), *(one for own in answers.values() for one in own.items())]
-    for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(everything)}.values():
+    everything = [*folders.items(), *(item for runs_of in answers.values() for item in runs_of.items())]
+    by_location = {}
+    for name, folder in reversed(everything):
+        location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
+        by_location[location] = (name, folder)
+    for name, folder in by_location.values():
         run = RunDirectory(folder)
         if run.exists and "plan" in run.manifest():  # the run.json of a training has no plan
             runs[name] = run
@@ -157,11 +150,7 @@ def _is_state(folder: StoragePath) -> bool:
 
 
 def require_runs(locations: Sequence[str]) -> None:
-    """Check that no location is the state of an endpoint.
-
-    Raises:
-        ConfigError: a location is an endpoint's state; the hint names the command for it.
-    """
+    """Raise ConfigError if a location is the state of an endpoint; the hint names the command for it."""
     for location in locations:
         if not RunDirectory(location).exists and _is_state(storage_path(location)):
             raise ConfigError(
@@ -170,14 +159,10 @@ def require_runs(locations: Sequence[str]) -> None:
             )
 
 
-def _identity(folder: StoragePath) -> str:
-    return str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
-
-
 def _batch_id(manifest: dict[str, Any]) -> str | None:
     """Return the id of a run's batch, or None."""
     command = list(manifest.get("command") or [])
-    return str(command[2]) if command[:2] == _BATCH_COMMAND and len(command) > 2 else None
+    return str(command[2]) if command[:2] == ["POST", "/v1/batches"] and len(command) > 2 else None
 
 
 def _endpoint(name: str, state: StoragePath) -> Ledger:
@@ -193,39 +178,32 @@ def _endpoint(name: str, state: StoragePath) -> Ledger:
 def _bulk(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
-    at_once = about.get("concurrency") or 0  # units do not record their concurrency
+    concurrency = about.get("concurrency") or 0  # units do not record it
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
-    is_fake = uses_fake_engine(manifest)
     # Usage of borrowed engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
-    sessions = [
-        _described(session, price, about, tags, is_fake=is_fake)
-        for session in run.sessions()
-        if not is_lent(session.session_id)
-    ]
+    sessions = []
+    for session in run.sessions():
+        if is_lent(session.session_id):
+            continue
+        facts = EngineFacts.priced(
+            price,
+            model=about["model"],
+            drafter=about["drafter"],
+            num_devices=session.num_devices,
+            device=session.device,
+            tags=tags,
+            num_speculative_tokens=about.get("num_speculative_tokens"),
+            baseline=recorded_baseline(about),
+            is_stand_in=uses_fake_engine(manifest),
+        )
+        sessions.append(replace(session, **asdict(facts)))
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
-    usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
+    usd_per_s = {session.session_id: session.num_devices * session.usd_per_device_s for session in sessions}
     work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for usage in usages:
         whose = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
         usd = usage.busy_s * usd_per_s[usage.session_id]
-        work[whose] += Work.of(usage, usd, request_s=usage.busy_s * at_once)
+        work[whose] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
-
-
-def _described(
-    session: EngineSession, price: Price, about: Mapping[str, Any], tags: str, *, is_fake: bool
-) -> EngineSession:
-    facts = EngineFacts.priced(
-        price,
-        model=about["model"],
-        drafter=about["drafter"],
-        num_devices=session.num_devices,
-        device=session.device,
-        tags=tags,
-        num_speculative_tokens=about.get("num_speculative_tokens"),
-        baseline=recorded_baseline(about),
-        is_stand_in=is_fake,
-    )
-    return replace(session, **asdict(facts))

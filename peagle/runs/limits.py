@@ -52,8 +52,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The situation of a run: time, total cost, and finished and failed rows."""
-
     now: float
     spent_usd: float
     num_done_rows: int
@@ -62,8 +60,6 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A limit that is reached, with a message."""
-
     limit: Literal["budget", "deadline", "failed_rows"]
     message: str
 

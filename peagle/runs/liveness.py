@@ -1,12 +1,7 @@
-"""Determine from heartbeats which engines of a run are alive, and how fast they are.
-
-A driver measures the age of heartbeats with its own clock. `peagle status` only reads once, so it must trust the clocks
-of the engines.
-"""
+"""Determine from heartbeats which engines of a run are alive, and how fast they are."""
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
 
@@ -35,23 +30,17 @@ def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
     }
     latest = max([since, *(session.last_seen_at for session in last.values())])
-    return [one for one in last.values() if not one.ended and one.last_seen_at > latest - silent_after_s]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Beat:
-    life_s: float
-    seen_at: float
+    return [s for s in last.values() if not s.ended and s.last_seen_at > latest - silent_after_s]
 
 
 class Heartbeats:
     """The engines' heartbeats, as observed by the driver.
 
     Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
+    (`peagle status` only reads once, so it must trust the engines' clocks.)
 
     Args:
-        before: sessions of earlier attempts, all dead.
-        heartbeat_s: seconds between an engine's heartbeats.
+        before: ids of the sessions of earlier attempts, all dead.
     """
 
     def __init__(
@@ -60,17 +49,16 @@ class Heartbeats:
         self._before = frozenset(before)
         self._silent_after_s = _DEAD_AFTER * heartbeat_s
         self._monotonic = monotonic
-        self._beats: dict[str, _Beat] = {}
+        self._beats: dict[str, tuple[float, float]] = {}  # lifetime at the last new heartbeat, and when it was seen
 
     def of_this_attempt(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
         return [session for session in sessions if session.session_id not in self._before]
 
     def observe(self, sessions: Iterable[EngineSession]) -> None:
-        """Record the current heartbeats."""
         for session in self.of_this_attempt(sessions):
-            beat = self._beats.get(session.session_id)
-            if beat is None or beat.life_s != _life_s(session):
-                self._beats[session.session_id] = _Beat(life_s=_life_s(session), seen_at=self._monotonic())
+            life_s, _ = self._beats.get(session.session_id, (None, 0.0))
+            if life_s != _life_s(session):
+                self._beats[session.session_id] = _life_s(session), self._monotonic()
 
     def alive(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
         """Return the live engines of this attempt, as of the last `observe`."""
@@ -81,16 +69,14 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """Return the lifetime of an engine in seconds until its end or now.
-
-        A silent engine counts as alive for two heartbeats.
-        """
+        """Return the seconds until an engine's end or now. A silent engine counts as alive for two heartbeats."""
         unheard_s = 0.0 if session.ended else min(self._unheard_s(session), self._silent_after_s)
         return _life_s(session) + unheard_s
 
     def _unheard_s(self, session: EngineSession) -> float:
-        beat = self._beats.get(session.session_id)
-        return 0.0 if beat is None else self._monotonic() - beat.seen_at
+        now = self._monotonic()
+        _, seen_at = self._beats.get(session.session_id, (0.0, now))
+        return now - seen_at
 
 
 def _life_s(session: EngineSession) -> float:

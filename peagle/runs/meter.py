@@ -36,7 +36,6 @@ class Snapshot:
         self_check: str,
         start_warnings: str,
     ) -> EngineSession:
-        """Return the heartbeat of an engine process on this host."""
         return EngineSession(
             session_id=session_id,
             engine_index=engine_index,
@@ -59,16 +58,12 @@ _LENT = "-lent"
 
 
 def new_session_id(*, is_lent: bool = False) -> str:
-    """Return a unique id that sorts by time.
-
-    Args:
-        is_lent: whether the session's seconds are billed in the ledger of the endpoint that owns the engine.
-    """
+    """Return a unique id that sorts by time; `is_lent` as for `is_lent()`."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
 
 
 def is_lent(session_id: str) -> bool:
-    """Whether a session's seconds are billed in an endpoint's ledger."""
+    """Whether a session's seconds are billed in the ledger of the endpoint that owns the engine."""
     return session_id.endswith(_LENT)
 
 
@@ -119,17 +114,13 @@ class EngineMeter:
             self.load_s -= self.compile_s
 
     def start(self, unit: int, num_sequences: int = 1) -> None:
-        """Record that a request of `unit` enters the engine.
-
-        Args:
-            num_sequences: engine slots that it may use.
-        """
+        """Record that a request of `unit` enters the engine and may use `num_sequences` slots."""
         with self._lock:
             self.tick()
             self._running[unit] += num_sequences
 
     def finish(self, unit: int, num_output_tokens: int, num_sequences: int = 1) -> None:
-        """Record that a request of `unit` leaves the engine; `num_sequences` as for `start`."""
+        """Record that a request of `unit` leaves the engine."""
         with self._lock:
             self.tick()
             self._running[unit] -= num_sequences
