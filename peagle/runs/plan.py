@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -18,7 +19,6 @@ import pyarrow.parquet as pq
 
 from peagle.corpus.cutting import Cut, auto_cut, enough_rows
 from peagle.corpus.extensions import plain_schema
-from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find, scan
 from peagle.parquet_table import read_table
@@ -43,17 +43,16 @@ class WorkUnit:
 
     @property
     def num_rows(self) -> int:
-        """The number of its rows."""
         return self.span.num_rows if self.rows is None else len(self.rows)
 
     def without(self, rows: Container[int]) -> "WorkUnit":
         """Return a copy of the unit without these rows of the span."""
-        own = range(self.span.num_rows) if self.rows is None else self.rows
-        return replace(self, rows=tuple(row for row in own if row not in rows))
+        remaining = range(self.span.num_rows) if self.rows is None else self.rows
+        return replace(self, rows=tuple(row for row in remaining if row not in rows))
 
     @property
     def work(self) -> int:
-        """The estimated work. Units are ordered by it."""
+        """The estimated work, by which units are ordered."""
         return self.span.work * self.num_rows // self.span.num_rows
 
     def row_id(self, index: int) -> str:
@@ -84,7 +83,6 @@ class Plan:
 
     @property
     def cut(self) -> Cut:
-        """How the corpus was split; the same cut gives the same units."""
         return Cut(rows_per_unit=self.rows_per_unit, small=self.small_units)
 
     @property
@@ -94,11 +92,9 @@ class Plan:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the corpus is an OpenAI batch."""
         return self.units[0].span.format == "openai-batch"
 
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
-        """Return the plan with the units of another retry."""
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
             before = units[retry.supersedes]
@@ -137,43 +133,34 @@ class Plan:
 
 
 class CorpusConfig(Protocol):
-    """The options that determine how a corpus is split."""
+    """The options of `GenerateConfig` that determine how a corpus is split."""
 
     @property
-    def input(self) -> str:
-        """A file, a folder, a glob or `s3://...`."""
+    def input(self) -> str: ...
 
     @property
-    def input_format(self) -> Any:
-        """None to infer the format from the file names."""
+    def input_format(self) -> Any: ...
 
     @property
-    def output(self) -> Any:
-        """The run directory, which is never part of the corpus."""
+    def output(self) -> Any: ...
 
     @property
-    def limit(self) -> int | None:
-        """None for all rows."""
+    def limit(self) -> int | None: ...
 
     @property
-    def rows_per_unit(self) -> int | None:
-        """None for automatic."""
+    def rows_per_unit(self) -> int | None: ...
 
     @property
-    def max_tokens(self) -> int:
-        """Output tokens of a row without its own limit."""
+    def max_tokens(self) -> int: ...
 
     @property
-    def sampling_column(self) -> str | None:
-        """The column with sampling parameters."""
+    def sampling_column(self) -> str | None: ...
 
     @property
-    def max_num_seqs(self) -> int | None:
-        """None for the default."""
+    def max_num_seqs(self) -> int | None: ...
 
     @property
-    def most_engines(self) -> int:
-        """The maximum number of engines."""
+    def most_engines(self) -> int: ...
 
 
 def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
@@ -191,11 +178,15 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
-    cut = cut or _auto_cut_of(files, config, max_num_seqs)
+    if cut is None:
+        enough = enough_rows(config.most_engines)
+        num_rows = count_rows(files, min(config.limit or enough, enough))
+        cut = auto_cut(num_rows, config.most_engines, config.max_num_seqs or max_num_seqs)
     estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
     spans, schema, fingerprint = scan(files, cut, config.limit, estimate, like=like)
+    first_ids = accumulate((span.num_rows for span in spans), initial=0)
     return Plan(
-        units=_number(spans),
+        units=tuple(WorkUnit(unit=unit, first_id=next(first_ids), span=span) for unit, span in enumerate(spans)),
         rows_per_unit=cut.rows_per_unit,
         small_units=cut.small,
         schema=schema,
@@ -204,15 +195,8 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     )
 
 
-def _auto_cut_of(files: Sequence[SourceFile], config: CorpusConfig, max_num_seqs: int) -> Cut:
-    num_engines = config.most_engines
-    enough = enough_rows(num_engines)
-    num_rows = count_rows(files, min(config.limit or enough, enough))
-    return auto_cut(num_rows, num_engines, config.max_num_seqs or max_num_seqs)
-
-
 def plan_to_bytes(plan: Plan) -> bytes:
-    """Return the plan's file: a row per unit; schema and fingerprint are metadata."""
+    """Return the contents of the plan's file: a row per unit; schema and fingerprint are metadata."""
     columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
     columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
@@ -226,7 +210,6 @@ def plan_to_bytes(plan: Plan) -> bytes:
 
 
 def plan_from_bytes(data: bytes) -> Plan:
-    """Load the result of `plan_to_bytes`."""
     table = read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
@@ -245,7 +228,6 @@ def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
 
 
 def retries_from_bytes(data: bytes) -> list[Retry]:
-    """Load the result of `retries_to_bytes`."""
     rows = read_table(io.BytesIO(data)).to_pylist()
     return [Retry(unit=row["unit"], supersedes=row["supersedes"], rows=tuple(row["rows"])) for row in rows]
 
@@ -256,7 +238,6 @@ def unit_to_json(unit: WorkUnit) -> str:
 
 
 def unit_from_json(text: str) -> WorkUnit:
-    """Load the result of `unit_to_json`."""
     values = json.loads(text)
     rows = values["rows"]
     return WorkUnit(**{**values, "span": Span(**values["span"]), "rows": None if rows is None else tuple(rows)})
@@ -276,14 +257,6 @@ def _to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def _number(spans: Sequence[Span]) -> tuple[WorkUnit, ...]:
-    units, first_id = [], 0
-    for number, span in enumerate(spans):
-        units.append(WorkUnit(unit=number, first_id=first_id, span=span))
-        first_id += span.num_rows
-    return tuple(units)
-
-
 _SINGLE = 512  # the last units are submitted one by one
 _MAX_CHUNK = 256
 
@@ -298,9 +271,7 @@ def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
 
 
 def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
-    """Return the units in pieces that shrink to one unit.
-
-    Pieces are prepared in parallel; the last units are submitted one by one, so that their order is kept.
+    """Return the units in pieces to prepare in parallel. The last pieces are single units, which keeps their order.
 
     >>> [len(chunk) for chunk in chunks(range(514))][:3]
     [1, 1, 1]

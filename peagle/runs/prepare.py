@@ -62,11 +62,7 @@ class CorpusSample:
 
 
 def sample_corpus(plan: Plan, builder: RequestBuilder) -> CorpusSample:
-    """Prepare the first rows of some units, spread evenly over the corpus.
-
-    Raises:
-        InputError: a file of the corpus cannot be read.
-    """
+    """Prepare the first rows of some units, spread evenly over the corpus."""
     units = [unit for unit in plan.units if unit.supersedes is None]
     if plan.num_rows > _MOST_SAMPLED_ROWS:
         units = units[:: math.ceil(len(units) / _MOST_SAMPLED_UNITS)]

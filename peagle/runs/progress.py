@@ -85,7 +85,6 @@ class RunProgress:
             self.say(tally.line())
 
     def close(self) -> None:
-        """Stop the live line; its last state stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -7,7 +7,7 @@ input is missing or whose response was sampled cannot be compared; it is skipped
 import asyncio
 import random
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,11 +52,9 @@ class RowAudit:
 
     @property
     def outcome(self) -> str:
-        """One of "same", "tie", "different" and "skipped"."""
         return self.verdict.outcome if self.verdict else "skipped"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
         if self.verdict is None:
             return {"id": self.id, "outcome": "skipped", "reason": self.skipped}
         return {"id": self.id, **self.verdict.to_dict()}
@@ -105,12 +103,13 @@ def choose(rows_of: dict[int, int], num_rows: int, seed: int) -> dict[int, list[
     """
     total = sum(rows_of.values())
     chosen = sorted(random.Random(seed).sample(range(total), min(num_rows, total)))
-    positions: defaultdict[int, list[int]] = defaultdict(list)
+    positions: dict[int, list[int]] = {}
     first = 0
     for unit, count in rows_of.items():
-        positions[unit] = [row - first for row in chosen if first <= row < first + count]
+        if rows := [row - first for row in chosen if first <= row < first + count]:
+            positions[unit] = rows
         first += count
-    return {unit: rows for unit, rows in positions.items() if rows}
+    return positions
 
 
 def audit_rows(
@@ -121,11 +120,7 @@ def audit_rows(
     announce: Callable[[str], None],
     start: Start,
 ) -> list[RowAudit]:
-    """Generate the chosen rows again, and compare them with the committed rows.
-
-    Raises:
-        EngineError: the engine failed to start or crashed.
-    """
+    """Generate the chosen rows again, and compare them with the committed rows."""
     units = {unit.unit: unit for unit in run.plan().units}
     builder = _builder(manifest, target)
     base = {k: v for k, v in manifest["fingerprint"]["sampling"].items() if k not in ("column", "seed")}
@@ -135,9 +130,9 @@ def audit_rows(
         with open_to_read(run.unit_path(number)) as file:
             table = read_table(file, columns=columns).take(rows)
         outcomes += _samples(units[number], table.to_pylist(), builder, base, is_fake=target.is_fake)
-    samples = [one for one in outcomes if isinstance(one, _Sample)]
+    samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
     audits = _regenerate(samples, target, announce, start) if samples else {}
-    return [one if isinstance(one, RowAudit) else audits[one.id] for one in outcomes]
+    return [outcome if isinstance(outcome, RowAudit) else audits[outcome.id] for outcome in outcomes]
 
 
 def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:

@@ -1,13 +1,16 @@
-"""Write `report.json` and `report.html` of a run.
+"""Write `report.json` and `report.html` of a run, with statistics of its rows."""
 
-A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
-newer report. So each driver checks after writing whether the run has changed, and if so writes again.
-"""
-
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from peagle.charts import grid_step
+from peagle.corpus.extensions import to_values
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.data import report_dict
@@ -17,10 +20,15 @@ from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
 from peagle.files import writing
-from peagle.runs.directory import RunDirectory, uses_fake_engine
-from peagle.runs.row_figures import failures, row_figures
+from peagle.plain_json import to_json
+from peagle.runs.directory import RunDirectory, read_rows, uses_fake_engine
+from peagle.runs.rows import OUTPUT_SCHEMA
 from peagle.runs.scaling import most_at_once
-from peagle.storage import write_atomic, write_json
+from peagle.storage import StoragePath, write_atomic, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
 
 _Made = TypeVar("_Made")
 
@@ -28,7 +36,8 @@ _Made = TypeVar("_Made")
 def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
     """Return the result of `make`, which is called again if the run changes in the meantime.
 
-    For an unfinished run it is not called again: the driver that finishes the run writes the report.
+    A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
+    newer report. For an unfinished run `make` is called once: the driver that finishes the run writes the report.
     """
     while True:
         before = _finished(run)
@@ -39,22 +48,13 @@ def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
 
 
 def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
-    """Return the retries and units of a finished run; None of an unfinished one."""
+    """Return the retries and units of a finished run; None for an unfinished run."""
     plan, committed = run.plan(), frozenset(run.committed())
     return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
 
 
-_WRITABLE = "free some space, or make the folder writable; peagle status and peagle audit write nothing"
-
-
 def make_report(run: RunDirectory) -> dict[str, Any]:
-    """Write and return the report of a run in its current state.
-
-    Raises:
-        ConfigError: there is no run.
-        PeagleError: one of its files is damaged.
-        CapacityError: the disk is full, or the folder cannot be written.
-    """
+    """Write and return the report of a run in its current state."""
     return until_settled(run, lambda: _make(run))
 
 
@@ -64,14 +64,13 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     times, price = UnitTimes(), Price.from_dict(manifest["price"])
     total = account(times.keep(run.usages()), _read_late(run), price)
     sessions = run.sessions()
-    finished = max([s.last_seen_at for s in sessions], default=time.time())
     information = {
         **manifest["run"],
         "num_engines": most_at_once(sessions) or manifest["run"].get("num_engines") or 0,
         "path": str(run),
         "num_input_rows": plan.num_rows,
         "started_at": manifest["created_at"],
-        "finished_at": finished,
+        "finished_at": max([session.last_seen_at for session in sessions], default=time.time()),
         "complete": total.num_units == len(plan.units),
         "is_stand_in": uses_fake_engine(manifest),
     }
@@ -79,25 +78,144 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     report["timeline"] = times.timeline(sessions, price)
     report["self_checks"] = counted(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
-    report |= _row_sections(run, report["notes"])
-    with writing(run, hint=_WRITABLE):
+    for name, read in (("rows", row_figures), ("failures", failures)):
+        try:
+            report[name] = read(run)
+        except PeagleError as error:
+            report[name] = None
+            report["notes"].append(f"The {name} are not shown: {error.message}")
+    with writing(
+        run, hint="free some space, or make the folder writable; peagle status and peagle audit write nothing"
+    ):
         write_json(run.root / "report.json", report)
         write_atomic(run.root / "report.html", render_html(report).encode())
     return report
 
 
-def _row_sections(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
-    """Return the sections about rows and failures. Damaged files become a note."""
-    figures: dict[str, Any] = {}
-    for name, read in (("rows", row_figures), ("failures", failures)):
-        try:
-            figures[name] = read(run)
-        except PeagleError as error:
-            figures[name] = None
-            notes.append(f"The {name} are not shown: {error.message}")
-    return figures
-
-
 def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
     """Read the sessions after the units, so that the session of each unit is among them."""
     yield from run.sessions()
+
+
+# --- rows
+
+MAX_UNITS = 256  # up to `BATCH_ROWS` rows of each are read
+_READERS = 16
+_MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
+_COLUMNS = frozenset({"finish_reason", *_MEASURES})
+_PERCENTS = (50, 95, 99)
+_FEW_COLUMNS = 6  # a histogram has up to four times as many
+_NUM_INPUTS, _INPUT_LETTERS, _ANSWER_LETTERS, _MESSAGE_LETTERS = 6, 600, 1200, 200
+
+
+def row_figures(run: RunDirectory) -> dict[str, Any] | None:
+    """Return statistics of committed rows, or None without rows.
+
+    Only the first rows of at most 256 units are read, evenly spread over the run.
+
+    Returns:
+        `num_read`, `finish_reasons` (counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`) and `samples`
+        (`id`, `input` as pairs of name and text, `answer`, `finish_reason`; long texts are cut).
+    """
+    committed = sorted(run.committed())
+    paths = [run.unit_path(unit) for unit in _evenly(committed, MAX_UNITS)]
+    with ThreadPoolExecutor(_READERS) as readers:
+        batches = [(path, batch) for path, batch in zip(paths, readers.map(_first_rows, paths), strict=True) if batch]
+    num_read = sum(batch.num_rows for _, batch in batches)
+    if not num_read:
+        return None
+    import pyarrow as pa
+
+    table = pa.Table.from_batches([batch for _, batch in batches])
+    reasons = Counter(str(reason) for reason in table["finish_reason"].to_pylist())
+    measured = {name: _measure(table[name].drop_null().to_numpy()) for name in _MEASURES}
+    return {
+        "num_read": num_read,
+        "finish_reasons": dict(reasons.most_common()),
+        "measures": {name: measure for name, measure in measured.items() if measure},
+        "samples": _samples([(path, batch.num_rows) for path, batch in batches]),
+    }
+
+
+def failures(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the valid dead letters by `reason`, with `count` and the message of an `example`."""
+    counts, examples = Counter[str](), dict[str, str]()
+    for letter in run.dead_letters():
+        counts[letter["reason"]] += 1
+        examples.setdefault(letter["reason"], _cut(str(letter["message"]), _MESSAGE_LETTERS))
+    return [{"reason": reason, "count": count, "example": examples[reason]} for reason, count in counts.most_common()]
+
+
+def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
+    """Return counts over equal ranges up to the 99th percentile.
+
+    Returns:
+        `first` (the lower end), `step`, `counts`, and `has_more`: the last range includes all larger values.
+    """
+    import numpy as np
+
+    low, high = float(values.min()), float(np.percentile(values, 99))
+    step = grid_step((high - low or abs(high) or 1.0) / _FEW_COLUMNS, finest=-9)
+    if np.issubdtype(values.dtype, np.integer):
+        step = max(step, 1.0)
+    first = step * np.floor(low / step)
+    num = int((high - first) / step) + 1
+    places = np.minimum(((values - first) / step).astype(np.int64), num)
+    counts = np.bincount(places, minlength=num).tolist()
+    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num}
+
+
+def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
+    import numpy as np
+
+    if not len(values):
+        return None
+    at = np.percentile(values, _PERCENTS)
+    percentiles = {f"p{percent}": float(value) for percent, value in zip(_PERCENTS, at, strict=True)}
+    return {**percentiles, "histogram": histogram(values)}
+
+
+def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
+    with contextlib.closing(read_rows(path, columns)) as batches:
+        return next(batches, None)
+
+
+def _evenly(units: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` units, evenly spread.
+
+    >>> _evenly([0, 1, 2, 3, 4, 5], 3)
+    [0, 2, 4]
+    """
+    num = min(most, len(units))
+    return [units[index * len(units) // num] for index in range(num)]
+
+
+def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
+    """Return the first, the middle and the last of the rows that were read from these units."""
+    ends = list(accumulate(num_rows for _, num_rows in units))
+    rows = []
+    for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):
+        index = bisect_right(ends, number)
+        path, num_rows = units[index]
+        batch = _first_rows(path, None)
+        with contextlib.suppress(OverflowError, ValueError):  # a timestamp that Python cannot represent
+            if batch:
+                rows += to_values(batch.slice(number - (ends[index] - num_rows), 1))
+    return [_sample(row) for row in rows]
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    columns = [(name, value) for name, value in row.items() if name not in OUTPUT_SCHEMA.names]
+    return {
+        "id": row["id"],
+        "input": [
+            [name, _cut(value if isinstance(value, str) else to_json(value), _INPUT_LETTERS)]
+            for name, value in columns[:_NUM_INPUTS]
+        ],
+        "answer": _cut(row["response"] or "", _ANSWER_LETTERS),
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def _cut(words: str, num_letters: int) -> str:
+    return words if len(words) <= num_letters else f"{words[:num_letters]} …"

@@ -53,7 +53,7 @@ OUTPUT_SCHEMA = pa.schema(
 # The columns of a prepared unit after those of the input. They are found by position, since a column of the input may
 # have any name.
 _CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
-_UNIT = b"peagle.unit"  # in its metadata
+_UNIT = b"peagle.unit"  # key in the metadata of a prepared unit
 _UNFINISHED = b"peagle.unfinished_unit"
 _ENCODED = "unit"
 
@@ -76,7 +76,7 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
 
 
 def require_storable(schema: pa.Schema) -> None:
-    """Check that the rows of a corpus can be committed; raises InputError if Parquet cannot store a column."""
+    """Raise InputError if Parquet cannot store a column of the corpus."""
     for column in schema:
         if not can_be_stored(pa.schema([column])):
             raise InputError(
@@ -91,7 +91,7 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
     sampling: list[str | None] = []
     errors: list[str | None] = []
     for row in rows:
-        outcome = _request(row, builder)
+        outcome = builder.build(row.columns) if row.error is None else RowError(reason=row.reason, message=row.error)
         prompts.append(None if isinstance(outcome, RowError) else outcome.prompt_token_ids)
         sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
         errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
@@ -108,7 +108,6 @@ def unfinished_unit(unit: WorkUnit) -> pa.Table:
 
 
 def is_unfinished(table: pa.Table) -> bool:
-    """Whether a table came from `unfinished_unit`."""
     return _UNFINISHED in table.schema.metadata
 
 
@@ -121,7 +120,6 @@ def encode_rows(table: pa.Table) -> pa.Table:
 
 
 def decode_rows(batch: pa.Table) -> pa.Table:
-    """Load the result of `encode_rows`."""
     return plain(pa.ipc.open_stream(batch.column(_ENCODED)[0].as_buffer()).read_all())
 
 
@@ -130,17 +128,16 @@ class PreparedUnit:
 
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_json(table.schema.metadata[_UNIT])
-        num_own = table.num_columns - len(_CARRIED)
-        prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_own:])
+        num_inputs = table.num_columns - len(_CARRIED)
+        prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_inputs:])
         self.prompts: list[list[int] | None] = prompts  # token ids by row; None if the row is a dead letter
         # By row, the parameters that differ from the run's parameters.
         self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
         # By row index.
         self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
-        self._input = table.select(list(range(num_own))).replace_schema_metadata(None)
+        self._input = table.select(list(range(num_inputs))).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
-        """Make a row a dead letter."""
         (batch,) = self._input.slice(index, 1).combine_chunks().to_batches()
         row = RawRow(to_values(batch)[0])
         self.dead_letters[index] = _letter(error, row)
@@ -198,12 +195,6 @@ def completion_row(completion: CompletionOutput) -> dict[str, Any]:
         "num_output_tokens": completion.num_output_tokens,
         "logprobs": logprobs,
     }
-
-
-def _request(row: RawRow, builder: RequestBuilder) -> Request | RowError:
-    if row.error is not None:
-        return RowError(reason=row.reason, message=row.error)
-    return builder.build(row.columns)
 
 
 def _letter(error: RowError, row: RawRow) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from typing import Self
 
 from peagle.economics.usage import EngineSession
 
-_FORMS = "a number of engines, or MIN:MAX"
-
 
 @dataclass(frozen=True, slots=True)
 class EngineRange:
@@ -27,10 +25,10 @@ class EngineRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `N` or `MIN:MAX`; raises ValueError if the text has neither form."""
+        """Parse `N` or `MIN:MAX`, or raise ValueError."""
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-            raise ValueError(_FORMS)
+            raise ValueError("a number of engines, or MIN:MAX")
         return cls(int(match[1]), int(match[2] or match[1]))
 
     @property
@@ -54,9 +52,8 @@ class EngineRange:
 def most_at_once(sessions: Iterable[EngineSession]) -> int:
     """Return the largest number of engines that were alive at the same time."""
     sessions = list(sessions)
-    return max(
-        (sum(one.started_at <= at.started_at < one.last_seen_at for one in sessions) for at in sessions), default=0
-    )
+    starts = [session.started_at for session in sessions]
+    return max((sum(s.started_at <= start < s.last_seen_at for s in sessions) for start in starts), default=0)
 
 
 def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_done: int, work_left: int) -> bool:

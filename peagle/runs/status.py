@@ -52,7 +52,6 @@ class RunStatus:
         return asdict(self)
 
     def describe(self) -> str:
-        """Return the status as text."""
         failed = ", ".join(f"{count:,} {reason}" for reason, count in self.failed_by_reason.items())
         speed = (
             f"{self.tokens_per_s:,.1f}/s of {self.num_engines} engine(s)" if self.tokens_per_s else "no engine running"
@@ -92,11 +91,14 @@ class StatusReader:
         if state == "running" and lease is not None:
             alive = seen_alive(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
         # A unit that was committed since the sessions were read may belong to a new session.
-        known = {session.session_id for session in sessions}
-        usages = [usage for usage in usages if usage.session_id in known]
+        session_ids = {session.session_id for session in sessions}
+        usages = [usage for usage in usages if usage.session_id in session_ids]
         price = Price.from_dict(self._manifest["price"])
         total = account(usages, sessions, price)
-        num_open = _num_open_tokens(alive, usages)
+        committed_tokens: Counter[str] = Counter()
+        for usage in usages:
+            committed_tokens[usage.session_id] += usage.num_output_tokens
+        num_open = sum(max(0, s.num_output_tokens - committed_tokens[s.session_id]) for s in alive)
         num_left = plan.num_rows - total.num_rows - reasons.total()
         speed = tokens_per_s(alive)
         return RunStatus(
@@ -161,13 +163,6 @@ def _driver(state: State, lease: Lease | None) -> str:
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
-def _num_open_tokens(alive: Sequence[EngineSession], usages: Sequence[UnitUsage]) -> int:
-    committed: Counter[str] = Counter()
-    for usage in usages:
-        committed[usage.session_id] += usage.num_output_tokens
-    return sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in alive)
-
-
 class Spending:
     """The exact cost of earlier attempts, and the cost of this attempt up to now.
 
@@ -196,7 +191,7 @@ class Spending:
     def observe(self, sessions: Sequence[EngineSession]) -> float:
         """Return the total cost, including the time since the last heartbeats."""
         self.heartbeats.observe(sessions)
-        here = self.heartbeats.of_this_attempt(sessions)
-        device_s = sum(self.heartbeats.life_s(session) * session.num_devices for session in here)
+        current = self.heartbeats.of_this_attempt(sessions)
+        device_s = sum(self.heartbeats.life_s(session) * session.num_devices for session in current)
         self.usd = self._before_usd + device_s * self._price.usd_per_device_s
         return self.usd

@@ -161,7 +161,8 @@ def stale_notes(folder: StoragePath, committed: set[int]) -> list[StoragePath]:
 
     They only say that a driver was killed, or are about committed units.
     """
-    return [path for path in folder.glob("unit-*.json") if _unit(path) in committed or _read(path).is_vague]
+    notes = [(int(path.name.removeprefix("unit-").partition(".")[0]), path) for path in folder.glob("unit-*.json")]
+    return [path for unit, path in notes if unit in committed or _read(path).is_vague]
 
 
 def _read(path: StoragePath) -> Note:
@@ -171,7 +172,3 @@ def _read(path: StoragePath) -> Note:
         return Note(rows=(), died=True)
     rows: Sequence[int] | None = values["rows"]
     return Note(rows=None if rows is None else tuple(rows), alone=values["alone"], died=values["died"])
-
-
-def _unit(path: StoragePath) -> int:
-    return int(path.name.removeprefix("unit-").partition(".")[0])

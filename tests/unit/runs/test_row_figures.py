@@ -6,10 +6,9 @@ import pytest
 from usage_records import engine_session, unit_usage
 
 from peagle.economics.prices import Price
-from peagle.runs import row_figures
+from peagle.runs import report
 from peagle.runs.directory import RunDirectory
-from peagle.runs.report import make_report
-from peagle.runs.row_figures import failures, histogram
+from peagle.runs.report import failures, histogram, make_report
 from peagle.runs.rows import OUTPUT_SCHEMA
 
 EVIL = "<script>alert(1)</script>"
@@ -53,7 +52,7 @@ def a_row(number, **more):
 def test_statistics_of_rows(run):
     rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
-    figures = row_figures.row_figures(run)
+    figures = report.row_figures(run)
     assert figures["num_read"] == 100
     assert figures["finish_reasons"] == {"stop": 75, "length": 25}
     lengths = figures["measures"]["num_output_tokens"]
@@ -67,7 +66,7 @@ def test_statistics_of_rows(run):
 
 def test_three_sample_rows_with_cut_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
-    samples = row_figures.row_figures(run)["samples"]
+    samples = report.row_figures(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
     assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
     assert len(samples[1]["answer"]) < 1300
@@ -76,25 +75,25 @@ def test_three_sample_rows_with_cut_texts(run):
 
 def test_samples_of_two_rows_without_times(run):
     commit(run, [a_row(number, ttft_s=None) for number in range(2)])
-    figures = row_figures.row_figures(run)
+    figures = report.row_figures(run)
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
     assert "ttft_s" not in figures["measures"]
 
 
 def test_large_runs_are_sampled(run, monkeypatch):
-    monkeypatch.setattr(row_figures, "MAX_UNITS", 2)
+    monkeypatch.setattr(report, "MAX_UNITS", 2)
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
         commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
-    figures = row_figures.row_figures(run)
+    figures = report.row_figures(run)
     assert figures["num_read"] == 6
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
 def test_no_statistics_without_rows(run):
-    assert row_figures.row_figures(run) is None
+    assert report.row_figures(run) is None
     commit(run, [], letters=[{"reason": "refused", "message": "no"}])
-    assert row_figures.row_figures(run) is None
+    assert report.row_figures(run) is None
 
 
 def test_failures_are_counted_by_reason(run):
