@@ -26,8 +26,6 @@ WRITE_ERRORS = (OSError, StorageError)  # raised by a failed write, local or rem
 
 
 class Stat(Protocol):
-    """The used part of `os.stat_result`."""
-
     @property
     def st_size(self) -> int: ...
 
@@ -62,10 +60,7 @@ class StoragePath(Protocol):
 
 
 def storage_path(location: "str | StoragePath") -> StoragePath:
-    """Parse a path, or a folder as `s3://bucket/folder`.
-
-    Raises:
-        ConfigError: the scheme is not s3, or the bucket or folder is missing.
+    """Parse a path, or a folder as `s3://bucket/folder`; raises ConfigError if the location is invalid.
 
     >>> str(storage_path("s3://bucket/runs/first/") / "run.json")
     's3://bucket/runs/first/run.json'
@@ -88,11 +83,7 @@ def on_disk(location: Any) -> Any:
 
 
 def require_usable(folder: StoragePath) -> None:
-    """Check that an object store supports conditional writes; for local folders, use `require_links`.
-
-    Raises:
-        ConfigError: the store does not support them, refuses access, or does not respond.
-    """
+    """Raise ConfigError if an object store lacks conditional writes, refuses access or does not respond."""
     if isinstance(folder, S3Path):
         try:
             folder.require_conditional_writes()
@@ -101,12 +92,7 @@ def require_usable(folder: StoragePath) -> None:
 
 
 def require_links(folder: StoragePath) -> None:
-    """Check that the file system of an existing folder supports exclusive hard links; see `require_usable`.
-
-    Raises:
-        ConfigError: it does not support them.
-        OSError: the folder is not writable.
-    """
+    """Raise ConfigError if the file system of a local folder lacks hard links, OSError if it is not writable."""
     if not isinstance(folder, S3Path):
         files.require_links(cast(Path, folder))
 
@@ -125,9 +111,6 @@ def presigned_url(path: StoragePath, valid_s: int, disposition: str) -> str | No
 
     Args:
         disposition: `Content-Disposition` of the response.
-
-    Raises:
-        StorageError: this process has no credentials.
     """
     return path.presigned_url(valid_s, disposition) if isinstance(path, S3Path) else None
 
@@ -135,8 +118,7 @@ def presigned_url(path: StoragePath, valid_s: int, disposition: str) -> str | No
 def write_once(path: StoragePath, data: bytes) -> bool:
     """Create `path` with `data` unless it exists. Exactly one of several writers gets True.
 
-    Raises:
-        OSError, StorageError: it cannot be written. An object store may have stored it nevertheless.
+    After a StorageError, the object may exist nevertheless.
     """
     return path.write_once(data) if isinstance(path, S3Path) else files.write_once(cast(Path, path), data)
 

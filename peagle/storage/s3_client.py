@@ -17,20 +17,97 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from botocore import exceptions
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 from botocore.session import Session
 
 from peagle.errors import StorageError
-from peagle.storage import s3_errors
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 _PATIENCE_S = 120.0
 SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _MARK = "peagle-writer"
-_making = threading.Lock()  # guards the creation of the store
-_KEPT, _KEPT_BYTES = 4096, 1 << 15  # cache of small objects that are read often, such as heartbeats
+_creating = threading.Lock()
+_CACHED, _CACHED_BYTES = 4096, 1 << 15  # cache of small objects that are read often, such as heartbeats
+
+
+# --- errors
+
+ERRORS = (exceptions.BotoCoreError, ClientError, ResponseParserError)
+_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+_TRANSIENT_CODES = {
+    "ConditionalRequestConflict",  # two conditional writes of one key at the same moment
+    "InternalError",
+    "OperationAborted",
+    "PreconditionFailed",  # a key existed, but was deleted before its writer could be read
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+}
+_TRANSIENT = (
+    exceptions.HTTPClientError,
+    exceptions.ConnectionError,
+    exceptions.IncompleteReadError,
+    exceptions.CredentialRetrievalError,
+    ResponseParserError,
+)
+_WHO = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, here and on every node"
+_WHERE = "check AWS_ENDPOINT_URL and AWS_REGION, here and on every node"
+_RIGHTS = "allow s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
+_HINTS = {
+    "NoSuchBucket": f"create the bucket, or name another one; {_WHERE}",
+    "InvalidBucketName": "use a valid bucket name",
+    "AccessDenied": f"{_RIGHTS}; {_WHO}",
+    "AllAccessDisabled": f"{_RIGHTS}; {_WHO}",
+    "403": f"{_RIGHTS}; {_WHO}",
+    "InvalidAccessKeyId": _WHO,
+    "SignatureDoesNotMatch": _WHO,
+    "InvalidToken": _WHO,
+    "ExpiredToken": f"the credentials have expired; {_WHO}",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "PermanentRedirect": _WHERE,
+    "AuthorizationHeaderMalformed": _WHERE,
+    "QuotaExceeded": "free space in the bucket",
+    "EntityTooLarge": "use smaller units in a new run: --rows-per-unit",
+}
+
+
+def code_of(error: Exception) -> str:
+    """Return the error code of S3; empty if the store did not respond."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status; 0 if the store did not respond."""
+    if not isinstance(error, ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether the object does not exist. A missing bucket is another error, except for a HEAD request."""
+    return code_of(error) in ("NoSuchKey", "404")
+
+
+def is_transient(error: Exception) -> bool:
+    if isinstance(error, exceptions.SSLError):
+        return False
+    return isinstance(error, _TRANSIENT) or status_of(error) in _TRANSIENT_STATUS or code_of(error) in _TRANSIENT_CODES
+
+
+def refused(what: str, error: Exception) -> StorageError:
+    """Return the exception for a permanent error."""
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return StorageError(f"{what}: there are no credentials ({error})", hint=_WHO)
+    return StorageError(f"{what}: {error}", hint=_HINTS.get(code_of(error), f"{_WHERE}; {_WHO}"))
+
+
+# --- the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +155,10 @@ class ObjectStore:
         )
         try:
             self.api: Any = Session().create_client("s3", config=config, region_name=os.environ.get("AWS_REGION"))
-        except (*s3_errors.ERRORS, ValueError) as error:
-            raise s3_errors.refused("the object store cannot be reached", error) from error
+        except (*ERRORS, ValueError) as error:
+            raise refused("the object store cannot be reached", error) from error
         self._patience_s = patience_s
-        self._kept: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
+        self._cache: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._is_lost = False  # the last request ran out of patience, and none succeeded since
 
@@ -97,14 +174,14 @@ class ObjectStore:
             FileNotFoundError: it does not exist.
         """
         with self._lock:
-            if etag is not None and (kept := self._kept.get((at, etag))) is not None:
-                return kept
-        data, found_etag = self.ask(f"{at}: cannot be read", at, lambda: self._get(at))
-        if etag is not None and len(data) <= _KEPT_BYTES:
+            if etag is not None and (cached := self._cache.get((at, etag))) is not None:
+                return cached
+        data, found_etag = self.request(f"{at}: cannot be read", at, lambda: self._get(at))
+        if etag is not None and len(data) <= _CACHED_BYTES:
             with self._lock:
-                self._kept[at, found_etag] = data
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
+                self._cache[at, found_etag] = data
+                if len(self._cache) > _CACHED:
+                    self._cache.popitem(last=False)
         return data
 
     def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
@@ -114,32 +191,32 @@ class ObjectStore:
             try:
                 return self._get(at, Range=f"bytes={first}-{last}", IfMatch=etag)
             except ClientError as error:
-                if s3_errors.status_of(error) != 412:
+                if status_of(error) != 412:
                     raise
                 raise StorageError(f"{at}: was replaced while it was read", hint="repeat the command") from error
 
-        data, _ = self.ask(f"{at}: cannot be read", at, piece)
+        data, _ = self.request(f"{at}: cannot be read", at, piece)
         return data
 
     def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int, str]:
         """Return the last bytes of an object, its size and its etag; FileNotFoundError if it does not exist."""
 
         def tail() -> tuple[bytes, int, str]:
-            answer = self.api.get_object(Bucket=at.bucket, Key=at.key, Range=f"bytes=-{num_bytes}")
-            data = answer["Body"].read()
-            return data, int(answer.get("ContentRange", f"/{len(data)}").rpartition("/")[2]), answer["ETag"]
+            response = self.api.get_object(Bucket=at.bucket, Key=at.key, Range=f"bytes=-{num_bytes}")
+            data = response["Body"].read()
+            return data, int(response.get("ContentRange", f"/{len(data)}").rpartition("/")[2]), response["ETag"]
 
         try:
-            return self.ask(f"{at}: cannot be read", at, tail)
+            return self.request(f"{at}: cannot be read", at, tail)
         except StorageError as error:
-            if error.__cause__ is not None and s3_errors.code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
+            if error.__cause__ is not None and code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
                 return b"", 0, ""  # a range of an empty object is an error
             raise
 
     def size(self, at: Address) -> int:
         """Return the size of an object in bytes; FileNotFoundError if it does not exist."""
-        answer = self.ask(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
-        return int(answer["ContentLength"])
+        response = self.request(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
+        return int(response["ContentLength"])
 
     def names(self, folder: Address, prefix: str = "", *, page: int = 1000) -> Iterator[Listed]:
         """Yield the entries of a folder that start with `prefix`, sorted within a page."""
@@ -154,34 +231,30 @@ class ObjectStore:
                 MaxKeys=page,
                 **more,
             )
-            answer = self.ask(f"{folder}: cannot be listed", folder, ask)
-            for item in answer.get("Contents", ()):
+            response = self.request(f"{folder}: cannot be listed", folder, ask)
+            for item in response.get("Contents", ()):
                 if name := item["Key"].removeprefix(begin):  # some tools create an empty object for the folder itself
                     yield Listed(name, item["ETag"], item["Size"])
-            for item in answer.get("CommonPrefixes", ()):
+            for item in response.get("CommonPrefixes", ()):
                 yield Listed(item["Prefix"].removeprefix(begin).rstrip("/"), None)
-            if not answer.get("NextContinuationToken"):
+            if not response.get("NextContinuationToken"):
                 return
-            more = {"ContinuationToken": answer["NextContinuationToken"]}
+            more = {"ContinuationToken": response["NextContinuationToken"]}
 
-    def presigned_url(self, at: Address, valid_s: int, **how: str) -> str:
-        """Return a URL that gives anyone temporary read access; the object need not exist.
-
-        Args:
-            how: parameters of `get_object`, such as `ResponseContentDisposition`.
-        """
-        wanted = {"Bucket": at.bucket, "Key": at.key, **how}
+    def presigned_url(self, at: Address, valid_s: int, **parameters: str) -> str:
+        """Return a URL for `get_object` that gives anyone temporary read access; the object need not exist."""
+        parameters = {"Bucket": at.bucket, "Key": at.key, **parameters}
         try:
-            return str(self.api.generate_presigned_url("get_object", Params=wanted, ExpiresIn=valid_s))
-        except s3_errors.ERRORS as error:
-            raise s3_errors.refused(f"{at}: cannot create a URL", error) from error
+            return str(self.api.generate_presigned_url("get_object", Params=parameters, ExpiresIn=valid_s))
+        except ERRORS as error:
+            raise refused(f"{at}: cannot create a URL", error) from error
 
     # --- writing
 
     def write(self, at: Address, data: bytes) -> None:
         """Create or replace an object atomically."""
         put = functools.partial(self.api.put_object, Bucket=at.bucket, Key=at.key, Body=data)
-        self.ask(f"{at}: cannot be written", at, put)
+        self.request(f"{at}: cannot be written", at, put)
 
     def write_once(self, at: Address, data: bytes) -> bool:
         """Create an object unless it exists. Exactly one writer gets True, even if its response was lost."""
@@ -191,19 +264,19 @@ class ObjectStore:
             try:
                 self.api.put_object(Bucket=at.bucket, Key=at.key, Body=data, IfNoneMatch="*", Metadata=marked(writer))
             except ClientError as error:
-                if s3_errors.status_of(error) != 412:
+                if status_of(error) != 412:
                     raise
                 return self.writer_of(at, taken=error) == writer
             return True
 
-        return self.ask(f"{at}: cannot be written", at, put)
+        return self.request(f"{at}: cannot be written", at, put)
 
     def writer_of(self, at: Address, taken: ClientError) -> str | None:
         """Return the mark of the writer of an object, without retries; raise `taken` if the object is gone."""
         try:
             found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
         except ClientError as error:
-            if s3_errors.is_missing(error):
+            if is_missing(error):
                 raise taken from error
             raise
         return found
@@ -211,15 +284,15 @@ class ObjectStore:
     def delete(self, at: Address) -> None:
         """Delete an object, if it exists."""
         ask = functools.partial(self.api.delete_object, Bucket=at.bucket, Key=at.key)
-        self.ask(f"{at}: cannot be deleted", at, ask)
+        self.request(f"{at}: cannot be deleted", at, ask)
 
-    # --- asking
+    # --- requests
 
-    def _get(self, at: Address, **how: str) -> tuple[bytes, str]:
-        answer = self.api.get_object(Bucket=at.bucket, Key=at.key, **how)
-        return answer["Body"].read(), answer["ETag"]
+    def _get(self, at: Address, **parameters: str) -> tuple[bytes, str]:
+        response = self.api.get_object(Bucket=at.bucket, Key=at.key, **parameters)
+        return response["Body"].read(), response["ETag"]
 
-    def ask(self, what: str, at: Address, call: Callable[[], _Answer]) -> _Answer:
+    def request(self, what: str, at: Address, call: Callable[[], _Result]) -> _Result:
         """Return the result of `call`; retry transient errors until the patience ends.
 
         Args:
@@ -232,32 +305,36 @@ class ObjectStore:
         patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s
         for number in itertools.count(1):
             try:
-                answer = call()
+                result = call()
                 self._is_lost = False
-                return answer
-            except s3_errors.ERRORS as error:
-                if s3_errors.is_missing(error):
+                return result
+            except ERRORS as error:
+                if is_missing(error):
                     raise FileNotFoundError(f"{at}: no such object") from error
-                if not s3_errors.passes(error):
-                    raise s3_errors.refused(what, error) from error
+                if not is_transient(error):
+                    raise refused(what, error) from error
                 pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(number - 1, 16)) * random.uniform(0.5, 1)
                 passed_s = time.monotonic() - started_at
                 if passed_s + pause_s > patience_s:
                     self._is_lost = True
-                    raise s3_errors.unavailable(what, error, passed_s, number) from error
+                    raise StorageError(
+                        f"{what}: failed for {passed_s:.0f} s and {number} requests; the last error: {error}",
+                        hint="make sure that the store is reachable, then repeat the command: committed units are safe;"
+                        f" {_WHERE}",
+                    ) from error
             time.sleep(pause_s)
         raise AssertionError("unreachable")
 
 
 def store() -> ObjectStore:
     """Return the store of this process; thread-safe."""
-    with _making:
+    with _creating:
         return _store()
 
 
 def forget_store() -> None:
     """Create a new store at the next use, because the AWS variables have changed."""
-    with _making:
+    with _creating:
         _store.cache_clear()
 
 

@@ -14,18 +14,14 @@ from typing import Any, BinaryIO, cast
 from botocore.exceptions import ClientError
 
 from peagle.errors import StorageError
-from peagle.storage import s3_client, s3_errors
-from peagle.storage.s3_client import Address, ObjectStore, marked
+from peagle.storage import s3_client
+from peagle.storage.s3_client import Address, ObjectStore, code_of, marked
 
 _TAIL_BYTES = 1 << 16  # enough for a Parquet footer, and usually for a whole unit
 
 
 def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
-    """Open an object as a seekable file; FileNotFoundError if it does not exist.
-
-    Args:
-        read_ahead: minimum size of a read from the store, in bytes.
-    """
+    """Open an object as a seekable file; each read from the store has at least `read_ahead` bytes."""
     return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
 
 
@@ -93,7 +89,7 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
     Uploads do not name their writer, so their age by the store's clock decides.
     """
     ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
-    listed = store.ask(f"{folder}: cannot be listed", folder, ask)
+    listed = store.request(f"{folder}: cannot be listed", folder, ask)
     now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
     uploads = listed.get("Uploads", ())
     old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
@@ -104,7 +100,7 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
 
 def _abort(store: ObjectStore, at: Address, upload: str) -> None:
     ask = functools.partial(store.api.abort_multipart_upload, Bucket=at.bucket, Key=at.key, UploadId=upload)
-    store.ask(f"{at}: cannot be written", at, ask)
+    store.request(f"{at}: cannot be written", at, ask)
 
 
 class _Writer(io.RawIOBase):
@@ -135,7 +131,7 @@ class _Writer(io.RawIOBase):
             return
         if self._pending:
             self._send(len(self._pending))
-        self._ask(self._complete)
+        self._request(self._complete)
 
     def give_up(self) -> None:
         if self._upload is not None:
@@ -144,27 +140,27 @@ class _Writer(io.RawIOBase):
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
         if self._upload is None:
-            begun = self._ask(self._request("create_multipart_upload", Metadata=marked(self._writer)))
+            begun = self._request(self._operation("create_multipart_upload", Metadata=marked(self._writer)))
             self._upload = str(begun["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
-        sent = self._ask(self._request("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
+        sent = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
         self._parts.append({"PartNumber": number, "ETag": sent["ETag"]})
 
     def _complete(self) -> None:
         parts = {"Parts": self._parts}
         try:
-            self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
+            self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
             # An earlier attempt may have succeeded without a response.
-            if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
+            if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
                 raise
 
-    def _request(self, name: str, **how: Any) -> Any:
-        return functools.partial(getattr(self._store.api, name), Bucket=self._at.bucket, Key=self._at.key, **how)
+    def _operation(self, name: str, **parameters: Any) -> Any:
+        return functools.partial(getattr(self._store.api, name), Bucket=self._at.bucket, Key=self._at.key, **parameters)
 
-    def _ask(self, call: Any) -> Any:
-        return self._store.ask(f"{self._at}: cannot be written", self._at, call)
+    def _request(self, call: Any) -> Any:
+        return self._store.request(f"{self._at}: cannot be written", self._at, call)
 
 
 _TRIALS = 3
@@ -172,24 +168,19 @@ _TRIALS = 3
 
 def require_conditional_writes(folder: Address) -> None:
     """Raise StorageError unless the store is writable and supports conditional writes."""
-    hasty = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
+    store = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
     try:
-        # Another driver may delete the trial object, so that the second PUT succeeds.
-        is_exclusive = any(_creates_exclusively(hasty, folder) for _ in range(_TRIALS))
+        for _ in range(_TRIALS):  # another driver may delete the trial object, so that the second PUT succeeds
+            at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
+            is_exclusive = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
+            store.delete(at)
+            if is_exclusive:
+                return
     except StorageError as error:
-        if s3_errors.code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]
+        if code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]
             raise
-        is_exclusive = False
-    if not is_exclusive:
-        raise StorageError(
-            f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could commit"
-            " the same unit",
-            hint="use a store that has them, or a local disk and copy the run at the end",
-        )
-
-
-def _creates_exclusively(store: ObjectStore, folder: Address) -> bool:
-    at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
-    is_exclusive = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
-    store.delete(at)
-    return is_exclusive
+    raise StorageError(
+        f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could commit"
+        " the same unit",
+        hint="use a store that has them, or a local disk and copy the run at the end",
+    )

@@ -56,10 +56,6 @@ def fetch_file(
     Args:
         count: called with the number of new bytes; first with those of an earlier download.
         is_given_up: called before each piece; if True, the download stops.
-
-    Raises:
-        StorageError: as `read_ranges`.
-        OSError: the disk is full, or the folder is not writable.
     """
     part = copy_path(file, to)
     with part.open("ab") as out:

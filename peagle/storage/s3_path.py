@@ -20,8 +20,6 @@ READ_AHEAD_BYTES = 1 << 22  # kept by the reader of an open object
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """The part of `os.stat_result` that is used."""
-
     st_size: int
 
 
@@ -57,7 +55,7 @@ class S3Path:
         before, dot, _ = self.name.rpartition(".")
         return before if before and dot else self.name
 
-    # --- asking
+    # --- reading
 
     def exists(self) -> bool:
         try:
@@ -99,7 +97,7 @@ class S3Path:
         how = {"ResponseContentDisposition": disposition, "ResponseContentType": "application/octet-stream"}
         return self._store.presigned_url(self._address, valid_s, **how)
 
-    # --- changing
+    # --- writing
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: a folder exists with its first object."""
