@@ -43,7 +43,7 @@ _MARKERS = (
     "_SUCCESS", "_FAILURE", "_committed_*", "_started_*", "_metadata", "_common_metadata", "*.crc", "*_$folder$",
     "_temporary", "_delta_log", "_change_data", "_spark_metadata", "__MACOSX", "Thumbs.db", "desktop.ini",
 )  # fmt: skip
-_KINDS_OF_FILES = {
+_SPECIAL_FILES = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -75,7 +75,7 @@ def discover(
     `_SUCCESS`, unless it names their first character. Suffixes are not case-sensitive.
 
     Args:
-        outside: a folder in which a glob matches nothing: the run's own.
+        outside: the run directory, in which a glob matches nothing.
         announce: receives a note for each reason why data-like files of a folder are ignored.
 
     Raises:
@@ -83,14 +83,18 @@ def discover(
     """
     located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(located, _Folder):
-        found = _of_folder(uri, located, input_format, announce)
+        files = _of_folder(uri, located, input_format, announce)
     else:
-        found = [(path, size, _format(path, input_format)) for path, size in located]
-    for path, size, _ in found:
-        _require_unicode(path)
+        files = [(path, size, _format(path, input_format)) for path, size in located]
+    for path, size, _ in files:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            hint = "rename the file or the folder"
+            raise InputError(f"input {os.fsencode(path)!r}: its name is not UTF-8", hint=hint) from error
         if size == 0:
             raise InputError(f"input {path}: the file is empty")
-    return [SourceFile(path=path, format=kind, size=size) for path, size, kind in found]
+    return [SourceFile(path=path, format=kind, size=size) for path, size, kind in files]
 
 
 def compression_of(path: str) -> str | None:
@@ -153,18 +157,22 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
             path = path.resolve()  # workers have other open files; /dev/stdin may be a regular file
         if path.is_dir():
-            entries = sorted(path.iterdir())
-            return _Folder(
-                files=[_sized(entry) for entry in entries if not entry.is_dir() and _may_be_data(entry)],
-                sub_folders=[str(entry) for entry in entries if entry.is_dir() and _has_data(entry)],
-            )
+            folder = _Folder(files=[], sub_folders=[])
+            for entry in sorted(path.iterdir()):
+                if entry.is_dir():
+                    if _has_data(entry):
+                        folder.sub_folders.append(str(entry))
+                elif entry.is_file() or (_kind(str(entry)) is not None and not entry.name.startswith(".")):
+                    folder.files.append(_sized(entry))  # refuses a pipe or a device with the name of data
+            return folder
         if os.path.lexists(path):
             return [_sized(path)]
-        own = None if outside is None or "://" in outside else Path(outside).resolve()
+        run = None if outside is None or "://" in outside else Path(outside).resolve()
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob would also match hidden files
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
-        return [_sized(file) for file in files if own is None or not file.resolve().is_relative_to(own)] or _none(uri)
+        files = [file for file in files if run is None or not file.resolve().is_relative_to(run)]
+        return [_sized(file) for file in files] or _no_such_file(uri)
     except OSError as error:
         raise InputError(f"input {uri!r}: cannot be read: {error.strerror}") from error
 
@@ -177,13 +185,8 @@ def _has_data(folder: Path) -> bool:
     return any(_kind(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 
 
-def _may_be_data(path: Path) -> bool:
-    """Whether an entry is a file, or looks like one by its name."""
-    return path.is_file() or (_kind(str(path)) is not None and not path.name.startswith("."))
-
-
 def _sized(path: Path) -> tuple[str, int]:
-    """Return a file's path and size."""
+    """Return a file's path and size, or raise InputError if it is not a regular file."""
     if path.is_symlink() and not path.exists():
         target = str(path.readlink())
         raise InputError(
@@ -191,7 +194,7 @@ def _sized(path: Path) -> tuple[str, int]:
             hint="repair or remove the link",
         )
     status = path.stat()
-    if kind := _KINDS_OF_FILES.get(stat.S_IFMT(status.st_mode)):
+    if kind := _SPECIAL_FILES.get(stat.S_IFMT(status.st_mode)):
         raise InputError(
             f"input {str(path)!r}: {kind}; the input is read several times, by several processes",
             hint="write it to a file first (COMMAND > prompts.jsonl), and use that file",
@@ -204,8 +207,8 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         raise InputError(f"input {uri!r}: only local files and s3:// are read", hint="copy the corpus to one of them")
     try:
         infos, is_folder = _listing(filesystem(uri), uri, outside)
-    except FileNotFoundError as error:
-        raise _no_such_file(uri) from error
+    except FileNotFoundError:
+        _no_such_file(uri)
     except InputError:
         raise
     except Exception as error:  # the client raises errors of several libraries
@@ -216,10 +219,10 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
     files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos if info["type"] == "file")
     if is_folder:
         folders = sorted(info["name"].rstrip("/") for info in infos if info["type"] == "directory")
-        own = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, outside)]
-        shown = [name for name in folders if name not in own and not _is_skipped(PurePosixPath(name).name, [])]
-        return _Folder(files=files, sub_folders=shown)
-    return files or _none(uri)
+        skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, outside)]
+        folders = [name for name in folders if name not in skipped and not _is_skipped(PurePosixPath(name).name, [])]
+        return _Folder(files=files, sub_folders=folders)
+    return files or _no_such_file(uri)
 
 
 def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
@@ -231,9 +234,9 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
     if is_folder:
         return [info for info in infos if info["type"] != "file" or not _is_folder_object(store, info)], True
     infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
-    own = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
+    run = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
     names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
-    return [i for i in infos if i["name"] in names and not (own and i["name"].startswith(own))], False
+    return [i for i in infos if i["name"] in names and not (run and i["name"].startswith(run))], False
 
 
 def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
@@ -246,7 +249,7 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 
 
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
-    """Return the matches of a glob that are neither hidden nor markers."""
+    """Return the matches of a glob that are neither hidden nor markers, or raise InputError if no others match."""
     spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
     kept = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
     if names and not kept:
@@ -262,31 +265,17 @@ def _is_skipped(part: str, spelled_out: list[str]) -> bool:
     return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in spelled_out)
 
 
-def _require_unicode(path: str) -> None:
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"input {os.fsencode(path)!r}: its name is not UTF-8", hint="rename the file or the folder"
-        ) from error
-
-
-def _none(uri: str) -> NoReturn:
-    raise _no_such_file(uri)
-
-
-def _no_such_file(uri: str) -> InputError:
+def _no_such_file(uri: str) -> NoReturn:
     if uri == "-":
-        return InputError(
-            "input '-': standard input is not supported", hint="write it to a file first, and use that file"
-        )
-    return InputError(f"input {uri!r}: no such file", hint="use a file, a folder or a quoted glob")
+        hint = "write it to a file first, and use that file"
+        raise InputError("input '-': standard input is not supported", hint=hint)
+    raise InputError(f"input {uri!r}: no such file", hint="use a file, a folder or a quoted glob")
 
 
 def _of_folder(
     uri: str, folder: _Folder, input_format: str, announce: Callable[[str], None]
 ) -> list[tuple[str, int, str]]:
-    """Return a folder's corpus files, and announce which are ignored."""
+    """Return a folder's corpus files, and announce which files are ignored."""
     # A README is not a corpus: text files only count in folders without other formats.
     visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
     known = [(path, size, kind) for path, size in visible if (kind := _kind(path)) and not _is_packed_parquet(path)]
@@ -298,9 +287,8 @@ def _of_folder(
     left_out = [path for path, _ in visible if path not in taken and not _is_skipped(PurePosixPath(path).name, [])]
     notes = list(_reasons(uri, left_out, folder.sub_folders, input_format))
     if not chosen:
-        wanted = [
-            s for s, kind in SUFFIXES.items() if input_format in ("auto", kind) or _SUFFIX_OF[input_format] == kind
-        ]
+        kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_OF[input_format])
+        wanted = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
         raise InputError(f"input {uri!r}: the folder has no {' or '.join(wanted)} file", hint="; ".join(notes))
     for note in notes:
         announce(f"input {uri}: {note}")
@@ -324,8 +312,8 @@ def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format
         else:
             continue
         names.setdefault(why, []).append(name.name)
-    for why, found in names.items():
-        yield f"{_some(found)} ignored: {why}"
+    for why, ignored in names.items():
+        yield f"{_some(ignored)} ignored: {why}"
     if sub_folders:
         folders = _some([f"{PurePosixPath(path).name}/" for path in sub_folders])
         yield f"{folders} ignored: subfolders need a glob such as '{uri.rstrip('/')}/**/*.parquet'"

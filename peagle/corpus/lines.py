@@ -14,11 +14,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class Lines:
-    """The lines of a file, newline included.
-
-    Attributes:
-        InputError: the file cannot be opened.
-    """
+    """The lines of a file, newline included."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -31,11 +27,7 @@ class Lines:
             self._stream = decompressed(path, self._raw)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield lines up to `end`.
-
-        Raises:
-            InputError: the file cannot be read or decompressed, is not text, or has a line that is too long.
-        """
+        """Yield lines up to `end`; raises InputError if the file cannot be read, or is not text with short lines."""
         with naming(self.path):
             while self.end is None or self.position < self.end:
                 line = self._stream.readline(MAX_LINE_BYTES)
@@ -73,7 +65,7 @@ class Lines:
 
 @contextlib.contextmanager
 def lines_of(span: Span) -> Iterator[Lines]:
-    """Open the lines of a span; raises InputError if the file cannot be read."""
+    """Open the lines of a span."""
     lines = _readers.take(span.path, span.start) or Lines(span.path)
     try:
         lines.advance(span.start)

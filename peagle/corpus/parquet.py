@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -40,7 +41,7 @@ def scan_parquet(
 
     Args:
         digest: updated with the content.
-        as_before: update it as older plans did.
+        as_before: update `digest` as older plans did.
 
     Raises:
         InputError: the file is not valid Parquet, or rows cannot hold one of its columns.
@@ -49,18 +50,27 @@ def scan_parquet(
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, left)
         schema = plain_schema(_with_nanoseconds(file.path, parquet).remove_metadata())
+        # A file that a run has written may have our own metadata.
+        metadata = [{k: v for k, v in (column.metadata or {}).items() if k != b"peagle"} for column in schema]
+        schema = pa.schema([column.with_metadata(kept) for column, kept in zip(schema, metadata, strict=True)])
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         stored = storage_schema(schema)
-        schema = pa.schema(
-            [wide(c) if _may_be_wide(s, groups) else c for c, s in zip(map(_unmarked, schema), stored, strict=True)]
-        )
-        lengths = _Lengths([(group.num_rows, group.total_byte_size) for group in groups])
-    digest.update(_end_of(file, num_rows) if as_before else _content_of(file, num_rows))
+        schema = pa.schema([wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)])
+    with naming(file.path), open_raw(file.path) as handle:
+        if as_before:  # only the footer, which an edit of equal length may not change
+            handle.seek(-min(file.size, _FOOTER_BYTES), 2)
+            digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
+        else:
+            digest.update(f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest())
+    # Rows and bytes at the end of each row group; the bytes in between are interpolated.
+    end_rows = np.cumsum([0, *(group.num_rows for group in groups if group.num_rows)])
+    end_bytes = np.cumsum([0, *(group.total_byte_size for group in groups if group.num_rows)])
     spans: list[Span] = []
     row = 0
     while row < num_rows:
         size = min(next(sizes), num_rows - row)
-        work = estimate.of_rows(size, lengths.num_bytes(row, row + size))
+        first_byte, last_byte = np.interp([row, row + size], end_rows, end_bytes)
+        work = estimate.of_rows(size, float(last_byte - first_byte))
         spans.append(Span(path=file.path, format="parquet", first_row=row, num_rows=size, work=work))
         row += size
     return spans, schema
@@ -108,7 +118,10 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
 
 
 def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
-    """Return the file's schema, with nanoseconds in INT96 columns that need them."""
+    """Return the file's schema, with nanoseconds in INT96 columns that need them.
+
+    Raises InputError if such a column also has a value outside the range of nanoseconds.
+    """
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):
         needs_nanoseconds, too_far = False, ""
@@ -184,64 +197,24 @@ def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
             continue  # an error of that row only
 
 
-def _content_of(file: SourceFile, num_rows: int) -> bytes:
-    """Return a file's part of the fingerprint: all its bytes, and the number of rows."""
-    with naming(file.path), open_raw(file.path) as handle:
-        return f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest()
-
-
-def _end_of(file: SourceFile, num_rows: int) -> bytes:
-    """Return a file's part of older fingerprints: the footer, which an edit of equal length may not change."""
-    with naming(file.path), open_raw(file.path) as handle:
-        handle.seek(-min(file.size, _FOOTER_BYTES), 2)
-        return f"{file.size} {num_rows} ".encode() + handle.read()
-
-
-def _unmarked(column: pa.Field) -> pa.Field:
-    """Remove our own marks, which a file of another run may have."""
-    return column.with_metadata({key: mark for key, mark in (column.metadata or {}).items() if key != b"peagle"})
-
-
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
     """Whether a column may have integers that a double cannot hold exactly, by its statistics."""
-    return has_long_integers(column.type) and any(
-        _may_have_wide(chunk)
-        for group in groups
-        for chunk in map(group.column, range(group.num_columns))
-        if chunk.path_in_schema.startswith(column.name) and chunk.physical_type == "INT64"
-    )
-
-
-def _may_have_wide(chunk: Any) -> bool:
-    known = chunk.statistics
-    if known is None or not known.has_min_max:
-        return known is None or known.null_count != chunk.num_values
-    return isinstance(known.min, int) and max(abs(known.min), abs(known.max)) > LARGEST_EXACT
-
-
-class _Lengths:
-    """Bytes of rows, estimated per row group. Must be called in rising order.
-
-    Args:
-        groups: rows and bytes of each row group.
-    """
-
-    def __init__(self, groups: list[tuple[int, int]]) -> None:
-        self._groups = groups
-        self._group = self._first = 0
-
-    def num_bytes(self, start: int, stop: int) -> float:
-        """Return the bytes of the rows `start ..< stop`."""
-        total = 0.0
-        while start < stop:
-            num_rows, size = self._groups[self._group]
-            end = self._first + num_rows
-            if start >= end:
-                self._group, self._first = self._group + 1, end
+    if not has_long_integers(column.type):
+        return False
+    for group in groups:
+        for chunk in map(group.column, range(group.num_columns)):
+            if not chunk.path_in_schema.startswith(column.name) or chunk.physical_type != "INT64":
                 continue
-            total += size / num_rows * (min(stop, end) - start)
-            start = min(stop, end)
-        return total
+            statistics = chunk.statistics
+            if statistics is None:
+                return True
+            if statistics.has_min_max:
+                ends = statistics.min, statistics.max
+                if isinstance(statistics.min, int) and max(map(abs, ends)) > LARGEST_EXACT:
+                    return True
+            elif statistics.null_count != chunk.num_values:
+                return True
+    return False
 
 
 class _ForwardParquet:

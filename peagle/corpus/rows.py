@@ -1,8 +1,4 @@
-"""Rows of a corpus, ranges of rows, and estimates of their work.
-
-The estimate only determines the order of units. Its unit is an output token: prompts are estimated from bytes, and a
-response is assumed to have its maximum length.
-"""
+"""Rows of a corpus, ranges of rows, and estimates of their work."""
 
 import json
 from dataclasses import dataclass, field
@@ -43,7 +39,10 @@ _PROMPT_TOKEN = 0.1  # relative to an output token: one step reads many prompt t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimate:
-    """Estimates the work of a row in output tokens, from its own `max_tokens` or the run's."""
+    """Estimates the work of a row in output tokens, from its own `max_tokens` or the run's.
+
+    The estimate only determines the order of units. A response is assumed to have its maximum length.
+    """
 
     max_tokens: int = 0
     column: str = "sampling"  # the column with a row's own sampling parameters

@@ -2,10 +2,9 @@
 
 Text formats have no schema, so planning reads the whole corpus once; memory grows with spans, not with rows. Parquet
 has row counts in footers; its bytes are read only for the fingerprint. An invalid row gets a dead letter later.
-
-Ids are hashed to 16 bytes, which also choose one of 256 files, each small enough to sort.
 """
 
+import contextlib
 import hashlib
 import struct
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 
 from peagle.corpus.cutting import Cut
@@ -32,7 +32,7 @@ _Places = tuple[tuple[int, int], tuple[int, int]]
 
 
 class UniqueIds:
-    """Finds repeated ids, with their files and lines."""
+    """Finds repeated ids. Their 16-byte hashes are in 256 temporary files, each small enough to sort."""
 
     def __init__(self) -> None:
         # __exit__ closes them.
@@ -51,13 +51,11 @@ class UniqueIds:
 
     def first_repeated(self) -> _Places | None:
         """Return the file and line of both occurrences of the first repeated id, or None."""
-        found = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
-        return min(found, key=lambda pair: pair[1]) if found else None
+        pairs = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
+        return min(pairs, key=lambda pair: pair[1], default=None)
 
     @staticmethod
     def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Places | None:
-        import numpy as np
-
         bucket.seek(0)
         entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
         order = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
@@ -143,7 +141,13 @@ def scan(
             spans += file_spans
             left -= sum(s.num_rows for s in file_spans)
             schemas.append(schema)
-        _require_unique(ids, files)
+        if repeated := ids.first_repeated():
+            (first, first_line), (second, second_line) = repeated
+            raise InputError(
+                f"input {files[second].path} line {second_line}: its custom_id is also in {files[first].path} line"
+                f" {first_line}",
+                hint="each request of a batch needs a unique custom_id",
+            )
     if not spans:
         raise InputError(f"input {files[0].path}: it has no rows")
     schema = unify(schemas)
@@ -175,11 +179,8 @@ def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
 
 
 def _read_text(file: SourceFile) -> Iterator[RawRow]:
-    lines = Lines(file.path)
-    try:
+    with contextlib.closing(Lines(file.path)) as lines:
         yield from (record.row for record in records(file.format, lines))
-    finally:
-        lines.close()
 
 
 class _TextScan:
@@ -196,17 +197,14 @@ class _TextScan:
         self.first_error: str | None = None
 
     def run(self, sizes: Iterator[int], left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
-        lines = Lines(self._file.path)
-        lines.on_line = digest.update
         spans: list[Span] = []
         first_row = 0
-        try:
+        with contextlib.closing(Lines(self._file.path)) as lines:
+            lines.on_line = digest.update
             rows = records(self._file.format, lines)
             while first_row < left and (span := self._next_span(rows, lines, first_row, left, sizes)):
                 spans.append(span)
                 first_row += span.num_rows
-        finally:
-            lines.close()
         return spans, BATCH_SCHEMA if self._is_batch else self._columns.schema()
 
     def _next_span(
@@ -221,7 +219,7 @@ class _TextScan:
             header, num_rows = record.header, num_rows + 1
             work += self._estimate.of_row(record.row, lines.position - before)
             before = lines.position
-            self._note(record.row, record.line)
+            self._add(record)
             if num_rows == size:
                 break
         if not num_rows:
@@ -238,7 +236,8 @@ class _TextScan:
             work=work,
         )
 
-    def _note(self, row: RawRow, line: int) -> None:
+    def _add(self, record: Record) -> None:
+        row = record.row
         if row.error is None:
             self.num_valid += 1
         elif self.first_error is None:
@@ -246,32 +245,17 @@ class _TextScan:
         if not self._is_batch:
             self._columns.add(row)
         elif isinstance(custom_id := row.columns.get("custom_id"), str):
-            self._ids.add(custom_id, self._index, line)
+            self._ids.add(custom_id, self._index, record.line)
 
 
 def _begins_as_batch(file: SourceFile) -> bool:
-    lines = Lines(file.path)
-    try:
+    with contextlib.closing(Lines(file.path)) as lines:
         return is_batch(first_object(lines) or {})
-    finally:
-        lines.close()
 
 
 def _count_lines(file: SourceFile, at_most: int) -> int:
-    lines = Lines(file.path)
-    try:
+    with contextlib.closing(Lines(file.path)) as lines:
         for _ in lines:
             if lines.number > at_most:
                 break
         return lines.number - 1
-    finally:
-        lines.close()
-
-
-def _require_unique(ids: UniqueIds, files: Sequence[SourceFile]) -> None:
-    if repeated := ids.first_repeated():
-        (file_a, line_a), (file_b, line_b) = repeated
-        raise InputError(
-            f"input {files[file_b].path} line {line_b}: its custom_id is also in {files[file_a].path} line {line_a}",
-            hint="each request of a batch needs a unique custom_id",
-        )

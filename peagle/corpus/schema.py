@@ -57,8 +57,8 @@ def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
         parts = {field.name: field.type for field in children(new)}
         pairs = [(parts.get(field.name), field.type) for field in children(old)]
         if not pa.types.is_struct(new):  # names of list items do not matter
-            pairs = list(zip(parts.values(), (theirs for _, theirs in pairs), strict=False))
-        return all(ours is not None and holds(ours, theirs, wide=wide) for ours, theirs in pairs)
+            pairs = list(zip(parts.values(), (part for _, part in pairs), strict=False))
+        return all(part is not None and holds(part, old_part, wide=wide) for part, old_part in pairs)
     if pa.types.is_integer(old):
         return not (wide and old.bit_width == 64)
     if pa.types.is_decimal(old):
@@ -171,7 +171,6 @@ class Columns:
             self._infer()
 
     def schema(self) -> pa.Schema:
-        """Return the schema of all rows."""
         self._infer()
         # A column of nulls becomes text, which can hold other files' values.
         return pa.schema(
@@ -180,7 +179,15 @@ class Columns:
 
     def _infer(self) -> None:
         for name in dict.fromkeys(key for row in self._pending for key in row):
-            inferred = _infer_field(name, [row.get(name) for row in self._pending])
+            try:
+                array = pa.array([row.get(name) for row in self._pending])
+            except (pa.ArrowException, OverflowError):
+                array = None
+            if array is None or is_too_deep(array.type):
+                inferred = json_text(name)
+            else:
+                inferred = pa.field(name, array.type)
+                inferred = wide(inferred) if is_wide(array) else inferred
             self._fields[name] = widen(self._fields[name], inferred) if name in self._fields else inferred
         self._pending.clear()
 
@@ -226,17 +233,6 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
             values = [v if v is None or isinstance(v, str) else to_json(v, non_finite="keep") for v in values]
         arrays.append(from_values(values, column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
-
-
-def _infer_field(name: str, values: list[Any]) -> pa.Field:
-    try:
-        array = pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        return json_text(name)
-    if is_too_deep(array.type):
-        return json_text(name)
-    column = pa.field(name, array.type)
-    return wide(column) if is_wide(array) else column
 
 
 def _stored(column: pa.Field) -> pa.Field:

@@ -21,28 +21,34 @@ from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, finite_float, refuse_constant, require_unicode, unique_keys
 from peagle.requests.fields import URLS
 
+_BOM = b"\xef\xbb\xbf"
 
-def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]]:
-    """Yield rows, the numbers of their first lines, and the header.
 
-    Args:
-        header: column names as JSON, if the lines do not start with them.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row, the number of its first line, and the header it was read with (CSV only)."""
 
-    Raises:
-        InputError: no valid header, or an unclosed quote, after which the start of the next row is unknown.
-    """
-    records = _records(lines)
+    row: RawRow
+    line: int
+    header: str = ""
+
+
+def _csv_records(lines: Lines, header: str) -> Iterator[Record]:
+    """Yield rows with `header`, the column names as JSON; if it is empty, the lines start with the column names."""
+    rows = _csv_rows(lines)
     if not header:
-        header = _header(records, lines.path)
+        header = _header(rows, lines.path)
     names = json.loads(header)
-    for values, number in records:
-        yield _row(names, values, f"{lines.path} line {number}"), number, header
+    for values, number in rows:
+        yield Record(_row(names, values, f"{lines.path} line {number}"), number, header)
 
 
-def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
-    """Yield the non-blank records with the numbers of their first lines."""
+def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
+    """Yield the fields of non-blank rows with the numbers of their first lines."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader((_decode(line, first=lines.number == 2) for line in lines), strict=True)
+    without_bom = (line.removeprefix(_BOM) if lines.number == 2 else line for line in lines)
+    # Escape invalid bytes, so that only the row with them is refused.
+    reader = csv.reader((line.decode(errors="surrogateescape") for line in without_bom), strict=True)
     while True:
         number = lines.number
         try:
@@ -60,14 +66,8 @@ def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
             yield values, number
 
 
-def _decode(line: bytes, *, first: bool) -> str:
-    if first:
-        line = line.removeprefix(b"\xef\xbb\xbf")
-    return line.decode(errors="surrogateescape")  # so that only the record with invalid bytes is refused
-
-
-def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
-    names, number = next(records, ([], 1))
+def _header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
+    names, number = next(rows, ([], 1))
     where = f"input {path} line {number}"
     if not names:
         raise InputError(f"input {path}: no header line", hint="the first line must have the column names")
@@ -133,18 +133,7 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
     return None
 
 
-TEXT_COLUMN = "prompt"
 _DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, including the caller's
-_BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A row, the number of its first line, and the header it was read with (CSV only)."""
-
-    row: RawRow
-    line: int
-    header: str = ""
 
 
 def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
@@ -154,8 +143,7 @@ def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
         header: of a CSV file, if the lines start in the middle.
     """
     if kind == "csv":
-        for csv_row in csv_rows(lines, header):
-            yield Record(*csv_row)
+        yield from _csv_records(lines, header)
         return
     parse = _PARSERS[kind]
     for line in lines:
@@ -215,7 +203,7 @@ def _batch_row(line: bytes, where: str) -> RawRow:
 def _text_row(line: bytes, where: str) -> RawRow:
     line = line.removeprefix(_BOM).rstrip(b"\r\n")
     try:
-        return RawRow({TEXT_COLUMN: line.decode()})
+        return RawRow({"prompt": line.decode()})
     except UnicodeDecodeError as error:
         return _invalid(line, f"{where}: not valid UTF-8: {error}")
 
