@@ -74,8 +74,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from peagle.drafter.features import FeatureStore
     from peagle.drafter.head import HeadSpec, build_head
-    from peagle.drafter.recipe import TrainingConfig
-    from peagle.drafter.training import train
+    from peagle.drafter.training import TrainingConfig, train
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -10,7 +10,7 @@ The output folder contains `features/` (hidden states), `training/` (checkpoint.
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,23 @@ from peagle.drafter.features import (
     target_fingerprint,
 )
 from peagle.drafter.forward import estimate_acceptance
-from peagle.drafter.head import INITS, HeadSpec, build_head, init_for, require_buildable
+from peagle.drafter.head import INITS, HeadSpec, build_head, init_for, require_buildable, save_head
 from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
+from peagle.drafter.model_card import render_card
 from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
-from peagle.drafter.publish import publish
-from peagle.drafter.recipe import TrainingConfig, plan_batches
 from peagle.drafter.spending import training_spending
 from peagle.drafter.target import SERVED, Target, end_tokens, load_target
-from peagle.drafter.training import TrainingOutcome, load_checkpoint, train
+from peagle.drafter.training import (
+    SingleProcess,
+    TrainingConfig,
+    TrainingOutcome,
+    load_checkpoint,
+    plan_batches,
+    train,
+)
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
-from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
-from peagle.files import sha256, write_atomic, writing
+from peagle.files import sha256, write_atomic, write_json, writing
 from peagle.machine import detect_machine
 
 
@@ -93,18 +98,8 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
 
 
 def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
-    return HeadSpec(
-        aux_layers=target.aux_layers,
-        algorithm=config.algorithm,
-        num_layers=config.num_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        num_depths=config.num_depths,
-        mask_token_id=config.mask_token_id,
-        init=config.init,
-        num_frozen_layers=config.num_frozen_layers,
-        train_lm_head=config.train_lm_head,
-        train_embeddings=config.train_embeddings,
-    )
+    options = [field.name for field in fields(HeadSpec) if field.name != "aux_layers"]
+    return HeadSpec(aux_layers=target.aux_layers, **{name: getattr(config, name) for name in options})
 
 
 def _require_fit(init: Path, target: Target) -> None:
@@ -116,12 +111,6 @@ def _require_fit(init: Path, target: Target) -> None:
             hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
         )
 
-
-_RECIPE = (
-    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight",
-    "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay",
-    "clip_norm", "precision", "seed",
-)  # fmt: skip
 
 _ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate
 
@@ -158,9 +147,10 @@ class Prepared:
         config = self.config
         lengths = [self.store.num_tokens(index) for index in self.corpus.trained]
         steps_per_epoch = len(plan_batches(lengths, batch_tokens=config.batch_tokens, seed=config.seed))
+        options = [field.name for field in fields(TrainingConfig) if field.name in TrainConfig.model_fields]
         return TrainingConfig(
             num_steps=max(1, round(config.epochs * steps_per_epoch)),
-            **{name: getattr(config, name) for name in _RECIPE},
+            **{name: getattr(config, name) for name in options},
         )
 
     @cached_property
@@ -275,19 +265,47 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             prepared.sample(sorted(prepared.corpus.held_out), _ESTIMATED_TOKENS),
             num_speculative_tokens=config.num_speculative_tokens,
         )
+    corpus, model, spec = prepared.corpus, prepared.target.model, prepared.store.spec
+    verifier = config.verifier or model.upstream_id or model.name
+    folder = config.output / "head"
+    card = render_card(
+        config,
+        device=prepared.device,
+        verifier=verifier,
+        target_fingerprint=spec.target,
+        licence=model.card.licence.name if model.card else None,
+        aux_layers=spec.aux_layers,
+        num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
+        num_documents=len(corpus.trained),
+        num_response_tokens=sum(corpus.samples[index].num_response_tokens for index in corpus.trained),
+        num_tokens_seen=outcome.num_tokens,
+        num_passes=config.epochs * outcome.step / prepared.recipe.num_steps,
+        vocabulary=prepared.vocabulary,
+        train_s=outcome.train_s,
+        held_out=estimate,
+    )
+    result = {
+        "config": config.model_dump(mode="json"),
+        "finished": outcome.finished,
+        "steps": outcome.step,
+        "documents": len(corpus.trained),
+        "held_out_documents": len(corpus.held_out),
+        "rejected": [asdict(rejected) for rejected in corpus.rejected],
+        "dropped": [
+            {"id": str(drop.item.get("id")), "overlap": drop.overlap, "evaluation_set": drop.evaluation_set}
+            for drop in corpus.dropped
+        ],
+        "tokens_seen": outcome.num_tokens,
+        "train_s": outcome.train_s,
+        "vocabulary_coverage": prepared.vocabulary.coverage,
+        "held_out_acceptance": estimate.to_dict(),
+        "head": str(folder),
+    }
     with writing(config.output, SafetensorError, hint="free some space; the same command saves the head"):
-        return publish(
-            config=config,
-            model=prepared.target.model,
-            device=prepared.device,
-            head=head,
-            corpus=prepared.corpus,
-            store=prepared.store,
-            vocabulary=prepared.vocabulary,
-            outcome=outcome,
-            num_passes=config.epochs * outcome.step / prepared.recipe.num_steps,
-            estimate=estimate,
-        )
+        save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)
+        write_atomic(folder / "README.md", card.encode())
+        write_json(config.output / "run.json", result)
+    return result
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:

@@ -1,21 +1,18 @@
-"""The training loop of a head, with its optimizer, micro-batches and checkpoint.
+"""The training of a head: recipe, workers, checkpoints, micro-batches, optimizer and loop.
 
-The documents (`recipe.py`), the rows (COD, seeded by step and document) and the learning rate of a step are a pure
-function of the seed and the step. So a training run that resumes from a checkpoint reproduces the uninterrupted loss
-curve, and several workers, each with a share of a step's documents, reproduce the curve of a single worker.
+The documents, the rows (COD, seeded by step and document) and the learning rate of a step are a pure function of the
+seed and the step. So a training run that resumes from a checkpoint reproduces the uninterrupted loss curve, and several
+workers, each with a share of a step's documents, reproduce the curve of a single worker.
 
 Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
-document is split by ranges of anchors. The checkpoint is replaced atomically.
-
-Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix orthogonal. Following its authors, AdamW
-trains embeddings, lm_head and vectors.
+document is split by ranges of anchors.
 """
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,144 @@ from typing import Any
 import torch
 
 from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
-from peagle.drafter.features import Document, Features
+from peagle.drafter.features import Features
 from peagle.drafter.forward import BatchLoss, batch_loss
-from peagle.drafter.loss import fixed_weight
+from peagle.drafter.loss import Weighting, fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
-from peagle.drafter.recipe import EpochOrder, TrainingConfig
-from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import atomic_file, remove_temporaries, writing
 from peagle.malloc import trim_malloc
+
+# --- recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """The options of `TrainConfig` that determine a step."""
+
+    num_steps: int
+    batch_tokens: int = 1024
+    micro_batch_tokens: int | None = None
+    num_depths: int = 8
+    cod_ratio: float = 0.8
+    depth_decay: float = 1.0
+    depth_weight: str = "fixed"
+    optimizer: str = "muon"
+    learning_rate: float = 7e-4
+    muon_learning_rate: float = 3.5e-3
+    final_learning_rate: float = 0.02
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    precision: str = "bf16"
+    seed: int = 0
+    checkpoint_every_s: float = 60.0
+
+    @property
+    def weighting(self) -> Weighting:
+        return Weighting(depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return AdamW's learning rate: a linear rise, then a cosine to `final_learning_rate` of the peak."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
+
+
+def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
+    """Shuffle one epoch's documents into batches of at least `batch_tokens`; the last may be smaller."""
+    order = list(range(len(num_tokens)))
+    random.Random(seed).shuffle(order)
+    batches: list[list[int]] = [[]]
+    filled = 0
+    for index in order:
+        if filled >= batch_tokens:
+            batches.append([])
+            filled = 0
+        batches[-1].append(index)
+        filled += num_tokens[index]
+    return batches
+
+
+class EpochOrder:
+    """The batches of all epochs in order, with a new shuffle per epoch."""
+
+    def __init__(self, num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> None:
+        self._num_tokens, self._batch_tokens, self._seed = num_tokens, batch_tokens, seed
+        self._epochs: list[list[list[int]]] = []
+
+    def documents(self, step: int) -> list[int]:
+        epoch = 0
+        while step >= len(self._epoch(epoch)):
+            step -= len(self._epoch(epoch))
+            epoch += 1
+        return self._epoch(epoch)[step]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        while len(self._epochs) <= epoch:
+            seed = self._seed * 1_000_003 + len(self._epochs)
+            self._epochs.append(plan_batches(self._num_tokens, batch_tokens=self._batch_tokens, seed=seed))
+        return self._epochs[epoch]
+
+
+# --- workers
+
+
+class SingleProcess:
+    """Communication between the worker processes of a training run, for a single process."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor with its sum over all workers."""
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor with the first worker's tensor."""
+
+    def agree(self, stop: bool) -> bool:
+        """Return the first worker's value, so that all workers stop at the same step."""
+        return stop
+
+    def barrier(self) -> None:
+        """Wait until all workers have called this."""
+
+
+class ProcessGroup(SingleProcess):
+    """A worker of torch.distributed's default process group (gloo on CPU, nccl on CUDA)."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
+        self._device = torch.device(device)
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors: the order
+        # of a set may differ between processes, and the messages would not match.
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in same])
+            torch.distributed.all_reduce(flat)
+            with torch.no_grad():
+                for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+                    tensor.copy_(summed.view_as(tensor))
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach(), src=0)
+
+    def agree(self, stop: bool) -> bool:
+        value = torch.tensor([float(stop)], device=self._device)
+        torch.distributed.broadcast(value, src=0)
+        return bool(value.item())
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+
+# --- checkpoints
 
 FILE = "checkpoint.pt"
 
@@ -61,26 +187,19 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
 
-def has_checkpoint(folder: Path) -> bool:
-    return (folder / FILE).is_file()
-
-
 def saved_at(folder: Path) -> int | None:
     """Return when the checkpoint was written, in ns; None without a checkpoint."""
-    return (folder / FILE).stat().st_mtime_ns if has_checkpoint(folder) else None
+    return (folder / FILE).stat().st_mtime_ns if (folder / FILE).is_file() else None
 
 
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
-    if not has_checkpoint(folder):
+    if not (folder / FILE).is_file():
         return None
-    raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-    checkpoint = Checkpoint(**raw)
+    checkpoint = Checkpoint(**torch.load(folder / FILE, map_location="cpu", weights_only=True))
     if fingerprint is None:
         return checkpoint
     stored = checkpoint.fingerprint
-    # Earlier versions also stored how new layers were initialised. A checkpoint has their weights, so this does not
-    # matter.
-    if isinstance(stored.get("head"), dict):
+    if isinstance(stored.get("head"), dict):  # earlier versions also stored how new layers were initialised
         stored["head"].pop("further_layers", None)
     changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
     if changed:
@@ -101,8 +220,12 @@ def micro_batches(
         tokens = store.num_tokens(index)
         if limit is not None and tokens > limit:
             (document,) = store.documents([index])
-            rows = _draw(document.loss_mask_T, index, config, step)
-            yield from _in_parts(document, partition_rows(rows, -(-tokens // limit)))
+            rows = _sample(document.loss_mask_T, index, config, step)
+            first: TrainingBatch | None = None
+            for part in partition_rows(rows, -(-tokens // limit)):
+                batch = make_batch([document], [part])
+                first = first or batch
+                yield replace(batch, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
         else:
             if limit is not None and packed and tokens + sum(map(store.num_tokens, packed)) > limit:
                 yield sampled_batch(store, packed, config, step)
@@ -126,28 +249,22 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     for start, stop in itertools.pairwise(cuts):
         if start < stop:
             known = (rows.depth_S == 0) & (rows.anchor_S < stop)
-            own = (rows.depth_S > 0) & (rows.anchor_S >= start) & (rows.anchor_S < stop)
-            chosen = torch.nonzero(known | own).flatten()
+            chains = (rows.depth_S > 0) & (rows.anchor_S >= start) & (rows.anchor_S < stop)
+            chosen = torch.nonzero(known | chains).flatten()
             parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
     return parts
 
 
-def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:
-    first = make_batch([document], [parts[0]])
-    yield first
-    for rows in parts[1:]:
-        part = make_batch([document], [rows])
-        yield replace(part, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
-
-
 def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> TrainingBatch:
-    """Pack whole documents, with the rows that COD sampling draws for a step."""
+    """Pack whole documents, with rows sampled for a step."""
     loaded = store.documents(documents)
-    rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
-    return make_batch(loaded, rows)
+    masks = [document.loss_mask_T for document in loaded]
+    return make_batch(
+        loaded, [_sample(mask, index, config, step) for index, mask in zip(documents, masks, strict=True)]
+    )
 
 
-def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
+def _sample(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
     seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
     return sample_rows(
         loss_mask_T[1:],
@@ -157,11 +274,12 @@ def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: i
     )
 
 
-_BETAS = (0.9, 0.95)
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeadOptimizer:
+    """Muon (Jordan et al. 2024) for matrices; AdamW for embeddings, lm_head and vectors, as its authors recommend."""
+
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
         matrices = [p for name, p in parameters.items() if p.dim() == 2 and name not in _TABLES]
@@ -172,7 +290,7 @@ class HeadOptimizer:
         groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
         self._optimizers: dict[torch.optim.Optimizer, float] = {}  # with the ratio of its learning rate to AdamW's
         if groups:
-            self._optimizers[torch.optim.AdamW(groups, betas=_BETAS)] = 1.0
+            self._optimizers[torch.optim.AdamW(groups, betas=(0.9, 0.95))] = 1.0
         if is_muon and matrices:
             muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             self._optimizers[muon] = config.muon_learning_rate / config.learning_rate
@@ -237,8 +355,12 @@ def train(
     trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers, name_of)
     started = saved_at = time.monotonic()
     while trainer.step < config.num_steps:
-        with _flushing_denormals():
+        # Treat numbers below 1e-38 as zero. Attention to a single row produces many, and they are slow on a CPU.
+        torch.set_flush_denormal(True)
+        try:
             record = trainer.advance()
+        finally:
+            torch.set_flush_denormal(False)
         if workers.rank == 0:
             progress(record)
         now = time.monotonic()
@@ -257,16 +379,6 @@ def train(
         num_tokens=trainer.num_tokens,
         train_s=trainer.train_s,
     )
-
-
-@contextmanager
-def _flushing_denormals() -> Iterator[None]:
-    """Treat numbers below 1e-38 as zero. Attention to a single row produces many, and they are slow on a CPU."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 # These settings do not change the result of a step, so they may differ when a training run is resumed.

@@ -30,8 +30,7 @@ from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
-from peagle.drafter.training import saved_at
-from peagle.drafter.workers import ProcessGroup
+from peagle.drafter.training import ProcessGroup, saved_at
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
 from peagle.storage import storage_path

@@ -16,8 +16,7 @@ from peagle.drafter.features import (
     write_shard,
 )
 from peagle.drafter.head import HeadSpec, build_head
-from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.training import train
+from peagle.drafter.training import TrainingConfig, train
 from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 

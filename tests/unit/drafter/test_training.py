@@ -10,17 +10,19 @@ from peagle.drafter.features import Document
 from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting, fixed_weight
-from peagle.drafter.recipe import EpochOrder, TrainingConfig, plan_batches
 from peagle.drafter.training import (
     Checkpoint,
+    EpochOrder,
     HeadOptimizer,
+    SingleProcess,
+    TrainingConfig,
     load_checkpoint,
     micro_batches,
     partition_rows,
+    plan_batches,
     save_checkpoint,
     train,
 )
-from peagle.drafter.workers import SingleProcess
 from peagle.errors import CapacityError, ConfigError, DivergedError
 
 CONFIG = TrainingConfig(

@@ -5,7 +5,7 @@ import sys
 
 WORKER = """
 import json, sys, torch
-from peagle.drafter.workers import ProcessGroup
+from peagle.drafter.training import ProcessGroup
 rank, rendezvous = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
 workers = ProcessGroup()

@@ -19,7 +19,7 @@ from peagle.drafter.features import extract
 from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
-from peagle.drafter.workers import SingleProcess
+from peagle.drafter.training import SingleProcess
 from peagle.errors import CapacityError, DivergedError, PeagleError
 from peagle.hardware import detect
 from pipelines.training import distributed
