@@ -4,13 +4,9 @@ The rows of a document are its known tokens (depth 0), followed by its chains or
 tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last anchor and to
 itself. Chains never see each other, so a single square mask over all rows of a document would be mostly empty.
 
-A block's keys are gathered from separate ranges of rows. Neither the gathered keys nor masks nor scores are saved for
-the gradient: backward computes each block again. Memory thus grows linearly with the number of rows.
-
-On a GPU, starting a kernel takes as long as computing several blocks. There, the blocks of a step are padded and
-computed together in a few large kernels, if their scores are few enough to keep (`_PADDED_SCORES`).
-
-The head's layers remain the library's, because the attention is registered with transformers under its own name.
+Neither gathered keys nor masks nor scores are saved for the gradient: backward computes each block again, so memory
+grows linearly with the number of rows. On a GPU, where starting a kernel takes as long as computing several blocks, the
+blocks of a step are padded and computed together if their scores are few enough to keep (`_PADDED_SCORES`).
 
 Shapes: N blocks, Q query rows of a block, K key rows of a block, S rows.
 """
@@ -58,14 +54,6 @@ class Block:
             return self
         return replace(self, query_rows=self.query_rows.to(device), key_rows=self.key_rows.to(device))
 
-    @property
-    def num_queries(self) -> int:
-        return _length(self.query)
-
-    @property
-    def num_keys(self) -> int:
-        return sum(map(_length, self.keys))
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -81,10 +69,11 @@ class AttentionPlan:
     @property
     def num_padded_scores(self) -> int:
         """Scores per attention head if the blocks are padded."""
-        return sum(
-            len(group) * max(block.num_queries for block in group) * max(block.num_keys for block in group)
-            for group in self._groups()
-        )
+        num_scores = 0
+        for group in self._groups():
+            num_queries = max(_length(block.query) for block in group)
+            num_scores += len(group) * num_queries * max(sum(map(_length, block.keys)) for block in group)
+        return num_scores
 
     def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
         return PaddedPlan(tuple(PaddedBlocks.of(group, device) for group in self._groups()))
@@ -115,7 +104,6 @@ class PaddedBlocks:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], device: torch.device | str) -> "PaddedBlocks":
-        """Pad blocks that are either all causal or all masked."""
         query = [torch.arange(block.query.start, block.query.stop) for block in blocks]
         key = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
         query_NQ = _pad(query)
@@ -170,9 +158,9 @@ def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
         blocks.append(Block(known, (known,)))
         for start, stop in _chain_blocks(rows, range(rows.num_known, len(rows))):
             key_index = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
-            own = slice(first + start, first + stop)
-            keys = (slice(first, first + len(key_index) - (stop - start)), own)
-            blocks.append(Block(own, keys, rows.select(torch.arange(start, stop)), rows.select(key_index)))
+            chain_rows = slice(first + start, first + stop)
+            keys = (slice(first, first + len(key_index) - (stop - start)), chain_rows)
+            blocks.append(Block(chain_rows, keys, rows.select(torch.arange(start, stop)), rows.select(key_index)))
         first += len(rows)
     return AttentionPlan(tuple(blocks))
 
@@ -205,11 +193,11 @@ def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
     keys, key_rows = [], []
-    for d, own in enumerate(anchors):
-        begin = 0 if d == 0 else int(torch.searchsorted(own, low))
-        end = int(torch.searchsorted(own, high, right=True))
+    for d, key_anchors in enumerate(anchors):
+        begin = 0 if d == 0 else int(torch.searchsorted(key_anchors, low))
+        end = int(torch.searchsorted(key_anchors, high, right=True))
         keys.append(slice(starts[d] + begin, starts[d] + end))
-        key_rows.append(Rows(own[begin:end], torch.full((end - begin,), d)))
+        key_rows.append(Rows(key_anchors[begin:end], torch.full((end - begin,), d)))
     return Block(
         slice(first + start, first + stop),
         tuple(keys),
@@ -324,7 +312,7 @@ def _pad(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
 
 
 def _pad_rows(rows: Sequence[Rows], *, anchor: int, depth: int) -> Rows:
-    return Rows(_pad([own.anchor_S for own in rows], anchor), _pad([own.depth_S for own in rows], depth))
+    return Rows(_pad([block.anchor_S for block in rows], anchor), _pad([block.depth_S for block in rows], depth))
 
 
 def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -75,9 +75,11 @@ def sample_rows(
     rank = torch.empty_like(candidates)
     rank[torch.randperm(len(candidates), generator=generator)] = torch.arange(len(candidates))
     depth_D = torch.arange(1, num_depths)
-    drawn_D = torch.tensor([round(len(candidates) * ratio**depth) for depth in range(1, num_depths)], dtype=torch.long)
+    num_kept_D = torch.tensor(
+        [round(len(candidates) * ratio**depth) for depth in range(1, num_depths)], dtype=torch.long
+    )
     has_loss = F.pad(loss_mask_T.cpu(), (0, num_depths))[candidates[:, None] + depth_D]
-    chosen, deeper = torch.nonzero((rank[:, None] < drawn_D) & has_loss, as_tuple=True)
+    chosen, deeper = torch.nonzero((rank[:, None] < num_kept_D) & has_loss, as_tuple=True)
     return Rows(
         torch.cat([torch.arange(num_tokens), candidates[chosen]]),
         torch.cat([torch.zeros(num_tokens, dtype=torch.long), depth_D[deeper]]),
@@ -127,10 +129,10 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])
     loss_mask = torch.cat([document.loss_mask_T[1:] for document in documents])
     starts = torch.tensor([0, *(len(document.token_ids_T) - 1 for document in documents)]).cumsum(0)
-    anchor = torch.cat([own.anchor_S + start for own, start in zip(rows, starts[:-1], strict=True)])
-    depth = torch.cat([own.depth_S for own in rows])
+    anchor = torch.cat([r.anchor_S + start for r, start in zip(rows, starts[:-1], strict=True)])
+    depth = torch.cat([r.depth_S for r in rows])
     position = anchor + depth
-    counts = torch.cat([own.anchor_S >= own.first_anchor for own in rows])
+    counts = torch.cat([r.anchor_S >= r.first_anchor for r in rows])
     row = torch.nonzero(loss_mask[position] & counts).flatten()
     row = row[position[row].argsort(stable=True)]
     return TrainingBatch(
@@ -139,7 +141,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
         last_PH=_pad(torch.cat([document.last_TH[1:] for document in documents])[loss_mask]),
         anchor_S=_pad(anchor),
         depth_S=_pad(depth),
-        place_S=_pad(torch.cat([own.position for own in rows])),
+        place_S=_pad(torch.cat([r.position for r in rows])),
         row_R=_pad(row),
         target_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
         documents=tuple(rows),

@@ -155,7 +155,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     @field_validator("prompts", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _check_prompts(cls, value: Any) -> Any:
         sources = [str(source) for source in (value if isinstance(value, list) else [value])]
         if other := [source for source in sources if "://" in source and not source.startswith(SCHEME)]:
             raise ValueError(f"{other[0]} is neither a local path nor in S3")
@@ -163,11 +163,11 @@ class TrainConfig(PriceOptions, TagOptions):
 
     @field_validator("exclude", mode="before")
     @classmethod
-    def _one_set_or_several(cls, value: Any) -> Any:
+    def _as_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> "TrainConfig":
+    def _check_combinations(self) -> "TrainConfig":
         shipped = [source for source in self.prompts if is_shipped_source(source)]
         if self.responses == "given" and shipped:
             raise ValueError(f"prompts: {shipped[0]} has no responses; remove --responses given")

@@ -51,29 +51,25 @@ def id_of(row: Row, number: int) -> str:
 def build_samples(
     rows: Iterable[Row], tokenizer: Any, *, prompt_column: str = "prompt", max_tokens: int = 4096
 ) -> tuple[list[Sample], list[Rejected]]:
-    """Apply the target's chat template to every row.
+    """Apply the target's chat template to every row, and return the samples in order and the rejected rows.
 
     Args:
         rows: with `response`, and `messages` (a list or JSON text) or `prompt_column`; optionally `id` and
             `finish_reason`.
-        prompt_column: the column with the user's message if there is no `messages`.
-
-    Returns:
-        The samples in the order of the rows, and the rejected rows.
     """
     samples: list[Sample] = []
     rejected: list[Rejected] = []
     for number, row in enumerate(rows):
-        own_id = id_of(row, number)
-        outcome = _build_sample(row, own_id, tokenizer, prompt_column, max_tokens)
+        row_id = id_of(row, number)
+        outcome = _build_sample(row, row_id, tokenizer, prompt_column, max_tokens)
         if isinstance(outcome, Sample):
             samples.append(outcome)
         else:
-            rejected.append(Rejected(id=own_id, reason=outcome))
+            rejected.append(Rejected(id=row_id, reason=outcome))
     return samples, rejected
 
 
-def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
+def _build_sample(row: Row, row_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
     if not row.get("response"):
         return "no response"
     if not isinstance(row["response"], str):
@@ -92,7 +88,7 @@ def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max
     token_ids = tuple([*prompt_ids, *response_ids][:max_tokens])
     if len(token_ids) <= len(prompt_ids):
         return f"the prompt has {len(prompt_ids)} tokens, which leaves no room for a response within {max_tokens}"
-    return Sample(id=own_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
+    return Sample(id=row_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
 
 
 def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:

@@ -1,6 +1,6 @@
 """Remove evaluation problems from training data, by word n-gram overlap.
 
-A text is contaminated if it shares `num_words` consecutive words with a reference. Case, punctuation and layout are
+A text is contaminated if it shares `NUM_WORDS` consecutive words with a reference. Case, punctuation and layout are
 ignored, so that reformatted copies are found too. References are HumanEval or the user's evaluation files.
 """
 
@@ -18,7 +18,6 @@ from peagle.requests.messages import parse_messages
 T = TypeVar("T")
 
 NUM_WORDS = 10
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +36,13 @@ class Decontaminated(Generic[T]):
 
 
 class NgramIndex:
-    """The word n-grams of the references.
+    """The word n-grams of the references. Shorter references cannot be detected; all of HumanEval's are longer."""
 
-    Shorter references cannot be detected; HumanEval's shortest prompt is longer.
-    """
-
-    def __init__(self, references: Iterable[str] = (), *, num_words: int = NUM_WORDS) -> None:
-        if num_words < 1:
-            raise ConfigError(f"num_words must be at least 1, got {num_words}")
-        self.num_words = num_words
-        self._sets: dict[tuple[str, ...], str] = {}  # by n-gram
-        self.add(references, "the references")
+    def __init__(self) -> None:
+        self._sets: dict[tuple[str, ...], str] = {}  # names of evaluation sets, by n-gram
 
     def add(self, references: Iterable[str], evaluation_set: str) -> int:
-        """Add the references of a set; return the number of its n-grams.
-
-        Shared n-grams belong to the set that was added first.
-        """
+        """Add a set and return the number of its n-grams. Shared n-grams belong to the set that was added first."""
         ngrams = {ngram for reference in references for ngram in self._ngrams(reference)}
         self._sets = dict.fromkeys(ngrams, evaluation_set) | self._sets
         return len(ngrams)
@@ -69,8 +58,8 @@ class NgramIndex:
         return self._sets[tuple(overlap.split())]
 
     def _ngrams(self, text: str) -> Iterable[tuple[str, ...]]:
-        words = _WORD.findall(text.lower())
-        return zip(*(words[i:] for i in range(self.num_words)), strict=False)
+        words = re.findall(r"\w+", text.lower())
+        return zip(*(words[i:] for i in range(NUM_WORDS)), strict=False)
 
 
 def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], str]) -> Decontaminated[T]:
@@ -124,13 +113,11 @@ def _references(name: str) -> list[str]:
             f"--exclude {name}: unknown evaluation set: {error.message}",
             hint=f"use {HUMANEVAL}, {NONE}, or a corpus in a format that `peagle generate` reads",
         ) from error
-    return [text for row in read_all(files) for text in _texts(_with_messages(row))]
-
-
-def _with_messages(row: Row) -> Row:
-    """Parse the messages of a row. In JSON text, their line breaks would be escapes."""
-    messages = parse_messages(row.get("messages"))
-    return row if isinstance(messages, str) else {**row, "messages": messages}
+    texts: list[str] = []
+    for row in read_all(files):
+        messages = parse_messages(row.get("messages"))  # in JSON text, their line breaks would be escapes
+        texts += _texts(row if isinstance(messages, str) else {**row, "messages": messages})
+    return texts
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,9 +5,7 @@ concatenated, and the state BEFORE the final norm, from which the target's distr
 
 A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. The process that
 computes a shard writes it; the process that fills the store then adds it to the index, with its checksum. So an
-interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order. Features that are
-computed on the fly have the same interface and the same numbers, rounded to bf16; each pass over the documents runs the
-target again.
+interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """
@@ -31,7 +29,6 @@ from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 from peagle.files import sha256, write_json, writing
 
 INDEX = "index.json"
-_BYTES_PER_STATE = 2  # bfloat16
 _PARTIAL = ".partial"
 _FULL = "free some space, or use --on-the-fly"
 
@@ -45,7 +42,7 @@ class FeatureSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return (len(self.aux_layers) + 1) * self.hidden_size * _BYTES_PER_STATE
+        return (len(self.aux_layers) + 1) * self.hidden_size * 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,20 @@ class StoreWriter:
     def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._index = _open_index(folder, spec, num_shards)
+        self._index: dict[str, Any] = {
+            "spec": asdict(spec),
+            "bytes_per_token": spec.bytes_per_token,
+            "num_shards": num_shards,
+            "shards": {},
+        }
+        if (folder / INDEX).is_file():
+            self._index = json.loads((folder / INDEX).read_text())
+            stored = _spec_from(self._index["spec"])
+            if other := [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]:
+                raise ConfigError(
+                    f"{folder}: has features with different {', '.join(other)}",
+                    hint="use another folder, or delete this one",
+                )
         # A damaged shard is repaired by deleting its file, so ignore entries without a file.
         self._index["shards"] = {
             name: checksum for name, checksum in self._index["shards"].items() if (folder / name).is_file()
@@ -125,6 +135,8 @@ class FeatureStore:
     tokens_ahead = 0
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
+        from safetensors.torch import load_file
+
         if not (folder / INDEX).is_file():
             raise InputError(f"{folder}: no features found", hint="extract them first")
         index = json.loads((folder / INDEX).read_text())
@@ -143,7 +155,7 @@ class FeatureStore:
                 raise InputError(
                     f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
                 )
-            self._shards.append(_load(file))
+            self._shards.append(load_file(file))
         self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
         self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
 
@@ -173,34 +185,8 @@ class FeatureStore:
         return [self[index] for index in indices]
 
 
-def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, Any]:
-    file = store / INDEX
-    if not file.is_file():
-        return {
-            "spec": asdict(spec),
-            "bytes_per_token": spec.bytes_per_token,
-            "num_shards": num_shards,
-            "shards": {},
-        }
-    index: dict[str, Any] = json.loads(file.read_text())
-    stored = _spec_from(index["spec"])
-    if stored != spec:
-        other = [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]
-        raise ConfigError(
-            f"{store}: has features with different {', '.join(other)}",
-            hint="use another folder, or delete this one",
-        )
-    return index
-
-
 def _spec_from(raw: dict[str, Any]) -> FeatureSpec:
     return FeatureSpec(**{**raw, "aux_layers": tuple(raw["aux_layers"])})
-
-
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(file))
 
 
 def _shard_name(number: int) -> str:
@@ -228,14 +214,18 @@ class HiddenStateReader:
 
         Attention is causal, so padding does not change them.
         """
-        seen: list[torch.Tensor] = []
-        hooks = [module.register_forward_pre_hook(_input_hook(seen), with_kwargs=True) for module in self._modules]
+        inputs: list[torch.Tensor] = []
+
+        def record(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs.append(args[0] if args else kwargs["hidden_states"])
+
+        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in self._modules]
         try:
             self._decoder(input_ids=token_ids_BT, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat(seen[:-1], dim=-1), seen[-1]
+        return torch.cat(inputs[:-1], dim=-1), inputs[-1]
 
 
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
@@ -267,19 +257,9 @@ def states_of(
         aux, last = reader.read(torch.tensor(padded, device=device))
         for row, i in enumerate(batch):
             length = len(samples[i].token_ids)
-            states[i] = (_compact(aux[row, :length], to), _compact(last[row, :length], to))
+            aux_TAH, last_TH = (state[row, :length].to(to, torch.bfloat16, copy=True) for state in (aux, last))
+            states[i] = aux_TAH, last_TH
     return [states[i] for i in range(len(samples))]
-
-
-def _input_hook(seen: list[torch.Tensor]) -> Callable[..., None]:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    return hook
-
-
-def _compact(states: torch.Tensor, to: torch.device | str) -> torch.Tensor:
-    return states.to(to, torch.bfloat16, copy=True)
 
 
 def _batches_by_length(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[int]]:

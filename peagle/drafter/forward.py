@@ -1,9 +1,8 @@
 """Forward passes of the heads over a batch, and their loss.
 
-These functions use the modules of `speculators`' models. The library's own forward passes pack documents into one
-square mask, sample rows themselves and store the logits of every row. The functions here take the rows as arguments,
-attend document by document, and compute logits only for rows under the loss. For the same rows the results are equal
-(tests/unit/drafter/test_forward.py).
+These functions use the modules of `speculators`' models, but take the rows as arguments, attend document by document,
+and compute logits only for rows under the loss. The library packs documents into one square mask, samples rows itself
+and stores the logits of every row. For the same rows the results are equal (tests/unit/drafter/test_forward.py).
 
 A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. There, the row at depth d reads
 the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In training this is
@@ -14,7 +13,7 @@ Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,13 +55,23 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
             place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
             parent = place[batch.anchor_S[rows]]
             state = outputs[-1][parent]
-            token_ids = (
-                drafted_ids(head, head.norm(state))
-                if free_run
-                else batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
-            )
+            if free_run:
+                token_ids = drafted_ids(head, head.norm(state))
+            else:
+                token_ids = batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
         plan = sequential_plan(batch.documents, depth).to(state.device)
-        outputs.append(_one_depth(head, batch.place_S[rows], state, token_ids, cache, plan))
+        states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
+        places = batch.place_S[rows][None]
+        rotary = head.rotary_emb(states, places)
+        for layer in head.layers:
+            states = layer(
+                states,
+                attention_mask=plan,
+                position_ids=places,
+                position_embeddings=rotary,
+                past_key_values=cache,
+            )
+        outputs.append(states[0])
     order = torch.cat(rows_of_depth).argsort()
     return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
@@ -104,7 +113,7 @@ class _Cache:
         return key, value
 
 
-_FLAT = Weighting()
+_EQUAL_WEIGHTS = Weighting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,22 +130,13 @@ class BatchLoss:
 
     @classmethod
     def zeros(cls, num_depths: int, device: torch.device | str) -> "BatchLoss":
-        return cls(
-            loss=torch.zeros((), device=device),
-            correct_D=torch.zeros(num_depths, device=device),
-            accepted_D=torch.zeros(num_depths, device=device),
-            rows_D=torch.zeros(num_depths, device=device),
-            divergence_D=torch.zeros(num_depths, device=device),
-        )
+        by_depth = {f.name: torch.zeros(num_depths, device=device) for f in fields(cls) if f.name != "loss"}
+        return cls(loss=torch.zeros((), device=device), **by_depth)
 
     def __add__(self, other: "BatchLoss") -> "BatchLoss":
         """Add two batches, without a gradient."""
         return BatchLoss(
-            loss=self.loss.detach() + other.loss.detach(),
-            correct_D=self.correct_D + other.correct_D,
-            accepted_D=self.accepted_D + other.accepted_D,
-            rows_D=self.rows_D + other.rows_D,
-            divergence_D=self.divergence_D + other.divergence_D,
+            **{f.name: getattr(self, f.name).detach() + getattr(other, f.name).detach() for f in fields(self)}
         )
 
 
@@ -200,7 +200,7 @@ def batch_loss(
     batch: TrainingBatch,
     *,
     num_depths: int,
-    weighting: Weighting = _FLAT,
+    weighting: Weighting = _EQUAL_WEIGHTS,
     total_weight: torch.Tensor | None = None,
 ) -> BatchLoss:
     """Return the weighted sum of the rows' losses over `total_weight`.
@@ -245,18 +245,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response are -1.
     """
-    anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
-    num_tokens = len(document.token_ids_T)
-    drafted = torch.full((num_tokens - 1 + num_speculative_tokens, num_speculative_tokens), -1)
-    drafted[anchor, depth] = drafted_ids(head, states).cpu()
-    return drafted[: num_tokens - 1]
-
-
-def _draft_states(
-    head: Any, document: Document, num_speculative_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return anchor_R, depth_R and the states [R, H] from which the head drafts after each known token."""
-    k = num_speculative_tokens
+    k, num_tokens = num_speculative_tokens, len(document.token_ids_T)
     # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
     padded = Document(
         token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
@@ -268,7 +257,9 @@ def _draft_states(
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
     rows = batch.row_R[: batch.num_loss_rows]
-    return batch.anchor_S[rows], batch.depth_S[rows], states
+    drafted = torch.full((num_tokens - 1 + k, k), -1)
+    drafted[batch.anchor_S[rows], batch.depth_S[rows]] = drafted_ids(head, states).cpu()
+    return drafted[: num_tokens - 1]
 
 
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:

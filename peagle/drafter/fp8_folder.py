@@ -35,7 +35,6 @@ from peagle.fp8 import (
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _MODEL_TYPES = ("llama", "qwen3")  # drafters for which vLLM has a quantised class
-_CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
         if module not in OPTIONAL:
             raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
     config, tensors = _read(source, output)
-    stated = next((config[key] for key in _CONFIG_KEYS if config.get(key)), None)
+    stated = config.get("quantization_config") or config.get("compression_config")
     if stated or any(tensor.dtype == FP8 for tensor in tensors.values()):
         method = (stated or {}).get("quant_method", "FP8")
         raise DrafterError(f"{source} is already quantised ({method})", hint="convert it to bf16 with --dequantize")
@@ -73,9 +72,11 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     if not errors:
         raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
     config["quantization_config"] = quantization_config(tensors, kept)
+    others = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
+    unconverted = f"{', '.join(others)} not converted" if others else "there are no other matrices"
     line = (
         f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale per output channel; the engine quantises"
-        f" activations per token (compressed-tensors); {_unconverted(kept, tensors)}. Written by `peagle"
+        f" activations per token (compressed-tensors); {unconverted}. Written by `peagle"
         " quantize-drafter`; acceptance figures below are those of the original head."
     )
     return _write(source, output, config, written, line, errors, kept)
@@ -166,8 +167,3 @@ def _write(
         errors=tuple(sorted(errors, key=lambda error: error.name)),
         kept=dict(sorted(kept.items())),
     )
-
-
-def _unconverted(kept: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
-    matrices = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
-    return f"{', '.join(matrices)} not converted" if matrices else "there are no other matrices"

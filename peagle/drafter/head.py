@@ -126,7 +126,7 @@ _COPIED = {
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 }
-_NO_WEIGHT = "self_attn.rotary_emb.inv_freq"  # in old Llama checkpoints
+_IGNORED = {"self_attn.rotary_emb.inv_freq"}  # in old Llama checkpoints
 # Optional weights of a target's layer. A head does not have them, so its attention only starts near the target's.
 _LEFT_OUT = {
     **{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"},
@@ -144,7 +144,7 @@ def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_
         names = weights.names_in_layer(index)
         if missing := sorted(_COPIED - names):
             return f"the target's layer {index} has no {missing[0]}"
-        if unsupported := sorted(names - _COPIED - _LEFT_OUT.keys() - {_NO_WEIGHT}):
+        if unsupported := sorted(names - _COPIED - _LEFT_OUT.keys() - _IGNORED):
             return f"the target's layer {index} has {unsupported[0]}, which a head does not have"
         for name, expected in sorted(_shapes(architecture).items()):
             if (shape := weights.shape(f"layers.{index}.{name}")) != expected:
@@ -177,12 +177,12 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
     head.norm.weight.copy_(weights.final_norm())
-    for own, index in zip(head.layers, _last_layers(architecture, len(head.layers)), strict=True):
+    for layer, index in zip(head.layers, _last_layers(architecture, len(head.layers)), strict=True):
         prefix = f"layers.{index}."
-        for name, parameter in own.named_parameters():
+        for name, parameter in layer.named_parameters():
             if name == "hidden_norm.weight":
                 parameter.copy_(weights[f"{prefix}input_layernorm.weight"])
-            elif name != "input_layernorm.weight" or not hasattr(own, "hidden_norm"):
+            elif name != "input_layernorm.weight" or not hasattr(layer, "hidden_norm"):
                 _copy_projection(parameter, weights[prefix + name], architecture.head_dim)
 
 
@@ -192,13 +192,13 @@ def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Te
     return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
 
 
-def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    if own.shape[0] != target.shape[0]:
-        target = repeated(target, own.shape[0], head_dim)
-    if own.shape != target.shape:
-        own.normal_(std=0.02)
-        own = own[:, -target.shape[1] :]
-    own.copy_(target)
+def _copy_projection(parameter: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
+    if parameter.shape[0] != target.shape[0]:
+        target = repeated(target, parameter.shape[0], head_dim)
+    if parameter.shape != target.shape:
+        parameter.normal_(std=0.02)
+        parameter = parameter[:, -target.shape[1] :]
+    parameter.copy_(target)
 
 
 def _last_layers(architecture: Architecture, num_layers: int) -> Sequence[int]:
@@ -221,12 +221,9 @@ def _shapes(architecture: Architecture) -> dict[str, list[int]]:
     }
 
 
-_MAPS = ("d2t", "t2d")
-_KV_PROJECTIONS = ("k_proj.weight", "v_proj.weight")
-_LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-
-
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
+    from safetensors.torch import load_file
+
     silence_library()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
@@ -262,16 +259,16 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         warm_start(head, weights, architecture)
     elif spec.init != "random":
         folder = whole_head(Path(spec.init))
-        saved = _read_weights(folder)
+        files = sorted(folder.glob("*.safetensors"))
+        saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if _num_layers(saved) < spec.num_layers and not obstacle:
             warm_start(head, weights, architecture)
         _load_saved(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     if spec.num_frozen_layers:
+        frozen = ("fc.", "mask_hidden", *(f"layers.{index}." for index in range(spec.num_frozen_layers)))
         for name, parameter in head.named_parameters():
-            if name.startswith(
-                ("fc.", "mask_hidden", *(f"layers.{index}." for index in range(spec.num_frozen_layers)))
-            ):
+            if name.startswith(frozen):
                 parameter.requires_grad_(requires_grad=False)
     return head
 
@@ -283,44 +280,38 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
     The mask state of an EAGLE-3 head is initialised as usual. Additional layers start as the identity, so that the
     drafts stay the same.
     """
-    own = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
+    parameters = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
-        own.pop("mask_hidden", None)
+        parameters.pop("mask_hidden", None)
     num_saved = _num_layers(weights)
     for index, layer in enumerate(head.layers[num_saved:], start=num_saved):
         for name, parameter in layer.named_parameters():
-            own.pop(f"layers.{index}.{name}")
-            if name in _LAYER_OUTPUTS:
+            parameters.pop(f"layers.{index}.{name}")
+            if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
                 parameter.zero_()
-    weights = {name: _with_kv_heads(tensor, name, own, head) for name, tensor in weights.items()}
-    for name in sorted(own.keys() | {name for name in weights if name not in _MAPS}):
-        shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
+    weights = {name: _with_kv_heads(tensor, name, parameters, head) for name, tensor in weights.items()}
+    for name in sorted(parameters.keys() | {name for name in weights if name not in ("d2t", "t2d")}):
+        shapes = [tuple(side[name].shape) if name in side else None for side in (weights, parameters)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
                 f"{folder}: its {name} has shape {shapes[0]}, but the head to train needs {shapes[1]}",
                 hint="use the algorithm, layers and vocabulary of that head, or another --init",
             )
-        own[name].copy_(weights[name])
+        parameters[name].copy_(weights[name])
 
 
-def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
+def _with_kv_heads(tensor: torch.Tensor, name: str, parameters: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
     """Repeat the KV heads of a saved weight to the head's number, if that is a multiple."""
-    if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
+    if not name.endswith(("k_proj.weight", "v_proj.weight")) or name not in parameters:
         return tensor
-    return repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)
+    num_rows = parameters[name].shape[0]
+    if num_rows % tensor.shape[0]:
+        return tensor
+    return repeated(tensor, num_rows, head.config.transformer_layer_config.head_dim)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
     return len({name.split(".")[1] for name in weights if name.startswith("layers.")})
-
-
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-_OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
 
 def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens: int | None = None) -> None:
@@ -339,7 +330,11 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
     if num_speculative_tokens is not None:
         for method in config["speculators_config"]["proposal_methods"]:
             method["speculative_tokens"] = num_speculative_tokens
-    tensors = {name: _as_saved(tensor) for name, tensor in head.state_dict().items() if is_saved(head, name)}
+    tensors = {}
+    for name, tensor in head.state_dict().items():
+        if is_saved(head, name):
+            tensor = tensor.detach().cpu().contiguous()
+            tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
     # `save_file` would create a file that only its owner can read.
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -367,9 +362,4 @@ def is_saved(head: Any, name: str) -> bool:
     if name == "embed_tokens.weight":
         return bool(head.config.embed_requires_grad)
     shared = name == "lm_head.weight" and not head.use_draft_vocab and not head.lm_head.weight.requires_grad
-    return name not in _OWNED_BY_TARGET and not shared
-
-
-def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().cpu()
-    return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+    return name not in ("verifier_norm.weight", "verifier_lm_head.weight", "t2d") and not shared

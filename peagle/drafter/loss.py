@@ -4,12 +4,6 @@ The loss is KL(target || draft), fused with the projection: the gradient of each
 chunk's logits are in the cache. An unfused loss would store several [R, V] float32 tensors, 32 KiB per row each at
 V = 8,192.
 
-A draft is discarded after its first rejected token, so the value of a row depends on the earlier rows of its chain.
-D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's confidence
-at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is its share of the
-gradient by log c_d: the sum of the products that contain c_d. Weights move during training, from the first depths to
-the later depths of chains whose beginning has been learned.
-
 Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
@@ -59,10 +53,8 @@ def linear_loss(
         weight_VH: the head's lm_head; receives a gradient if it requires one.
         position_R: index in `targets.state_PH` of each row; ascending order is faster.
     """
-    outcome = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R
-    )
-    return RowLosses(*outcome)
+    losses = _LinearLoss.apply(hidden_RH, weight_VH, targets, position_R, row_weight_R)  # type: ignore[no-untyped-call]
+    return RowLosses(*losses)
 
 
 @torch.no_grad()
@@ -85,9 +77,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx: Any,
         hidden_RH: torch.Tensor,
         weight_VH: torch.Tensor,
-        state_PH: torch.Tensor,
-        target_weight_VH: torch.Tensor,
-        target_softcap: float | None,
+        targets: Targets,
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,7 +87,6 @@ class _LinearLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
-        targets = Targets(state_PH, target_weight_VH, target_softcap)
         for rows, index, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
             target_log_p = target_logits.log_softmax(-1)
             target_p = target_log_p.exp()
@@ -120,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
         weight = None if grad_weight is None else grad_weight * grad_loss
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None
 
 
 def _chunks(
@@ -164,7 +153,13 @@ def fixed_weight(batch: TrainingBatch, weighting: Weighting) -> torch.Tensor:
 
 
 def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch.Tensor) -> torch.Tensor:
-    """Return the D-PACE weight of each row, [R]; undefined for padding."""
+    """Return the D-PACE weight of each row, [R]; undefined for padding.
+
+    A draft is discarded after its first rejected token, so the value of a row depends on the earlier rows of its chain.
+    D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's
+    confidence at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is its
+    share of the gradient by log c_d: the sum of the products that contain c_d.
+    """
     rows = batch.row_R[: batch.num_loss_rows]
     smoothed_TD = by_chain(batch, (1 - _SMOOTHING) * confidence_R[: batch.num_loss_rows] + _SMOOTHING)
     depth_D = torch.arange(smoothed_TD.shape[1], device=smoothed_TD.device)
@@ -176,14 +171,8 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
 
 
 def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
-    """Arrange values of rows by anchor and depth, [T, D]; 0 where no row is under the loss.
-
-    Args:
-        value_R: a value per row, without padding.
-    """
+    """Arrange values of rows (without padding) by anchor and depth, [T, D]; 0 where no row is under the loss."""
     rows = batch.row_R[: batch.num_loss_rows]
-    anchor, depth = batch.anchor_S[rows], batch.depth_S[rows]
-    num_depths = int(batch.depth_S.max()) + 1
-    table = value_R.new_zeros(len(batch.token_ids_T), num_depths)
-    table[anchor, depth] = value_R
+    table = value_R.new_zeros(len(batch.token_ids_T), int(batch.depth_S.max()) + 1)
+    table[batch.anchor_S[rows], batch.depth_S[rows]] = value_R
     return table

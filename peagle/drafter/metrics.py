@@ -1,9 +1,7 @@
 """The metrics of a training by step, in metrics.jsonl, and their plot.
 
-The training appends to the file and truncates it when it resumes.
-
-The loss of single steps is noisy, so each point of the plot is the mean of several steps, as many as needed for at most
-`_MAX_POINTS` points. Depths share one colour, paler with the depth, and are numbered at the end of their curve.
+The loss of single steps is noisy, so each point of the plot is the mean of several steps. Depths share one colour,
+paler with the depth, and are numbered at the end of their curve.
 """
 
 import json
@@ -57,10 +55,7 @@ class Metrics:
 
     def cut(self, num_bytes: int) -> None:
         """Truncate the file to `num_bytes`, dropping steps that will be repeated; create it if it is missing."""
-        if not num_bytes or not self._file.exists():
-            self._file.write_bytes(b"")
-            return
-        with self._file.open("r+b") as stream:
+        with self._file.open("ab") as stream:
             stream.truncate(min(num_bytes, self.num_bytes))
 
     def read(self, start: int = 0) -> tuple[list[TrainingProgress], int]:
@@ -95,7 +90,8 @@ Curve = list[tuple[float, float | None]]
 
 def training_plot(steps: Sequence[TrainingProgress]) -> str:
     last = steps[-1]
-    runs = _runs(steps)
+    length = math.ceil(len(steps) / _MAX_POINTS)
+    runs = [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
     loss = _curve(runs, [step.loss for step in steps])
     rate = _curve(runs, [1000 * step.learning_rate for step in steps])
     depths = [_curve(runs, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
@@ -115,17 +111,11 @@ def training_plot(steps: Sequence[TrainingProgress]) -> str:
     return standalone(drawing(height, "Loss, accuracy by depth and learning rate by step", parts), heading, (), height)
 
 
-def _runs(steps: Sequence[TrainingProgress]) -> list[range]:
-    """Return the ranges of steps that are averaged into one point each."""
-    length = math.ceil(len(steps) / _MAX_POINTS)
-    return [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
-
-
 def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
     """Return a point per run: the middle of its steps and the mean of known values, or None."""
     curve: Curve = []
     for run in runs:
-        known = [value for place in run if (value := values[place]) is not None]
+        known = [value for value in values[run.start : run.stop] if value is not None]
         curve.append(((run[0] + run[-1]) / 2 + 1, sum(known) / len(known) if known else None))
     return curve
 

@@ -1,8 +1,5 @@
 """The steps of `peagle train`, from responses to a head that vLLM serves. Each step can be resumed.
 
-`prepare` reads the documents and computes the target's hidden states. `train_prepared` trains, alone or as one of
-several workers. `finish` estimates the acceptance and saves the head. `train_head` runs all three in one process.
-
 The output folder contains `features/` (hidden states), `training/` (checkpoint.pt, metrics.jsonl, metrics.svg), `head/`
 (config.json, model.safetensors, README.md) and `run.json` (configuration, data and results).
 """
@@ -60,8 +57,7 @@ from peagle.machine import detect_machine
 def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:
     """Check that the head can be built for the target and trained on this machine.
 
-    Returns:
-        The configuration with a supported `init`, the target, and the device of this process.
+    Returns the configuration with a supported `init`, the target, and the device of this process.
     """
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and config.workers == 1 and not has_gpu:  # with several workers, the cluster checks
@@ -82,7 +78,14 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
             hint=f"use --draft-vocab-size {target.vocab_size} or less",
         )
     if config.init not in INITS:
-        _require_fit(Path(config.init), target)
+        init_folder = Path(config.init)
+        check_fit(read_config(init_folder, ConfigError), target.model.config)
+        dtypes = read_dtypes(whole_head(init_folder))
+        if quantised := sorted(name for name, dtype in dtypes.items() if dtype.startswith("F8")):
+            raise ConfigError(
+                f"{init_folder}: its {quantised[0]} is in FP8, which cannot be trained",
+                hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
+            )
     if architecture.model_type not in SERVED:
         say(
             f"vLLM 0.29 may not serve heads for {architecture.model_type!r} targets; it serves them for"
@@ -100,16 +103,6 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
 def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
     options = [field.name for field in fields(HeadSpec) if field.name != "aux_layers"]
     return HeadSpec(aux_layers=target.aux_layers, **{name: getattr(config, name) for name in options})
-
-
-def _require_fit(init: Path, target: Target) -> None:
-    check_fit(read_config(init, ConfigError), target.model.config)
-    quantised = sorted(name for name, dtype in read_dtypes(whole_head(init)).items() if dtype.startswith("F8"))
-    if quantised:
-        raise ConfigError(
-            f"{init}: its {quantised[0]} is in FP8, which cannot be trained",
-            hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
-        )
 
 
 _ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate

@@ -1,5 +1,6 @@
 """The prompts and documents of a training, without evaluation problems."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,18 +43,30 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
         if is_shipped_source(source):
             source_rows, source_dropped = _shipped(source, config, index)
         else:
-            source_rows, source_dropped = _file(source, config.prompt_column, index)
+            prompts = list(_prompts_of(source, config.prompt_column))
+            checked = decontaminate(prompts, index, text=lambda row: row_text(row, PROMPT))
+            source_rows, source_dropped = checked.kept, checked.dropped
         rows_by_source.append(source_rows)
         dropped += source_dropped
     shares = share_out(config.limit, [len(source_rows) for source_rows in rows_by_source])
     rows = [row for source_rows, share in zip(rows_by_source, shares, strict=True) for row in source_rows[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
-    _report_shares(config, shares, say)
+    if len(shares) > 1:
+        for source, share in zip(config.prompts, shares, strict=True):
+            say(f"  {share:,} from {source}")
+    if config.limit is not None and len(rows) < config.limit:
+        say(f"  there are fewer prompts than --limit {config.limit:,}")
     report_dropped(dropped, say)
     if not rows:
         sources = ", ".join(config.prompts)
         raise InputError(f"{sources}: no prompts left; all {len(dropped)} overlap {', '.join(config.exclude)}")
-    return _in_one_column(rows)
+    if not any(MESSAGES in row for row in rows):
+        return rows
+    # A bulk run reads one column.
+    return [
+        row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[PROMPT]}]}
+        for row in rows
+    ]
 
 
 def read_responses(source: str | Path) -> Iterator[Row]:
@@ -65,13 +78,12 @@ def read_responses(source: str | Path) -> Iterator[Row]:
 
 
 def source_files(source: str | Path) -> list[SourceFile]:
-    try:
+    units = {}
+    with contextlib.suppress(ConfigError):  # not a run directory: for example a whole bucket
         units = unit_files(storage_path(str(source)))
-    except ConfigError:
-        units = {}  # not a run directory: for example a whole bucket
     if units:
-        in_order = (units[number] for number in sorted(units))
-        return [SourceFile(path=str(unit), format="parquet", size=unit.stat().st_size) for unit in in_order]
+        files = [file for _, file in sorted(units.items())]
+        return [SourceFile(path=str(file), format="parquet", size=file.stat().st_size) for file in files]
     try:
         return find(str(source))
     except InputError as error:
@@ -124,11 +136,6 @@ def _shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[
     return [{"id": prompt.id, PROMPT: prompt.prompt} for prompt in prompts], dropped
 
 
-def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    checked = decontaminate(list(_prompts_of(source, prompt_column)), index, text=lambda row: row_text(row, PROMPT))
-    return checked.kept, checked.dropped
-
-
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(map(_without_request, read_all(source_files(source)))):
@@ -144,10 +151,7 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
 
 
 def _without_request(row: Row) -> Row:
-    """Return the row, or the prompt or messages of an OpenAI batch request.
-
-    The request's `custom_id` is its id.
-    """
+    """Return the row, or the prompt or messages of an OpenAI batch request with its `custom_id` as id."""
     if not is_batch(row):
         return row
     body = parse_body(row["url"], row["body"])
@@ -160,24 +164,6 @@ def _without_request(row: Row) -> Row:
             hint="remove these requests; their answers depend on these fields",
         )
     return {"id": row["custom_id"], MESSAGES if body.is_chat else PROMPT: body.content}
-
-
-def _report_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
-    if len(shares) > 1:
-        for source, share in zip(config.prompts, shares, strict=True):
-            say(f"  {share:,} from {source}")
-    if config.limit is not None and sum(shares) < config.limit:
-        say(f"  there are fewer prompts than --limit {config.limit:,}")
-
-
-def _in_one_column(rows: list[Row]) -> list[Row]:
-    """Convert all rows to messages if one row has messages, because a bulk run reads one column."""
-    if not any(MESSAGES in row for row in rows):
-        return rows
-    return [
-        row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[PROMPT]}]}
-        for row in rows
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,8 @@ def part_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) 
     """
     parts: tuple[list[T], list[T]] = ([], [])
     for item in items:
-        drawn = int.from_bytes(hashlib.sha256(text(item).encode()).digest()[:4]) / 2**32
-        parts[drawn < share].append(item)
+        fraction = int.from_bytes(hashlib.sha256(text(item).encode()).digest()[:4]) / 2**32
+        parts[fraction < share].append(item)
     return parts
 
 
@@ -72,17 +72,15 @@ class Snippet:
     def wording(self, seed: int, index: int) -> tuple[str, str]:
         # Shuffled by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
-        forms = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
-        return "code", forms[index].put(self)
+        form = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))[index]
+        text = form.text.format(code=self.code, name=self.name, args=self.arguments, summary=self.summary)
+        return "code", text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     text: str
     weight: float
-
-    def put(self, snippet: Snippet) -> str:
-        return self.text.format(code=snippet.code, name=snippet.name, args=snippet.arguments, summary=snippet.summary)
 
 
 # The first is the most common form of an evaluation prompt.
@@ -132,21 +130,17 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node) or "").strip()
             if MIN_DOCSTRING_CHARS <= len(docstring) <= MAX_DOCSTRING_CHARS and '"""' not in docstring:
+                for group in (node.args.posonlyargs, node.args.args):
+                    if group and group[0].arg in {"self", "cls"}:
+                        del group[0]
+                        break
                 yield Snippet(
                     module=module,
                     name=node.name,
-                    arguments=_arguments(node.args),
+                    arguments=ast.unparse(node.args),
                     returns=ast.unparse(node.returns) if node.returns else "",
                     docstring=docstring,
                 )
-
-
-def _arguments(arguments: ast.arguments) -> str:
-    for group in (arguments.posonlyargs, arguments.args):
-        if group and group[0].arg in {"self", "cls"}:
-            del group[0]
-            break
-    return ast.unparse(arguments)
 
 
 MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS = 240, 1200
@@ -285,7 +279,8 @@ class Content:
 def content_materials(*, held_out: bool) -> list[Content]:
     """Return the materials for training, or those held out. They depend only on the installed packages."""
     distinct: dict[str, Content] = {}  # packages of one project share passages
-    for group, module, name, text in (*_passages(), *_topics(), *_tables(), *_sums()):
+    topics = (("topic", "topic", name, name) for name in _TOPICS)
+    for group, module, name, text in (*_passages(), *topics, *_tables(), *_sums()):
         distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
     return part_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
 
@@ -294,9 +289,9 @@ def _passages() -> Iterator[tuple[str, str, str, str]]:
     """Yield prose of package descriptions and of Python's reference."""
     from pydoc_data.topics import topics  # imported late: half a megabyte
 
-    described = {(one.metadata["Name"] or "").lower(): one.read_text("METADATA") for one in distributions()}
-    for name in sorted(filter(None, described)):
-        for passage in prose((described[name] or "").partition("\n\n")[2]):
+    metadata = {(package.metadata["Name"] or "").lower(): package.read_text("METADATA") for package in distributions()}
+    for name in sorted(filter(None, metadata)):
+        for passage in prose((metadata[name] or "").partition("\n\n")[2]):
             yield "prose", name, name, passage
     for name in sorted(topics):
         for passage in prose(topics[name]):
@@ -316,11 +311,6 @@ def prose(text: str) -> list[str]:
         if is_passage and not _NOT_PROSE.search(joined) and len(_SENTENCE.findall(joined)) > 1:
             passages.append(joined)
     return passages[:PASSAGES_PER_DOCUMENT]
-
-
-def _topics() -> Iterator[tuple[str, str, str, str]]:
-    for name in _TOPICS:
-        yield "topic", "topic", name, name
 
 
 def _tables() -> Iterator[tuple[str, str, str, str]]:
@@ -403,17 +393,14 @@ def generate_prompts(
         order = [index for index, material in enumerate(materials) if round_index < material.num_wordings]
         random.Random(f"{seed}/{round_index}").shuffle(order)
         for index in order[:left]:
-            yield _prompt(materials[index], source.removeprefix(PACKAGE), seed, round_index)
+            material = materials[index]
+            category, text = material.wording(seed, round_index)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            yield TrainingPrompt(
+                id=f"{source.removeprefix(PACKAGE).replace(':', '-')}-{digest}",
+                prompt=text,
+                module=material.module,
+                name=material.name,
+                category=category,
+            )
         left -= min(left, len(order))
-
-
-def _prompt(material: Material, origin: str, seed: int, round_index: int) -> TrainingPrompt:
-    category, text = material.wording(seed, round_index)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return TrainingPrompt(
-        id=f"{origin.replace(':', '-')}-{digest}",
-        prompt=text,
-        module=material.module,
-        name=material.name,
-        category=category,
-    )

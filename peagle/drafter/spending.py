@@ -21,7 +21,7 @@ from peagle.economics.ledger import append_request, write_session
 from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.economics.prices import Device, Price
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, UnitUsage
 from peagle.errors import CapacityError, PriceError
 from peagle.files import make_folder, writing
 from peagle.hardware import Hardware
@@ -70,8 +70,15 @@ class TrainingSpending:
         """Record that all work since the last call has been saved."""
         self._advance()  # write the session before a record that refers to it
         if self._seen_at > self._kept_at:
+            self._num_kept += 1
+            usage = UnitUsage.empty(
+                self._session_id,
+                started_at=self._kept_at,
+                finished_at=self._seen_at,
+                busy_s=self._seen_at - self._kept_at,
+            )
             with writing(self._folder, hint=_FULL):
-                append_request(self._folder, self._kept_work())
+                append_request(self._folder, self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage))
             self._kept_at = self._seen_at
 
     def drop(self) -> None:
@@ -91,16 +98,6 @@ class TrainingSpending:
             extract(job, stored)
 
         return counted
-
-    def _kept_work(self) -> RequestUsage:
-        self._num_kept += 1
-        usage = UnitUsage.empty(
-            self._session_id,
-            started_at=self._kept_at,
-            finished_at=self._seen_at,
-            busy_s=self._seen_at - self._kept_at,
-        )
-        return self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage)
 
     def _advance(self, *, ended: bool = False) -> None:
         self._seen_at = max(self._now(), self._seen_at)  # the clock may be set back

@@ -23,11 +23,8 @@ SERVED = (
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-_LOGIT_FACTORS = ("logits_scaling", "logit_scale")
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # that Llama's rotary embedding supports
-_DEFAULT_THETA = 10_000.0
-# Usual width of a gated MLP, for targets that have only experts (like speculators 0.9).
-_MLP_RATIO = 3
+_MLP_RATIO = 3  # usual width of a gated MLP, for targets that have only experts (like speculators 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
         raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
     if missing := [name for name in _SIZES if getattr(shape, name, None) is None]:
         raise ConfigError(f"{folder}/config.json: {model_type!r} has no {', '.join(missing)}", hint=SUPPORTED)
-    if scaled := [name for name in _LOGIT_FACTORS if getattr(shape, name, None) not in (None, 1)]:
+    if scaled := [name for name in ("logits_scaling", "logit_scale") if getattr(shape, name, None) not in (None, 1)]:
         raise ConfigError(
             f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which heads do not support",
             hint=SUPPORTED,
@@ -139,7 +136,7 @@ def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in parameters:
         by_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
         parameters = by_type.get("full_attention") or next(iter(by_type.values()), parameters)
-    theta = parameters.get("rope_theta", _DEFAULT_THETA)
+    theta = parameters.get("rope_theta", 10_000.0)
     is_partial = parameters.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in parameters
     if is_partial or parameters.get("rope_type", "default") not in _ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": theta}
@@ -148,8 +145,6 @@ def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _norm_offset(folder: Path, config: Any) -> int:
     """Return the constant that the final norm adds to its weight, by building the model without weights."""
-    import torch
-
     auto_class = auto_class_of(config)
     if auto_class is None:
         raise ConfigError(
@@ -188,8 +183,13 @@ class TargetWeights:
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
+        from safetensors import safe_open
+
         self._folder, self._architecture = folder, architecture
-        self._file_of = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+        self._file_of: dict[str, Path] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:
+                self._file_of |= dict.fromkeys(weights.keys(), file)
         self._prefix = self._name_of(_EMBEDDINGS).removesuffix(_EMBEDDINGS)
         if not architecture.ties_embeddings:
             self._name_of(_LM_HEAD)
@@ -241,17 +241,6 @@ def share_output(head: Any, weights: TargetWeights, architecture: Architecture) 
     """
     head.verifier_norm.weight.copy_(weights.final_norm())
     head.verifier_softcap = architecture.logit_softcap
-
-
-def _names(file: Path) -> Sequence[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as weights:
-        names: Sequence[str] = list(weights.keys())
-    return names
-
-
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,8 +313,8 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
         )
     # Responses are trained with the tokenizer's end-of-text token. Tokenizers of other models usually have another one.
     configs = [config, config.get("text_config") or {}]
-    if (folder / _GENERATION).is_file():
-        configs.append(read_config(folder, ConfigError, _GENERATION))
+    if (folder / "generation_config.json").is_file():
+        configs.append(read_config(folder, ConfigError, "generation_config.json"))
     stated = end_tokens(*configs)
     end = tokenizer.eos_token_id
     if end is None or (stated and end not in stated):

@@ -1,17 +1,14 @@
 """Train on several workers: features with Ray Data actors, then Ray Train (gloo on CPU, nccl on CUDA).
 
-Ray places the workers, creates their process group, and restarts all of them if one dies. `peagle.drafter` computes,
-checkpoints and resumes. Documents, features and checkpoint are in the output folder, which every node must be able to
-access. The driver does not train, because it may have no GPU.
-
-Actors write shards into the store; only the driver adds them to the index, after checking them. So an incomplete
-shard of a crashed actor is rewritten, and the store equals the store of a single process.
+Documents, features and checkpoint are in the output folder, which every node must be able to access. The driver does
+not train, because it may have no GPU. Actors write shards into the store; only the driver adds them to the index, after
+checking them. So an incomplete shard of a crashed actor is rewritten.
 """
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,23 +44,33 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Extract features with at most `workers` actors, each with the target."""
+    """Extract features with at most `workers` actors, each of which loads the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
         return
     num_actors = min(workers, len(missing))
     cluster.require_workers(num_actors, on_gpu=_on_gpu(job))
-    for shard, checksum in _written(_dataset(job, missing, reference, num_actors)):
-        writer.take(shard, checksum)
-        progress(writer.num_written, writer.num_shards)
+    try:
+        for row in _dataset(job, missing, reference, num_actors).iter_rows():
+            writer.take(row["shard"], row["checksum"])
+            progress(writer.num_written, writer.num_shards)
+    except PeagleError:
+        raise
+    except Exception as error:
+        hint = "the same command resumes it after the last shard"
+        raise explain(error, "the extraction failed", hint=hint) from error
 
 
 def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, num_actors: int) -> Any:
     import ray.data
 
     cluster.keep_blocks()
-    return ray.data.from_arrow([_table(number, samples) for number, samples in missing.items()]).map_batches(
+    tables = []
+    for number, samples in missing.items():
+        rows = [{"shard": number, **asdict(sample)} for sample in samples]
+        tables.append(pa.Table.from_pylist(rows, schema=_SCHEMA))
+    return ray.data.from_arrow(tables).map_batches(
         _ShardWriter,
         batch_size=None,
         batch_format="pyarrow",
@@ -72,18 +79,6 @@ def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, 
         num_gpus=1 if _on_gpu(job) else None,
         fn_constructor_args=(reference, job.spec.aux_layers, str(job.folder.resolve()), job.device),
     )
-
-
-def _written(dataset: Any) -> Iterator[tuple[int, str]]:
-    try:
-        for row in dataset.iter_rows():
-            yield row["shard"], row["checksum"]
-    except PeagleError:
-        raise
-    except Exception as error:
-        raise explain(
-            error, "the extraction failed", hint="the same command resumes it after the last shard"
-        ) from error
 
 
 class _ShardWriter:
@@ -100,11 +95,6 @@ class _ShardWriter:
         samples = [Sample(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows]
         checksum = write_shard(self._folder, number, shard_tensors(samples, self._reader, device=self._device))
         return pa.table({"shard": [number], "checksum": [checksum]})
-
-
-def _table(number: int, samples: list[Sample]) -> pa.Table:
-    rows = [{"shard": number, **asdict(sample)} for sample in samples]
-    return pa.Table.from_pylist(rows, schema=_SCHEMA)
 
 
 def _on_gpu(job: FeatureJob) -> bool:
@@ -264,13 +254,13 @@ class _Follower:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._tell()
+        self._report()
 
     def _follow(self) -> None:
         while not self._stop.wait(_POLL_S):
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Report new steps; those after a resumed checkpoint are reported again."""
         before, self._saved_at = self._saved_at, saved_at(self.folder)
         if self._metrics.num_bytes < self._seen:

