@@ -4,12 +4,10 @@ import os
 import socket
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.corpus import files
 from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import discover
@@ -148,40 +146,9 @@ def test_input_format_overrides_suffix(write):
 
 
 @pytest.fixture
-def bucket(monkeypatch):
-    """A bucket in memory instead of an object store."""
-    store = fsspec.filesystem("memory", skip_instance_cache=True)
-    store.store, store.pseudo_dirs = {}, [""]
-
-    class Store:
-        """Returns paths without a leading slash, like s3fs."""
-
-        def glob(self, uri, detail):
-            return {k: self._bare(v) for k, v in store.glob(self._path(uri), detail=True).items()}
-
-        def ls(self, uri, detail):
-            return [self._bare(info) for info in store.ls(self._path(uri), detail=True)]
-
-        def isdir(self, uri):
-            return store.isdir(self._path(uri))
-
-        def isfile(self, uri):
-            return store.isfile(self._path(uri))
-
-        def info(self, uri):
-            return self._bare(store.info(self._path(uri)))
-
-        def open(self, uri, mode):
-            return store.open(self._path(uri), mode)
-
-        def _path(self, uri):
-            return "/" + uri.removeprefix("s3://").rstrip("/")
-
-        def _bare(self, info):
-            return {**info, "name": info["name"].lstrip("/")}
-
-    monkeypatch.setattr(files, "filesystem", lambda path: Store())
-    return lambda path, data: store.pipe(f"/{path}", data)
+def bucket(s3):
+    """Write an object into the bucket."""
+    return lambda key, data: s3_client.store().api.put_object(Bucket="bucket", Key=key, Body=data)
 
 
 def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
@@ -190,7 +157,7 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     bucket("prompts/a.parquet", path.read_bytes())
     disk_fingerprint, s3_fingerprint = (
         corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
-        for uri in (str(path), "s3://prompts/a.parquet")
+        for uri in (str(path), "s3://bucket/prompts/a.parquet")
     )
     assert s3_fingerprint == disk_fingerprint
 
@@ -198,29 +165,34 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
 def test_s3_files_folders_and_globs(bucket):
     bucket("prompts/a.jsonl", b'{"prompt": "one"}\n{"prompt": "two"}\n')
     bucket("prompts/b.csv", b"prompt\nthree\n")
-    assert [file.path for file in discover("s3://prompts/")] == ["s3://prompts/a.jsonl", "s3://prompts/b.csv"]
-    assert [file.path for file in discover("s3://prompts/*.csv")] == ["s3://prompts/b.csv"]
-    spans, _, _ = corpus.scan(corpus.find("s3://prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
+    assert [file.path for file in discover("s3://bucket/prompts/")] == [
+        "s3://bucket/prompts/a.jsonl",
+        "s3://bucket/prompts/b.csv",
+    ]
+    assert [file.path for file in discover("s3://bucket/prompts/*.csv")] == ["s3://bucket/prompts/b.csv"]
+    spans, _, _ = corpus.scan(corpus.find("s3://bucket/prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
     assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
-        discover("s3://prompts/c.jsonl")
+        discover("s3://bucket/prompts/c.jsonl")
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
 def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
         bucket(f"prompts/{name}", b"x")
-    assert [file.path for file in discover(f"s3://prompts/{pattern}")] == [f"s3://prompts/{name}" for name in names]
+    assert [file.path for file in discover(f"s3://bucket/prompts/{pattern}")] == [
+        f"s3://bucket/prompts/{name}" for name in names
+    ]
 
 
 def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
     announced = []
-    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=announced.append)
+    discover("s3://bucket/prompts/set", outside="s3://bucket/prompts/set/run", announce=announced.append)
     assert announced == [
-        f"input s3://prompts/set: b.json {UNKNOWN}",
-        "input s3://prompts/set: y=1/ ignored: subfolders need a glob such as 's3://prompts/set/**/*.parquet'",
+        f"input s3://bucket/prompts/set: b.json {UNKNOWN}",
+        "input s3://bucket/prompts/set: y=1/ ignored: subfolders need a glob such as 's3://bucket/prompts/set/**/*.parquet'",
     ]
 
 
@@ -228,17 +200,20 @@ def test_existing_s3_key_is_not_a_glob(bucket):
     for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
         bucket(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
-        assert [file.path for file in discover(f"s3://prompts/{name}")] == [f"s3://prompts/{name}"]
-        assert [row.columns["prompt"] for row in corpus.read(_only_span(f"s3://prompts/{name}"))] == ["x"]
-    assert [file.path for file in discover("s3://prompts/set[1]")] == ["s3://prompts/set[1]/a.jsonl"]
-    assert [file.path for file in discover("s3://prompts/set[1]/")] == ["s3://prompts/set[1]/a.jsonl"]
+        assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [f"s3://bucket/prompts/{name}"]
+        assert [row.columns["prompt"] for row in corpus.read(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
+    assert [file.path for file in discover("s3://bucket/prompts/set[1]")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
+    assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
 
 
 def test_s3_glob_excludes_the_runs_own_folder(bucket):
     for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
         bucket(f"prompts/{name}", b"x")
-    files = discover("s3://prompts/data/**/*.jsonl", outside="s3://prompts/data/run")
-    assert [file.path for file in files] == ["s3://prompts/data/a.jsonl", "s3://prompts/data/run2/b.jsonl"]
+    files = discover("s3://bucket/prompts/data/**/*.jsonl", outside="s3://bucket/prompts/data/run")
+    assert [file.path for file in files] == [
+        "s3://bucket/prompts/data/a.jsonl",
+        "s3://bucket/prompts/data/run2/b.jsonl",
+    ]
 
 
 def _only_span(uri):

@@ -52,19 +52,7 @@ def test_metrics_reader_skips_a_partial_line(tmp_path):
 
 
 SVG = "{http://www.w3.org/2000/svg}"
-FIRST_STEP = TrainingProgress(
-    step=1,
-    num_steps=2000,
-    loss=4.0,
-    accuracy=(0.5, 0.2, None),
-    accepted=(0.5, 0.1, None),
-    divergence=(4.0, 5.0, None),
-    learning_rate=1e-3,
-    gradient_norm=1.0,
-    num_tokens=100,
-    tokens_per_s=10.0,
-    train_s=10.0,
-)
+FIRST_STEP = replace(STEP, num_steps=2000, accuracy=(0.5, 0.2, None), num_tokens=100)
 
 
 def _steps(losses):

@@ -14,17 +14,6 @@ FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_p
 CPU = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
 
 
-class Clock:
-    def __init__(self):
-        self.at = 1e9
-
-    def __call__(self):
-        return self.at
-
-    def advance(self, seconds):
-        self.at += seconds
-
-
 def total_spend(output):
     ledgers = find_ledgers([str(output)]).ledgers
     return sum((charge.spend for ledger in ledgers for charge in charges(ledger, Days())), Spend())
@@ -34,20 +23,19 @@ def attempt(output, clock):
     return TrainingSpending(output / "ledger", FACTS, now=clock)
 
 
-def test_every_second_is_loading_saved_or_lost(tmp_path):
-    clock = Clock()
+def test_every_second_is_loading_saved_or_lost(tmp_path, clock):
     killed = attempt(tmp_path, clock)
-    clock.advance(5)
+    clock.now += 5
     killed.start()
-    clock.advance(100)
+    clock.now += 100
     killed.keep()
-    clock.advance(30)
+    clock.now += 30
     killed.beat()  # the last heartbeat before it is killed
-    clock.advance(1000)
+    clock.now += 1000
     with attempt(tmp_path, clock) as second:
-        clock.advance(7)
+        clock.now += 7
         second.start()
-        clock.advance(60)
+        clock.now += 60
         second.keep()
     total = total_spend(tmp_path)
     assert (total.attributed_usd, total.loading_usd, total.idle_usd, total.lost_usd) == pytest.approx((160, 12, 0, 30))
@@ -55,28 +43,27 @@ def test_every_second_is_loading_saved_or_lost(tmp_path):
     assert {charge.tags for charge in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
 
 
-def test_unsaved_work_is_lost(tmp_path):
-    clock = Clock()
+def test_unsaved_work_is_lost(tmp_path, clock):
     with contextlib.suppress(KeyboardInterrupt), attempt(tmp_path, clock) as spending:
         spending.start()
-        clock.advance(10)
+        clock.now += 10
         spending.drop()
-        clock.advance(20)
+        clock.now += 20
         spending.keep()
-        clock.advance(40)
+        clock.now += 40
         raise KeyboardInterrupt
     total = total_spend(tmp_path)
     assert (total.attributed_usd, total.lost_usd) == pytest.approx((20, 50))
 
 
-def test_shards_are_recorded_when_stored(tmp_path):
-    clock, reported = Clock(), list[tuple[int, int]]()
+def test_shards_are_recorded_when_stored(tmp_path, clock):
+    reported: list[tuple[int, int]] = []
 
     def extract(job, progress):
         for done in (1, 2):
-            clock.advance(3)
+            clock.now += 3
             progress(done, 3)
-        clock.advance(3)
+        clock.now += 3
         raise OSError(job)
 
     with pytest.raises(OSError, match="the job"), attempt(tmp_path, clock) as spending:
@@ -86,13 +73,12 @@ def test_shards_are_recorded_when_stored(tmp_path):
     assert reported == [(1, 3), (2, 3)]
 
 
-def test_a_clock_set_back_counts_no_time_twice(tmp_path):
-    clock = Clock()
+def test_a_clock_set_back_counts_no_time_twice(tmp_path, clock):
     with attempt(tmp_path, clock) as spending:
         spending.start()
-        clock.advance(10)
+        clock.now += 10
         spending.keep()
-        clock.advance(-3600)
+        clock.now -= 3600
         spending.keep()
     assert total_spend(tmp_path).attributed_usd == pytest.approx(10)
 

@@ -1,5 +1,9 @@
+import contextlib
 import copy
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,8 +39,16 @@ class KilledError(Exception):
 
 
 @pytest.fixture
-def head(target, spec, vocabulary):
-    return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+def make_head(target, spec, vocabulary):
+    def make(seed=1, **shape):
+        return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, **shape), vocabulary, seed=seed)
+
+    return make
+
+
+@pytest.fixture
+def head(make_head):
+    return make_head()
 
 
 def _train(head, store, folder, config=CONFIG, **more):
@@ -59,28 +71,25 @@ def test_training_lowers_the_loss(head, store, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabulary, store, tmp_path):
+def test_workers_start_with_the_first_workers_weights(head, make_head, store, tmp_path):
     class BroadcastWorkers(SingleProcess):
         def broadcast_(self, tensors):
-            first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+            first = make_head()
             with torch.no_grad():
                 for tensor, parameter in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
                     tensor.copy_(parameter)
 
     _train(head, store, tmp_path / "first")
-    other = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, init="random"), vocabulary, seed=2)
+    other = make_head(seed=2, init="random")
     _train(other, store, tmp_path / "other", workers=BroadcastWorkers())
     assert _curve(tmp_path / "other") == _curve(tmp_path / "first")
 
 
 @pytest.mark.parametrize("killed_after", [1, 5])
-def test_a_killed_training_repeats_the_uninterrupted_curve(
-    head, target, spec, vocabulary, store, tmp_path, killed_after
-):
-    fresh = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
-    resumed = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+def test_a_killed_training_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after):
+    fresh, resumed = make_head(), make_head()
     _train(head, store, tmp_path / "whole")
-    every_step = TrainingConfig(**{**_as_dict(CONFIG), "checkpoint_every_s": 1e-9})
+    every_step = replace(CONFIG, checkpoint_every_s=1e-9)
 
     def kill(progress):
         if progress.step > killed_after:
@@ -104,10 +113,9 @@ def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
     assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
 
 
-def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, tmp_path):
-    split = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+def test_micro_batches_repeat_the_curve(head, make_head, store, tmp_path):
     _train(head, store, tmp_path / "whole")
-    _train(split, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
+    _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))
     losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
@@ -131,7 +139,7 @@ def _keeps_denormals():
 
 def test_another_recipe_is_refused(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
-    other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
+    other = replace(CONFIG, learning_rate=1e-4)
     with pytest.raises(ConfigError, match="a different learning_rate"):
         _train(head, store, tmp_path, other)
 
@@ -165,12 +173,6 @@ def test_the_learning_rate_rises_and_falls():
     assert config.learning_rate_at(9) == config.learning_rate_at(10) == pytest.approx(1.0)
     assert config.learning_rate_at(60) == pytest.approx(0.55)
     assert config.learning_rate_at(110) == pytest.approx(0.1)
-
-
-def _as_dict(config):
-    from dataclasses import asdict
-
-    return asdict(config)
 
 
 NAMES = {
@@ -326,7 +328,7 @@ def test_micro_batch_limit(store):
     assert [batch.num_tokens for batch in whole] == [sum(map(store.num_tokens, documents))]
 
     limit = 26
-    config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=limit)
+    config = replace(ONE_STEP, micro_batch_tokens=limit)
     micro = list(micro_batches(store, documents, config, step=5))
     in_parts = [index for index in documents if store.num_tokens(index) > limit]
     assert not in_parts
@@ -336,7 +338,7 @@ def test_micro_batch_limit(store):
 
 def test_long_documents_are_split(store):
     longest = max(range(len(store)), key=store.num_tokens)
-    config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=10)
+    config = replace(ONE_STEP, micro_batch_tokens=10)
     (whole,) = micro_batches(store, [longest], ONE_STEP, step=1)
     parts = list(micro_batches(store, [longest], config, step=1))
     assert len(parts) == 3
@@ -362,3 +364,40 @@ def test_every_epoch_has_its_own_order():
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
     assert EpochOrder(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]
+
+
+WORKER = """
+import json, sys, torch
+from peagle.drafter.training import ProcessGroup
+rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+workers = ProcessGroup()
+summed = [torch.tensor([1.0 + rank, 2.0]), torch.tensor([[3 * rank]])]
+workers.sum_(summed)
+parameters = [torch.nn.Parameter(torch.full((2,), float(rank + 1))), torch.nn.Parameter(torch.full((1, 2), 7.0 * rank))]
+workers.broadcast_(parameters)
+agreed = workers.agree(rank == 1)
+workers.barrier()
+print(json.dumps([[t.tolist() for t in summed], [t.tolist() for t in parameters], agreed, workers.rank, workers.size]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_process_group_sums_and_broadcasts(tmp_path):
+    commands = [[sys.executable, "-c", WORKER, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) for command in commands
+        ]
+        for process in processes:
+            stack.callback(process.kill)  # if one fails, the other would wait forever
+        for rank, process in enumerate(processes):
+            stdout, _ = process.communicate(timeout=120)
+            assert process.returncode == 0
+            assert json.loads(stdout.splitlines()[-1]) == [
+                [[3.0, 4.0], [[3]]],
+                [[1.0, 1.0], [[0.0, 0.0]]],
+                False,
+                rank,
+                2,
+            ]

@@ -127,28 +127,32 @@ def test_openai_export_has_a_line_for_each_custom_id(make_run):
     assert len({row["id"] for row in [*rows, error]}) == 7
 
 
+@pytest.mark.parametrize(("kind", "row", "custom_id"), [("jsonl", {"x": 1}, "4"), ("openai-batch", "{bad", None)])
+def test_rows_without_custom_id_use_their_id_unless_in_a_batch(make_run, kind, row, custom_id):
+    run = make_run(kind)
+    columns = {"custom_id": ["a", "b"], "url": ["/v1/completions"] * 2} if kind == "openai-batch" else {}
+    for unit in range(NUM_UNITS):
+        commit(run, unit, row=row, **columns)
+    export(run, "openai-batch")
+    assert lines(run, "openai-batch")[0]["custom_id"] == ("a" if columns else "000000000")
+    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == custom_id
+
+
 @pytest.mark.parametrize(
-    ("letter", "manifest", "message_start"),
+    ("reason", "message", "manifest", "message_start"),
     [
-        (
-            {"reason": "invalid_row", "message": "PATH line 3: not valid JSON"},
-            {},
-            "corpus.jsonl line 3: not valid JSON",
-        ),
-        ({"reason": "refused", "message": "too long"}, {"served_name": "m"}, "too long"),
-        (
-            {"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"},
-            {"served_name": "m"},
-            "the eng",
-        ),
-        ({"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"}, {}, "vLLM failed on it: OSE"),
+        ("invalid_row", "PATH line 3: not valid JSON", {}, "corpus.jsonl line 3: not valid JSON"),
+        ("refused", "too long", {"served_name": "m"}, "too long"),
+        ("engine_failed", "vLLM failed on it: OSError('/srv/x')", {"served_name": "m"}, "the engine"),
+        ("engine_failed", "vLLM failed on it: OSError('/srv/x')", {}, "vLLM failed on it: OSE"),
     ],
 )
-def test_error_lines_hide_server_paths(make_run, letter, manifest, message_start):
+def test_error_lines_hide_server_paths(make_run, reason, message, manifest, message_start):
     run = make_run("openai-batch", **manifest)
     span = run.plan().units[0].span
     assert span.path.startswith("/")
-    dead_letter = {**letter, "id": "4", "unit": 0, "row": "{", "message": letter["message"].replace("PATH", span.path)}
+    message = message.replace("PATH", span.path)
+    dead_letter = {"reason": reason, "id": "4", "unit": 0, "row": "{", "message": message}
     rows = output(["000000000"], custom_id=["a"], url=["/v1/completions"])
     assert run.commit(0, rows, usage(0), [dead_letter])
     export(run, "openai-batch", partial=True)
@@ -166,23 +170,6 @@ def test_openai_export_uses_the_served_name(make_run, manifest, model):
     commit(run, 0, custom_id=["a", "b"], url=["/v1/completions"] * 2)
     export(run, "openai-batch", partial=True)
     assert [row["response"]["body"]["model"] for row in lines(run, "openai-batch")] == [model] * 2
-
-
-def test_rows_without_custom_id_use_their_id(make_run):
-    run = make_run()
-    for unit in range(NUM_UNITS):
-        commit(run, unit, row={"x": 1})
-    export(run, "openai-batch")
-    assert lines(run, "openai-batch")[0]["custom_id"] == "000000000"
-    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == "4"
-
-
-def test_invalid_batch_line_has_no_custom_id(make_run):
-    run = make_run("openai-batch")
-    for unit in range(NUM_UNITS):
-        commit(run, unit, row="{bad", custom_id=["a", "b"], url=["/v1/completions"] * 2)
-    export(run, "openai-batch")
-    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] is None
 
 
 def test_parquet_export_has_large_row_groups(whole_run, monkeypatch):
@@ -220,18 +207,6 @@ def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
         export(whole_run, "jsonl")
         unfinished_upload.write(b"the rest")
     assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
-
-
-@pytest.mark.parametrize("root", ["s3"], indirect=True)
-def test_only_incomplete_exports_on_s3_are_repeated(whole_run, s3):
-    first = export(whole_run, "jsonl")
-    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
-    content, num_writes = file.read_bytes(), s3.count("PUT", "export")
-    assert export(whole_run, "jsonl", again=False) == first
-    assert s3.count("PUT", "export") == num_writes
-    write_atomic(file, b"cut off")
-    assert export(whole_run, "jsonl", again=False) == first
-    assert file.read_bytes() == content
 
 
 def test_export_is_repeated_after_a_new_commit(whole_run):
@@ -318,9 +293,6 @@ def test_export_is_strict_json(make_run, url):
         assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
-USAGE = unit_usage(num_prompt_tokens=8, num_output_tokens=6)
-
-
 def run_with(root, responses):
     units = tuple(
         WorkUnit(unit=unit, first_id=unit, span=Span(path="a", format="jsonl", first_row=unit, num_rows=1))
@@ -331,7 +303,7 @@ def run_with(root, responses):
     run.create({"run_id": "r"}, plan)
     for unit, response in enumerate(responses):
         row = {**dict.fromkeys(OUTPUT_SCHEMA.names), "id": f"{unit:09d}", "response": response}
-        run.commit(unit, pa.Table.from_pylist([row], schema=OUTPUT_SCHEMA), USAGE, [])
+        run.commit(unit, pa.Table.from_pylist([row], schema=OUTPUT_SCHEMA), unit_usage(), [])
     return run
 
 

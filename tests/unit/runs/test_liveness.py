@@ -24,15 +24,14 @@ def test_seen_alive_has_the_latest_recent_session_per_slot():
     assert seen_alive(sessions, since=200.0, silent_after_s=60.0) == []
 
 
-def test_engine_is_dead_after_two_missed_heartbeats():
-    clock = [50.0]
-    heartbeats = Heartbeats(["earlier"], heartbeat_s=4.0, monotonic=lambda: clock[0])
+def test_engine_is_dead_after_two_missed_heartbeats(clock):
+    heartbeats = Heartbeats(["earlier"], heartbeat_s=4.0, monotonic=clock)
     sessions = [session("earlier"), session("current"), session("ended", ended=True)]
     heartbeats.observe(sessions)
-    clock[0] += 8
+    clock.now += 8
     assert [session.session_id for session in heartbeats.alive(sessions)] == ["current"]
     assert heartbeats.life_s(sessions[1]) == 18
-    clock[0] += 0.5
+    clock.now += 0.5
     assert heartbeats.alive(sessions) == []
     assert heartbeats.life_s(sessions[1]) == 18
     sessions[1] = session("current", busy_s=16.0)

@@ -1,4 +1,3 @@
-import itertools
 
 import pytest
 
@@ -41,18 +40,6 @@ def test_compile_time_is_limited_by_the_start(meter, clock):
     clock.now += 10
     meter.ready(compile_s=99)
     assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)
-
-
-def test_shares_of_units_add_up_to_busy_time(meter, clock):
-    meter.ready(0)
-    for unit, step in itertools.product(range(5), range(3)):
-        meter.start(unit)
-        clock.now += 0.1 * (step + 1)
-    for unit, _ in itertools.product(range(5), range(3)):
-        meter.finish(unit, 1)
-        clock.now += 0.3
-    busy = meter.snapshot().busy_s
-    assert sum(meter.take(unit) for unit in range(5)) == pytest.approx(busy)
 
 
 def test_lent_meter_advances_with_billed_seconds():

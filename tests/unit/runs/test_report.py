@@ -1,10 +1,17 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
 import pytest
-from usage_records import engine_session
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.prices import Price
 from peagle.errors import CapacityError
 from peagle.runs import report
 from peagle.runs.directory import RunDirectory
+from peagle.runs.report import failures, histogram, make_report, row_figures
+from peagle.runs.rows import OUTPUT_SCHEMA
 
 
 def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):
@@ -33,37 +40,156 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     assert values["num_engines"] == expected
 
 
-class Run:
-    """A run directory that returns a given plan and commits at each read."""
-
-    def __init__(self, *reads):
-        self._reads = list(reads)
-        self.num_retries = 0
-
-    def plan(self):
-        return self._reads[0][0]
-
-    def committed(self):
-        return self._reads.pop(0)[1]
-
-
-class Plan:
-    def __init__(self, num_units, num_retries=0):
-        self.units = [type("Unit", (), {"unit": number}) for number in range(num_units)]
-        self.num_retries = num_retries
+def plan(num_units, num_retries=0):
+    units = [SimpleNamespace(unit=number) for number in range(num_units)]
+    return SimpleNamespace(units=units, num_retries=num_retries)
 
 
 @pytest.mark.parametrize(
     ("reads", "times"),
     [
-        ([(Plan(1), {0}), (Plan(1), {0})], 1),
-        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # the driver that finishes the run makes it
-        ([(Plan(1), {0}), (Plan(2, 1), {0})], 1),  # a retry was added
-        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and committed
-        ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
+        ([(plan(1), {0}), (plan(1), {0})], 1),
+        ([(plan(2), {0}), (plan(2), {0})], 1),  # the driver that finishes the run makes it
+        ([(plan(1), {0}), (plan(2, 1), {0})], 1),  # a retry was added
+        ([(plan(1), {0}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1})], 2),  # and committed
+        ([(plan(2), {0}), (plan(2), {0, 1}), (plan(2), {0, 1}), (plan(2), {0, 1})], 2),
     ],
 )
 def test_result_is_repeated_if_the_run_changed_meanwhile(reads, times):
     calls = []
-    report.until_settled(Run(*reads), lambda: calls.append(1))
+    run = SimpleNamespace(plan=lambda: reads[0][0], committed=lambda: reads.pop(0)[1])
+    report.until_settled(run, lambda: calls.append(1))
     assert len(calls) == times
+
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def run(tmp_path, one_unit_plan):
+    """A run of the fake engine; each test commits its only unit."""
+    run = RunDirectory(tmp_path / "run")
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
+    run_facts = {"model": "fake", "num_engines": 1}
+    manifest = {"price": price.to_dict(), "run": run_facts, "config": {"engine": "fake"}, "created_at": 1.0}
+    run.create(manifest, one_unit_plan)
+    run.write_session(engine_session("a", started_at=1.0, load_s=1.0, busy_s=7.0, num_output_tokens=9))
+    return run
+
+
+def commit(run, rows, *, unit=0, letters=()):
+    times = {"busy_s": 5.0, "started_at": 2.0, "finished_at": 7.0}
+    usage = unit_usage("a", num_rows=len(rows), num_failed_rows=len(letters), num_output_tokens=9, **times)
+    schema = pa.schema([("prompt", pa.string()), ("weight", pa.float64()), *OUTPUT_SCHEMA])
+    table = pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema)
+    assert run.commit(unit, table, usage, letters)
+
+
+def a_row(number, **more):
+    return {
+        "id": f"{number:09d}",
+        "prompt": f"prompt {number}",
+        "weight": 0.5,
+        "response": f"answer {number}",
+        "finish_reason": "stop",
+        "num_prompt_tokens": 10,
+        "num_output_tokens": number + 1,
+        "ttft_s": 0.01,
+        "latency_s": 0.1 * (number + 1),
+        **more,
+    }
+
+
+def test_statistics_of_rows(run):
+    rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
+    commit(run, rows)
+    figures = row_figures(run)
+    assert figures["num_read"] == 100
+    assert figures["finish_reasons"] == {"stop": 75, "length": 25}
+    lengths = figures["measures"]["num_output_tokens"]
+    assert (lengths["p50"], lengths["p99"]) == (pytest.approx(50.5), pytest.approx(99.01))
+    assert sum(lengths["histogram"]["counts"]) == 100
+    assert figures["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
+    assert figures["measures"]["num_prompt_tokens"]["histogram"] == {
+        "first": 10.0, "step": 1.0, "counts": [100], "has_more": False,
+    }  # fmt: skip
+
+
+def test_three_sample_rows_with_cut_texts(run):
+    commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
+    samples = row_figures(run)["samples"]
+    assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
+    assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
+    assert len(samples[1]["answer"]) < 1300
+    assert samples[1]["answer"].endswith("x …")
+
+
+def test_samples_of_two_rows_without_times(run):
+    commit(run, [a_row(number, ttft_s=None) for number in range(2)])
+    figures = row_figures(run)
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
+    assert "ttft_s" not in figures["measures"]
+
+
+def test_large_runs_are_sampled(run, monkeypatch):
+    monkeypatch.setattr(report, "MAX_UNITS", 2)
+    monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
+    for unit in range(4):
+        commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
+    figures = row_figures(run)
+    assert figures["num_read"] == 6
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
+
+
+def test_no_statistics_without_rows(run):
+    assert row_figures(run) is None
+    commit(run, [], letters=[{"reason": "refused", "message": "no"}])
+    assert row_figures(run) is None
+
+
+def test_failures_are_counted_by_reason(run):
+    letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
+    letters += [{"reason": "invalid", "message": "second"}]
+    commit(run, [a_row(0)], letters=letters)
+    counted_failures = failures(run)
+    assert [(failure["reason"], failure["count"]) for failure in counted_failures] == [("invalid", 2), ("refused", 1)]
+    assert counted_failures[0]["example"] == "first"
+    assert len(counted_failures[1]["example"]) < 210
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
+def test_histogram_has_every_value(values):
+    bins = histogram(np.array(values))
+    assert sum(bins["counts"]) == len(values)
+    assert len(bins["counts"]) <= 27
+    assert bins["first"] <= min(values)
+
+
+def test_histogram_groups_the_largest_percent():
+    bins = histogram(np.array([*range(1000), 10**6]))
+    assert bins["has_more"]
+    assert bins["counts"][-1] >= 1
+    assert bins["first"] + bins["step"] * (len(bins["counts"]) - 1) < 1200
+
+
+def test_report_survives_damaged_dead_letters(run):
+    commit(run, [a_row(0)], letters=[{"reason": "invalid", "message": "no"}])
+    (letters,) = (run.root / "failed").iterdir()
+    letters.unlink()
+    made = make_report(run)
+    assert made["account"]["num_failed_rows"] == 1
+    assert made["failures"] is None
+    assert made["rows"]["num_read"] == 1
+    assert f"The failures are not shown: {letters}" in made["notes"][-1]
+
+
+def test_report_has_row_sections_and_labels_the_fake_engine(run):
+    commit(run, [a_row(0, response=EVIL, prompt=EVIL), a_row(1)], letters=[{"reason": "invalid", "message": EVIL}])
+    made = make_report(run)
+    page = (run.root / "report.html").read_text(encoding="utf-8")
+    assert EVIL not in page
+    assert page.count("&lt;script&gt;alert(1)") == 3
+    assert "FAKE ENGINE: speed and dollars are not real" in page
+    assert made["run"]["is_stand_in"] is True
+    assert made["timeline"]["engines"][0]["spans"] == [("load", 0.0, 1.0), ("busy", 1.0, 6.0), ("lost", 6.0, 8.0)]
+    assert json.loads((run.root / "report.json").read_bytes())["failures"][0]["count"] == 1

@@ -41,16 +41,8 @@ def prepared():
 
 
 def generation(**changes):
-    values = {
-        "text": "x",
-        "finish_reason": "stop",
-        "num_prompt_tokens": 2,
-        "num_cached_tokens": None,
-        "num_output_tokens": 5,
-        "speculation": None,
-        "ttft_s": None,
-        "latency_s": 1.0,
-    }
+    counts = {"num_prompt_tokens": 2, "num_cached_tokens": None, "num_output_tokens": 5, "speculation": None}
+    values = {"text": "x", "finish_reason": "stop", **counts, "ttft_s": None, "latency_s": 1.0}
     return Generation(**{**values, **changes})
 
 
@@ -78,24 +70,10 @@ def test_unit_without_responses_keeps_its_columns(prepared):
 
 def test_dead_letters_have_row_unit_and_reason(prepared):
     prepared.refuse(0, RowError(reason="refused", message="no"))
-    assert prepared.letters() == [
-        {
-            "id": "000000040",
-            "unit": 3,
-            "attempt": 1,
-            "reason": "refused",
-            "message": "no",
-            "row": {"prompt": "ab", "id": 7},
-        },
-        {
-            "id": "000000041",
-            "unit": 3,
-            "attempt": 1,
-            "reason": "invalid_row",
-            "message": "not valid JSON",
-            "row": "{bad",
-        },
-    ]
+    unit = {"unit": 3, "attempt": 1}
+    refused = {"reason": "refused", "message": "no", "row": {"prompt": "ab", "id": 7}}
+    invalid = {"reason": "invalid_row", "message": "not valid JSON", "row": "{bad"}
+    assert prepared.letters() == [{"id": "000000040", **unit, **refused}, {"id": "000000041", **unit, **invalid}]
 
 
 def test_dead_letters_have_the_input_row(tmp_path):
