@@ -34,10 +34,7 @@ def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
 
     The smallest units keep an engine full with few of them. From the end of the run backwards, a unit is a third of an
     even share of the remaining rows among all units that engines can have in flight, up to `rows_per_unit`.
-
-    Args:
-        num_rows: of the corpus; rows beyond `enough_rows` make no difference.
-        max_num_seqs: concurrent requests of an engine.
+    Rows beyond `enough_rows` make no difference.
 
     Example: 96 rows for one engine of 16 requests: no unit below ceil(3 * 16 / 24) = 2 rows.
     >>> auto_cut(96, 1, 16).rows_per_unit, set(auto_cut(96, 1, 16).small)

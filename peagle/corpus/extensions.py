@@ -2,7 +2,6 @@
 
 A type that a library registers (Ray's tensors, pandas' periods) only exists in processes that imported the library.
 Such a column becomes its storage type, and its field keeps Arrow's metadata, from which others restore the type.
-Arrow's own types (`uuid`, `bool8`, tensors) stay.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,11 +31,7 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return rows in Python: UUIDs and booleans as such, other extension types as stored.
-
-    Raises:
-        OverflowError, ValueError: a value does not exist in Python.
-    """
+    """Return rows in Python: UUIDs and booleans as such, other extension types as stored."""
     stored = storage_schema(batch.schema)
     if not stored.equals(batch.schema):
         batch = batch.cast(stored).cast(pa.schema([_converted(column, _as_uuid_or_bool) for column in batch.schema]))

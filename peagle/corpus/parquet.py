@@ -37,14 +37,9 @@ def count_parquet(file: SourceFile) -> int:
 def scan_parquet(
     file: SourceFile, sizes: Iterator[int], left: int, digest: Any, estimate: WorkEstimate, *, as_before: bool = False
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans.
+    """Cut a file into spans, and update `digest` with the content (`as_before`: as older plans did).
 
-    Args:
-        digest: updated with the content.
-        as_before: update `digest` as older plans did.
-
-    Raises:
-        InputError: the file is not valid Parquet, or rows cannot hold one of its columns.
+    Raises InputError if the file is not valid Parquet, or rows cannot hold one of its columns.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)

@@ -73,11 +73,7 @@ def find(
 ) -> list[SourceFile]:
     """Find a corpus's files with their formats. JSON lines that start with an OpenAI batch request are a batch.
 
-    Args:
-        outside, announce: as for `discover`.
-
-    Raises:
-        InputError: no files, an unknown format, or a batch next to other files.
+    Parameters and errors are those of `discover`; a batch next to other files is refused, too.
     """
     files = discover(uri, input_format, outside=outside, announce=announce)
     if input_format == "auto":
@@ -108,13 +104,10 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 def scan(
     files: Sequence[SourceFile], cut: Cut, limit: int | None, estimate: WorkEstimate, *, like: str | None = None
 ) -> tuple[list[Span], pa.Schema, str]:
-    """Cut the files into spans with estimated work.
+    """Cut the files into spans with estimated work; return them with the schema of all columns and a fingerprint.
 
     Args:
         like: a fingerprint to compare with; the new one uses the same version.
-
-    Returns:
-        The spans in order, the schema of all columns, and a fingerprint of the content.
 
     Raises:
         InputError: an unreadable file, no valid row, or a batch with a repeated custom_id.

@@ -48,8 +48,7 @@ def is_too_deep(type_: pa.DataType) -> bool:
 def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
     """Whether `new`, to which Arrow would widen, holds all values of `old`.
 
-    Args:
-        wide: `old` may have integers beyond `LARGEST_EXACT`.
+    `wide` means that `old` may have integers beyond `LARGEST_EXACT`.
     """
     if new == old or pa.types.is_null(old):
         return True

@@ -1,9 +1,7 @@
 """Rows of text formats: JSON lines, plain text, CSV and OpenAI batches.
 
-An invalid row is yielded, too: it gets an id and, later, a dead letter with its file and line.
-
-The envelope of a batch request is validated here, its body in `peagle/requests/builder.py`. Bodies differ from row to
-row, so they are stored as JSON text. Values of CSV are text.
+An invalid row is yielded, too: it gets an id and, later, a dead letter with its file and line. The envelope of a batch
+request is validated here, its body in `peagle/requests/builder.py`. Bodies are stored as JSON text.
 """
 
 import csv
@@ -139,8 +137,7 @@ _DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, including the ca
 def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
     """Yield the rows of a text format; after each, `lines` is exactly behind it.
 
-    Args:
-        header: of a CSV file, if the lines start in the middle.
+    `header` is that of a CSV file whose lines start in the middle.
     """
     if kind == "csv":
         yield from _csv_records(lines, header)

@@ -229,14 +229,11 @@ def document_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a plan, in the form that transformers expects.
+    """Compute the attention of a plan, in the form that transformers expects; return no weights.
 
     Args:
         query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.
         key: [1, KV heads, keys, head_dim].
-
-    Returns:
-        [1, rows, heads, head_dim], and no weights.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -1,18 +1,14 @@
 """COD sampling and training batches.
 
 P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The row at depth 0 has the last known token and the target's
-state; the row at depth d, d tokens later, has a mask token and a learned state. Training every position at every depth
-would cost K times the sequence. Conditional-on-distribution (COD) sampling keeps all positions at depth 0 and a share
-ratio**d of them at depth d.
+state; the row at depth d, d tokens later, has a mask token and a learned state. Conditional-on-distribution (COD)
+sampling keeps all positions at depth 0 and a share ratio**d of them at depth d.
 
 The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
-the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed; each attends only to
-itself.
-
-Row counts are rounded up, because a CPU's matrix kernels are built per shape. Padding bears no loss.
+the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed.
 
 Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows under the loss, P positions
-under the loss; in a batch each includes its padding.
+under the loss; in a batch each includes its padding, which bears no loss.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -121,11 +117,7 @@ class TrainingBatch:
 
 
 def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingBatch:
-    """Pack documents.
-
-    Args:
-        rows: the rows of each document, sampled from its loss mask after the shift.
-    """
+    """Pack documents with rows that were sampled from their loss masks after the shift."""
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])
     loss_mask = torch.cat([document.loss_mask_T[1:] for document in documents])
     starts = torch.tensor([0, *(len(document.token_ids_T) - 1 for document in documents)]).cumsum(0)

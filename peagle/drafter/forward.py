@@ -37,11 +37,7 @@ from peagle.speculation import SpeculationStats
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
-    """Return the states of all rows before the norm, [S, H], of an EAGLE-3 head.
-
-    Args:
-        free_run: feed the head's own drafts instead of the document's tokens.
-    """
+    """Return the states of all rows before the norm, [S, H], of an EAGLE-3 head; `free_run` as for `head_states`."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
@@ -143,9 +139,8 @@ class BatchLoss:
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
     """Return the head's states after its norm, [R, H], for rows under the loss and padding.
 
-    Args:
-        free_run: an EAGLE-3 head continues its own drafts, as in an engine, instead of the document's tokens. No effect
-            on a P-EAGLE head, which reads no token after the anchor.
+    With `free_run`, an EAGLE-3 head continues its own drafts, as in an engine, instead of the document's tokens. A
+    P-EAGLE head reads no token after the anchor.
     """
     states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])
@@ -205,8 +200,7 @@ def batch_loss(
 ) -> BatchLoss:
     """Return the weighted sum of the rows' losses over `total_weight`.
 
-    Args:
-        total_weight: fixed weight of the step that the batch is a part of; None if the batch is the whole step.
+    `total_weight` is the fixed weight of the step that the batch is a part of; None if the batch is the whole step.
     """
     states = head_states(head, batch)
     dtype = states.dtype
@@ -265,11 +259,10 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
     """Return the number of accepted drafts of each verification step of a response.
 
+    Prefill emits the response's first token, at index `start`.
+
     Example: the response is 5 6 7 8, every draft is right, and K=2. The first step drafts 6 7 after 5, accepts both and
     emits 8: [2].
-
-    Args:
-        start: index of the response's first token, which prefill emits.
     """
     accepted = []
     known = start

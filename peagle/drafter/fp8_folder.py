@@ -1,7 +1,6 @@
 """Convert head folders to FP8 and back, and report the error of the weights.
 
-The output is written atomically. Files other than weights are copied, and the model card gets an additional line. A
-head converted back to bf16 has the values of the FP8 head, so that a machine without FP8 can measure their effect on
+A head converted back to bf16 has the values of the FP8 head, so that a machine without FP8 can measure their effect on
 acceptance; the quantisation of activations is not reproduced.
 """
 

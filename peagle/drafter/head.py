@@ -1,8 +1,7 @@
 """Build a P-EAGLE or EAGLE-3 head for a target, and save it in the format that vLLM loads.
 
-The initial weights are the target's last layers, a saved head, or random. The networks are `speculators`' models. The
-target's own weights (norm, lm_head, and embeddings unless they are trained) are never saved. With a draft vocabulary,
-the rows of lm_head are saved, because vLLM cannot take them from the target.
+The networks are `speculators`' models. The target's own weights (norm, lm_head, and embeddings unless they are trained)
+are never saved. With a draft vocabulary, rows of lm_head are saved, because vLLM cannot take them from the target.
 """
 
 import json
@@ -317,8 +316,7 @@ def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
 def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens: int | None = None) -> None:
     """Write `config.json` and `model.safetensors` (bf16) in the format that vLLM loads.
 
-    Args:
-        verifier: the target's public name, which replaces the path that was used in training.
+    `verifier` is the target's public name, which replaces the path that was used in training.
     """
     from safetensors.torch import save
 

@@ -198,8 +198,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
     """Read the documents, and compute the target's missing states with `extract`.
 
-    Args:
-        verify: compare stored states with their checksums. Only one of several processes needs to.
+    `verify` compares stored states with their checksums, which only one of several processes needs to do.
     """
     config, target, device = check_training(config, listener.say)
     corpus = read_corpus(config, target, listener.say)
@@ -222,8 +221,7 @@ def train_prepared(
 ) -> TrainingOutcome:
     """Train `head` in place, starting from the last checkpoint if it exists.
 
-    Args:
-        identity: the identity that a checkpoint must have; None uses that of `prepared`.
+    A checkpoint must have this `identity`, by default that of `prepared`.
     """
     return train(
         head,
@@ -242,11 +240,7 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Plot the training, estimate the acceptance on held-out documents, and save the head with its card.
-
-    Returns:
-        The contents of run.json.
-    """
+    """Plot the training, estimate the acceptance, and save the head, its card and run.json; return run.json."""
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
     if steps:  # the file may have been lost after the last step

@@ -1,9 +1,8 @@
 """The built-in training prompts: code, and text of many kinds.
 
 A source has materials, and each material has several wordings of a request. Code prompts are made from signatures and
-docstrings of the standard library or an installed package; modules are parsed, never imported. Other prompts use text
-that every machine has: package descriptions, Python's reference, generated tables and puzzles. Some kinds of task and
-a fifth of these materials are held out for evaluation.
+docstrings of the standard library or an installed package, which is parsed, never imported. Other prompts use package
+descriptions, Python's reference, generated tables and puzzles; a fifth of these is held out for evaluation.
 """
 
 import ast

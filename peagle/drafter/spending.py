@@ -1,9 +1,7 @@
-"""The cost of a training run, as ledger records.
+"""The cost of a training run, as ledger records: a session per attempt in OUTPUT/ledger, on all devices that it uses.
 
-Each attempt is a session in OUTPUT/ledger, on all devices that it uses. Time until the first work is loading; then
-computing states, training steps, the estimate and saving the head are work. Work is recorded when its result is
-saved: a shard with its file, steps with their checkpoint. Unsaved work of a killed attempt is lost. A training has
-neither requests nor output tokens. The bulk runs that answer prompts have separate ledgers.
+Time until the first work is loading; then computing states, training steps, the estimate and saving the head are work.
+Work is recorded when its result is saved; unsaved work of a killed attempt is lost.
 """
 
 import contextlib
@@ -34,8 +32,7 @@ class TrainingSpending:
     """Record one attempt of a training run.
 
     A successful attempt ends with its last saved work; a failed attempt includes the lost work. Nothing is written
-    before the first work, so that a rejected training run leaves no files. Every method raises CapacityError if the
-    disk is full.
+    before the first work, so that a rejected training run leaves no files.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:

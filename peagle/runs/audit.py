@@ -142,16 +142,14 @@ def audit(
     announce: Callable[[str], None],
     start: Start,
 ) -> Audit:
-    """Audit a run.
+    """Audit a run, and generate `num_rows` of its rows again.
 
     Args:
-        num_rows: size of the sample that is generated again; 0 for no sample.
         max_tie: largest margin of a rounding tie; None for the default of the run's precision.
         start: starts an engine on this machine.
 
     Raises:
         ConfigError: there is no run, or its rows cannot be generated here.
-        EngineError: the engine failed to start or crashed.
     """
     if not run.exists:
         raise ConfigError(f"{run} is not a run directory: it has no run.json")
@@ -435,7 +433,6 @@ def audit_unit(
     Args:
         schema: from `expected_schema`.
         answered_by: the values that the columns `model` and `drafter` must have.
-        retried: ids of the unit's rows that retries took over.
     """
     path = run.unit_path(unit.unit)
     try:

@@ -1,8 +1,7 @@
-"""A bulk run's draw on tag budgets that it shares with an endpoint.
+"""A bulk run's draw on tag budgets that it shares with an endpoint, through the endpoint's ledger.
 
-The run writes its cost, and a reservation for its shutdown, into the endpoint's ledger, and reads from it the cost of
-everything else with the same tags. The endpoint need not be running. Run and endpoint poll every few seconds, so
-together they can exceed a budget by what they spend between two polls.
+The endpoint need not be running. Run and endpoint poll every few seconds, so together they can exceed a budget by what
+they spend between two polls.
 """
 
 import logging
@@ -36,16 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 class TagDraw:
-    """One run's draw.
+    """One run's draw on the endpoint's ledger; `run` and `tags` (JSON) are the same for all attempts of the run.
 
-    Args:
-        ledger: ledger folder of the endpoint.
-        run: id of the run, the same for all its attempts.
-        tags: tags of the run, as JSON.
-        day: returns the current UTC day.
-
-    Raises:
-        ConfigError: there is no such ledger.
+    Raises ConfigError if there is no such ledger.
     """
 
     def __init__(
@@ -75,12 +67,8 @@ class TagDraw:
     def reached(self, spent_usd: float, reserve_usd: float) -> str | None:
         """Return a message about the budget that stops the run, or None.
 
-        Args:
-            spent_usd: cost of the run, all attempts.
-            reserve_usd: the maximum cost of shutting the run down.
-
-        Raises:
-            OSError, PeagleError: the ledger cannot be read or written; logged after the first call.
+        `reserve_usd` is the maximum cost of shutting the run down. Raises OSError or PeagleError if the first call
+        cannot read the ledger; later failures are logged.
         """
         now = self._monotonic()
         if now >= self._polled_at + _POLL_S:

@@ -72,8 +72,7 @@ class UnitMetadata:
 class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
-    Args:
-        driver: number of the lease of the driver that this process works for; 0 for no driver.
+    `driver` is the number of the lease of the driver that this process works for; 0 for no driver.
     """
 
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
@@ -116,11 +115,7 @@ class RunDirectory:
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
         """Create the run, and return whether this driver was the first to do so.
 
-        The plan is written first, then `run.json`. If another driver was faster, its manifest and plan are valid.
-
-        Raises:
-            ConfigError: the folder has other files, or cannot be written.
-            RunInUse: another driver has taken over.
+        If another driver was faster, its manifest and plan are valid. Raises ConfigError if the folder has other files.
         """
         self.require_own()
         try:
@@ -147,12 +142,7 @@ class RunDirectory:
             raise ConfigError(message, hint="use a new folder")
 
     def open(self) -> None:
-        """Prepare another attempt: delete leftovers of killed writers.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            RunInUse: another driver has taken over.
-        """
+        """Delete leftovers of killed writers before another attempt."""
         try:
             self._make_folders()
             self._delete(
@@ -178,23 +168,15 @@ class RunDirectory:
         return self.with_retries(_parsed(self.root / self._plan_name(), plan_from_bytes))
 
     def with_retries(self, plan: Plan) -> Plan:
-        """Return a plan of this corpus with the units of all retries, in planning order.
-
-        Raises:
-            ConfigError: a file is damaged.
-        """
+        """Return a plan of this corpus with the units of all retries, in planning order."""
         for path in self._retry_plans():
             plan = plan.with_retries(_parsed(path, retries_from_bytes))
         return plan
 
     def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
-        """Plan a retry. From now on its units are responsible for the rows that they retry.
+        """Plan retry `number`. From now on its units are responsible for the rows that they retry.
 
-        Args:
-            number: one more than the number of retries in the plan from which this retry was made.
-
-        Raises:
-            RunInUse: another driver has planned that retry, or has taken over.
+        Raises RunInUse if another driver has planned a retry with this number, or has taken over.
         """
         self.require_lease()
         if not write_once(self.root / f"plan-{number:04d}.parquet", retries_to_bytes(retries)):
@@ -265,9 +247,6 @@ class RunDirectory:
         """Yield the usage of every committed unit, in order.
 
         Rows that a retry took over do not count as failed rows of the unit where they failed.
-
-        Raises:
-            PeagleError: a file is damaged.
         """
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed)
@@ -287,11 +266,7 @@ class RunDirectory:
             yield from self.letters(unit)
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
-        """Yield the dead letters of a committed unit, retried or not.
-
-        Raises:
-            PeagleError: their file is missing or damaged.
-        """
+        """Yield the dead letters of a committed unit, retried or not."""
         if name := self.letters_name(unit):
             path = self.failed / name
             try:
@@ -301,11 +276,7 @@ class RunDirectory:
                 raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS) from error
 
     def letters_name(self, unit: int) -> str:
-        """Return the file in `failed/` that a committed unit names; empty without dead letters.
-
-        Raises:
-            PeagleError: the unit's file is damaged.
-        """
+        """Return the file in `failed/` that a committed unit names; empty without dead letters."""
         return self._read_metadata(unit).failed_name
 
     def read_ahead(self, units: Iterable[int]) -> None:
@@ -333,13 +304,10 @@ class RunDirectory:
     # --- leftovers
 
     def remove_leftovers(self) -> int:
-        """Delete leftovers of killed or slower attempts, and return the number of deleted files.
+        """Delete leftovers of killed or slower attempts, and return their number.
 
         These are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes of
-        committed units are deleted, too: their engine was killed between the commit and the deletion.
-
-        Raises:
-            RunInUse: another driver has taken over.
+        committed units, whose engine was killed between the commit and the deletion, are deleted but not counted.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)

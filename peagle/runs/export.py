@@ -62,13 +62,7 @@ class Export:
 def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
     """Export the committed units of a run. Exports can be repeated, and each file is written atomically.
 
-    Args:
-        partial: whether an unfinished run may be exported.
-        again: whether to repeat an export that exists and is current.
-
-    Raises:
-        ConfigError: there is no run, or it is not finished.
-        PeagleError: a file of the run is damaged.
+    `partial` allows the export of an unfinished run. Without `again`, an existing current export is returned.
     """
     return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
 

@@ -105,12 +105,7 @@ class Holding:
         return self._lease.number
 
     def require(self) -> None:
-        """Check that this process holds the lease now.
-
-        Raises:
-            RunInUse: another driver has taken over.
-            ConfigError: the folder cannot be read.
-        """
+        """Raise RunInUse if another driver has taken over, or ConfigError if the folder cannot be read."""
         try:
             if self._is_taken_over():
                 self.lost.set()
@@ -163,13 +158,8 @@ def hold_lease(
 ) -> Iterator[Holding]:
     """Hold the run directory's lease. An exception that passes through becomes the lease's outcome.
 
-    Args:
-        heartbeat_s: interval of the engines' heartbeats, for `peagle status`.
-
-    Raises:
-        RunInUse: a live driver holds the lease, or has taken over.
-        ConfigError: the folder cannot be written.
-        StorageError: the store cannot be written.
+    Raises RunInUse if a live driver holds the lease or has taken over, and ConfigError or StorageError if the folder
+    cannot be written. `heartbeat_s` is the interval of the engines' heartbeats, for `peagle status`.
     """
     try:
         holding = Holding(root, _take(root, expiry_s, heartbeat_s, command, announce))

@@ -36,10 +36,7 @@ class FoundLedgers:
 
 
 def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> FoundLedgers:
-    """Return the ledgers of all sources, each once.
-
-    Args:
-        benchmark: a benchmark whose step times replace those in the ledgers.
+    """Return the ledgers of all sources, each once, with step times of `benchmark` instead of their own.
 
     Raises:
         ConfigError: a source is missing, or is neither a run nor an endpoint's state.

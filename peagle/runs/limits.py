@@ -92,16 +92,11 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 
 
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
-    """Parse a deadline into Unix seconds.
+    """Parse a deadline into Unix seconds; raises ValueError if the text is invalid or the time too far in the future.
 
     A time of day is the next such moment, a duration counts from `now`. A local time has the UTC offset of its own day.
     If clock changes make it ambiguous, the first future moment is used; if they skip it, it is shifted by the change.
-
-    Args:
-        now: its time zone, or this machine's, applies to deadlines without one.
-
-    Raises:
-        ValueError: the text has none of the forms, or is too far in the future.
+    Deadlines without a time zone have that of `now`, or this machine's.
     """
     text = text.strip()
     if text.lower() == "none":

@@ -20,11 +20,10 @@ def engines_at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_s: float) -> list[EngineSession]:
-    """Return the latest live session for each host and engine number.
+    """Return the latest live session for each host and engine number, by the driver's start `since` and the engines'
+    clocks.
 
-    Args:
-        since: start of the driver, by its own clock.
-        silent_after_s: an engine without a heartbeat for this long counts as dead.
+    An engine without a heartbeat for `silent_after_s` counts as dead.
     """
     last = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
@@ -34,13 +33,10 @@ def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_
 
 
 class Heartbeats:
-    """The engines' heartbeats, as observed by the driver.
+    """The engines' heartbeats, as observed by the driver; the sessions of earlier attempts, `before`, are all dead.
 
     Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
     (`peagle status` only reads once, so it must trust the engines' clocks.)
-
-    Args:
-        before: ids of the sessions of earlier attempts, all dead.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""The logs of a run.
-
-Objects on S3 cannot be appended to. So processes of a run on S3 log to a temporary folder of their node, and copy the
-log to `OUT/logs`: after the engine's start, every minute, and at the end. If a process is killed, the last minute of
-its log is only on the node.
-"""
+"""The logs of a run. Processes of a run on S3 log to a temporary folder and copy the log to `OUT/logs` every minute."""
 
 import contextlib
 import hashlib
@@ -27,11 +22,7 @@ def logs_folder(root: StoragePath) -> Path:
 
 
 class LogCopy:
-    """A copy of a log in a run directory on S3, limited to the last 16 MiB.
-
-    Args:
-        name: name of the copy.
-    """
+    """A copy of a log in a run directory on S3, limited to the last 16 MiB."""
 
     def __init__(self, root: StoragePath, log: Path, name: str) -> None:
         self._log = log

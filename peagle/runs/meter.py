@@ -68,7 +68,7 @@ def is_lent(session_id: str) -> bool:
 
 
 class EngineMeter:
-    """A contiguous account of one engine's time from its first second.
+    """A contiguous account of one engine's time, since `started` on the clock `monotonic`.
 
     While requests run, time is busy and is divided among their units in proportion to the number of requests that each
     unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the
@@ -76,10 +76,6 @@ class EngineMeter:
 
     Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
     unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
-
-    Args:
-        monotonic: the clock for durations, in seconds.
-        started: when the engine's process started, on that clock; None for now.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:

@@ -1,8 +1,7 @@
-"""The plan of a run: the corpus, split once into deterministic work units.
+"""The plan of a run: the corpus, split once into deterministic work units. A unit is a range of rows of one file.
 
-A unit is a range of rows of one file. The plan is written before anything runs and never changes, so resuming means
-running the units without a committed file. A retry adds units: each retries the dead letters of one unit, and from then
-on is responsible for these rows (`docs/decisions/0006-retry-units.md`).
+The plan is written before anything runs and never changes. A retry adds units: each retries the dead letters of one
+unit, and from then on is responsible for these rows (`docs/decisions/0006-retry-units.md`).
 """
 
 import io
@@ -112,12 +111,10 @@ class Plan:
         return dict(retried)
 
     def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
-        """Return the units whose dead letters were all taken over by retries.
+        """Return the units whose dead letters were all taken over by retries, by their numbers of rows and dead
+        letters.
 
         A unit that ran again after its file was deleted only has the rows that no retry has: its dead letters are new.
-
-        Args:
-            num_rows: rows and dead letters of each committed unit that was retried.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(retried[unit]))
@@ -170,9 +167,6 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         cut: the cut of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic cut.
         max_num_seqs: used if the configuration does not set it.
         like: an earlier fingerprint (`corpus.scan`).
-
-    Raises:
-        InputError: the corpus cannot be read, or has no rows.
     """
     notes: list[str] = []
     files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)

@@ -25,11 +25,7 @@ def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> 
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
-    """Plan new units for all dead letters, and return the new plan; unchanged if there are no dead letters.
-
-    Raises:
-        RunInUse: another driver has planned a retry since `plan` was read.
-    """
+    """Plan new units for all dead letters, and return the new plan; unchanged if there are no dead letters."""
     superseded, committed = run.superseded(), run.committed()
     number = max(unit.unit for unit in plan.units)
     retries = []

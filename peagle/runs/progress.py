@@ -93,9 +93,7 @@ class RunProgress:
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:
     """Estimate the seconds until all rows are done; None if unknown, or if no rows are left.
 
-    Args:
-        num_output_tokens: output tokens of the finished rows; the remaining rows are assumed to be as long.
-        tokens_per_s: current speed from heartbeats.
+    The remaining rows are assumed to have as many output tokens as the finished rows.
     """
     if not (num_rows_left and num_rows_done and num_output_tokens and tokens_per_s):
         return None

@@ -71,11 +71,7 @@ class _Sample:
 
 
 def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
-    """Return the run's target if it can run on this machine as in the run.
-
-    Raises:
-        ConfigError: this machine computes in another precision, or the model's weights differ.
-    """
+    """Return the run's target; raises ConfigError if this machine has another precision or other weights."""
     spec = EngineSpec.from_dict(manifest["engine"])
     stated = manifest["fingerprint"]["precision"]
     if uses_fake_engine(manifest):

@@ -1,7 +1,6 @@
 """Choose the number of engines of a run. Pure functions.
 
-Ray Data adds an actor whenever all engines are full and units wait. Since loading takes minutes, the new actor first
-waits until `is_worth_loading` returns True.
+Ray Data adds an actor whenever all engines are full and units wait; the actor first waits for `is_worth_loading`.
 """
 
 import re
@@ -37,12 +36,7 @@ class EngineRange:
         return self.smallest if self.smallest == self.largest else None
 
     def at_start(self, room: int, num_units: int, calls: int) -> int:
-        """Return the number of engines to start with, limited by room and work.
-
-        Args:
-            room: number of engines for which the cluster has room now.
-            calls: concurrent units per engine.
-        """
+        """Return the number of engines to start with, if there is `room` for so many and each runs `calls` units."""
         return max(self.smallest, min(self.largest, room, num_units // calls))
 
     def __str__(self) -> str:
@@ -60,13 +54,8 @@ def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_don
     """Return whether another engine would work for longer than it takes to load.
 
     The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares the
-    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown.
-
-    Args:
-        sessions: all sessions of the run directory.
-        num_alive: engines that are running or loading.
-        work_done, work_left: estimated work of committed and uncommitted units. The number of units would mislead,
-            because small units come last.
+    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown. Work is estimated: the
+    number of units would mislead, because small units come last.
 
     Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
     160 s after 60 s of loading.

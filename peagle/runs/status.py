@@ -166,9 +166,7 @@ def _driver(state: State, lease: Lease | None) -> str:
 class Spending:
     """The exact cost of earlier attempts, and the cost of this attempt up to now.
 
-    Args:
-        usages, sessions: usage and sessions in the run directory before this attempt started an engine.
-        heartbeat_s: seconds between an engine's heartbeats.
+    `usages` and `sessions` are those in the run directory before this attempt started an engine.
     """
 
     def __init__(

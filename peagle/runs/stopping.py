@@ -14,9 +14,7 @@ from peagle.storage import StoragePath, is_remote, write_json
 class StopSignal:
     """A driver's stop signal to its own workers, as a file in the run directory.
 
-    Args:
-        folder: folder of the leases; the next driver deletes the signal with the lease.
-        driver: the number of the driver's lease.
+    The file is in the folder of the leases, so the next driver deletes it with this driver's lease.
     """
 
     def __init__(self, folder: StoragePath, driver: int) -> None:
@@ -42,11 +40,7 @@ class StopSignal:
 
 
 class PolledStop:
-    """A stop signal on S3, polled by a thread.
-
-    Args:
-        read_grace_s: as for `GraceClock`; the last value is kept if it fails.
-    """
+    """A stop signal on S3, polled by a thread. If a read fails, the last value is kept."""
 
     def __init__(self, read_grace_s: Callable[[], float | None], *, every_s: float = 1.0) -> None:
         self._read_grace_s = read_grace_s
@@ -67,10 +61,8 @@ class PolledStop:
 class GraceClock:
     """A worker's view of a stop.
 
-    The grace period starts when this process first sees the signal, on its own monotonic clock.
-
-    Args:
-        read_grace_s: returns the grace period in seconds if the run is being stopped, or None.
+    The grace period starts when this process first sees the signal, on its own monotonic clock. `read_grace_s` returns
+    the grace period in seconds if the run is being stopped, or None.
     """
 
     def __init__(

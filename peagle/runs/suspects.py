@@ -1,18 +1,15 @@
 """Rows that may have crashed an engine.
 
-A note about each attempt at a unit is kept in the run directory while the unit is in an engine:
-
     OUT/suspects/unit-N.SESSION.json    the rows of unit N in that engine process; deleted when N is committed
 
 The note is written before the rows enter the engine, so it exists no matter which process is killed.
 
-- The engine crashed and its actor noticed (`died`): the note names the rows that were in the engine. They are suspects,
-  and each is retried alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter.
-  A single crash may be coincidence (out of memory, an operator), and does not condemn a row.
-- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
-  The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
-  alone this counts as a crash, and units that only waited are cleared.
-- The driver was killed: this says nothing about rows. `stale_notes` finds the notes that only mean this.
+- The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
+each   is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence. - The actor
+itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.   The first time
+the unit is simply run again; from the second time on, all its rows are suspects. For a row that was   alone this counts
+as a crash, and units that only waited are cleared. - The driver was killed: this says nothing about rows. `stale_notes`
+finds the notes that only mean this.
 """
 
 import contextlib
@@ -146,8 +143,7 @@ class RowsInEngine:
     def mark_suspected(self, *, alone: bool) -> None:
         """Mark the rows in a crashing engine as suspects, and clear units without rows in the engine.
 
-        Args:
-            alone: whether the only row in the engine was run alone on purpose.
+        `alone` tells whether the only row in the engine was run alone on purpose.
         """
         for unit, notes in list(self._notes.items()):
             if rows := self._rows[unit]:

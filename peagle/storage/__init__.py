@@ -107,11 +107,7 @@ def open_to_read(path: StoragePath) -> BinaryIO:
 
 
 def presigned_url(path: StoragePath, valid_s: int, disposition: str) -> str | None:
-    """Return a URL that gives anyone temporary read access; None for a local file.
-
-    Args:
-        disposition: `Content-Disposition` of the response.
-    """
+    """Return a URL with temporary read access and this `Content-Disposition`; None for a local file."""
     return path.presigned_url(valid_s, disposition) if isinstance(path, S3Path) else None
 
 
@@ -158,8 +154,7 @@ def remove(path: StoragePath) -> None:
 def remove_temporaries(folder: StoragePath, *, older_than_s: float = 0.0) -> int:
     """Delete the temporary files of killed writers in `folder`; return their number.
 
-    Args:
-        older_than_s: minimum age since a file changed or an upload began, if other processes may be writing.
+    If other processes may be writing, spare files and uploads of the last `older_than_s` seconds.
     """
     if isinstance(folder, S3Path):
         return folder.abort_uploads(older_than_s)

@@ -138,11 +138,7 @@ def marked(writer: str) -> dict[str, str]:
 class ObjectStore:
     """An object store, configured by the AWS variables. Thread-safe.
 
-    Args:
-        patience_s: how long transient errors are retried.
-
-    Raises:
-        StorageError: here and in all methods, a permanent error, or a transient one that lasted too long.
+    Every method raises StorageError for a permanent error, and for a transient error that lasted `patience_s` seconds.
     """
 
     def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
@@ -165,13 +161,9 @@ class ObjectStore:
     # --- reading
 
     def read(self, at: Address, etag: str | None = None) -> bytes:
-        """Return the content of an object.
+        """Return the content of an object; FileNotFoundError if it does not exist.
 
-        Args:
-            etag: from a listing; content with this etag may come from the cache.
-
-        Raises:
-            FileNotFoundError: it does not exist.
+        With the `etag` of a listing, the content may come from the cache.
         """
         with self._lock:
             if etag is not None and (cached := self._cache.get((at, etag))) is not None:
@@ -293,13 +285,9 @@ class ObjectStore:
         return response["Body"].read(), response["ETag"]
 
     def request(self, what: str, at: Address, call: Callable[[], _Result]) -> _Result:
-        """Return the result of `call`; retry transient errors until the patience ends.
+        """Return the result of `call`; retry transient errors until the patience ends. Errors start with `what`.
 
-        Args:
-            what: what failed, for the error message.
-
-        Raises:
-            FileNotFoundError: the object does not exist.
+        Raises FileNotFoundError if the object does not exist.
         """
         started_at = time.monotonic()
         patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s

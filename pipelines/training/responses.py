@@ -3,8 +3,7 @@
     OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and their bulk run
     OUTPUT/responses/sampled.jsonl   OUTPUT/responses/sampled/
 
-These are ordinary runs: a killed run resumes, and a different target or different prompts are refused. No seed is set,
-because vLLM on CPU crashes with seeds; since responses are stored, they do not have to be reproducible.
+No seed is set, because vLLM on CPU crashes with seeds; the stored responses do not have to be reproducible.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +36,6 @@ def test_every_humaneval_problem_is_found_by_its_own_prompt():
     assert missed == []
 
 
-Write = Callable[..., Path]
 TEXT = "one two three four five six seven eight nine ten"
 
 

@@ -1,5 +1,6 @@
 import json
-from dataclasses import asdict
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,8 +74,6 @@ def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monke
 
 
 def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
-    from dataclasses import replace
-
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     with pytest.raises(ConfigError, match="has features with different target"):
@@ -82,8 +81,6 @@ def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
 
 
 def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, monkeypatch):
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=rf"{spec.bytes_per_token:,} bytes each(?s:.*)--on-the-fly"):
         extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
@@ -109,7 +106,7 @@ def _losses(target, vocabulary, store, folder, config=CONFIG):
 def test_computed_features_train_like_stored_ones(
     target, bf16_model, samples, spec, vocabulary, tmp_path, micro_batch_tokens
 ):
-    config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": micro_batch_tokens})
+    config = replace(CONFIG, micro_batch_tokens=micro_batch_tokens)
     curves = {}
     for batch_tokens in (1, 4096):  # single documents, or all documents in one batch
         reader = HiddenStateReader(bf16_model, spec.aux_layers)

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,12 +12,7 @@ from peagle.drafter.prompts import FORMS, source_materials
 from peagle.errors import InputError
 from peagle.storage import atomic_file, write_atomic
 
-Write = Callable[..., Path]
 ROW = {"id": "a", "prompt": "hi", "response": "yo", "finish_reason": "stop"}
-
-
-def _problem():
-    return humaneval_references()[0]
 
 
 def _read(*sources, messages=None, **changes):
@@ -93,7 +87,9 @@ def test_prompts_overlapping_a_custom_evaluation_set_are_dropped(write_jsonl):
         [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl"
     )
     leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
-    rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])
+    rows = write_jsonl(
+        [{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": humaneval_references()[0]}]
+    )
     messages: list[str] = []
     assert [row["id"] for row in _read(rows, exclude=["humaneval", str(evaluation_set)], messages=messages)] == ["fine"]
     assert messages[1].startswith(f"  overlaps {evaluation_set}: own: 'say in one sentence why")

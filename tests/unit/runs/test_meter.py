@@ -1,4 +1,3 @@
-
 import pytest
 
 from peagle.runs.meter import BilledMeter, EngineMeter, is_lent, new_session_id

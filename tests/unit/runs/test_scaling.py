@@ -14,11 +14,6 @@ def test_invalid_engine_range_is_refused(text):
         EngineRange.parse(text)
 
 
-def test_number_is_a_fixed_range():
-    assert EngineRange.parse("4") == EngineRange(4, 4)
-    assert (EngineRange.parse("4").fixed, EngineRange.parse("2:4").fixed) == (4, None)
-
-
 @pytest.mark.parametrize(
     ("room", "units", "expected"), [(1, 1000, 2), (5, 1000, 5), (20, 1000, 8), (20, 30, 3), (20, 1, 2)]
 )
