@@ -72,23 +72,6 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
 
-def _one_depth(
-    head: Any, place: torch.Tensor, state: torch.Tensor, token_ids: torch.Tensor, cache: "_Cache", plan: DocumentPlan
-) -> torch.Tensor:
-    row_states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-    places = place[None]
-    rotary = head.rotary_emb(row_states, places)
-    for layer in head.layers:
-        row_states = layer(
-            row_states,
-            attention_mask=plan,
-            position_ids=places,
-            position_embeddings=rotary,
-            past_key_values=cache,
-        )
-    return row_states[0]
-
-
 def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
     # In chunks, since the logits of a long document are gigabytes.
     draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])

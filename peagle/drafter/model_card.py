@@ -38,6 +38,10 @@ def render_card(
     parallel, order = "", "one after another"
     if config.algorithm == "peagle":
         parallel, order = ', "parallel_drafting": True', "all in one pass"
+    responses = "existing responses"
+    if config.responses == "regenerate":
+        share = f"{config.sampled_share:.0%} of the prompts at temperature {config.temperature:g}"
+        responses = f"responses of the target ({share}, the others greedy)"
     embeddings = "shares the target's embeddings; the file does not contain them"
     if config.train_embeddings:
         embeddings = "has its own embeddings"
@@ -72,7 +76,7 @@ The head {embeddings}.
 | Architecture | {method}, {layers}, {num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, aux_layers))} of the target |
 | Draft vocabulary | {vocabulary.size:,} tokens, {vocabulary.coverage:.2%} of the training documents |
-| Data | {num_documents:,} {_responses(config)}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
+| Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
 | Seen | {num_tokens_seen:,} tokens in {num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
 | Hardware | {_hardware(config, device)}, {train_s / 3600:.2f} h of training |
@@ -83,15 +87,6 @@ The head {embeddings}.
 
 {_acceptance(held_out, config.num_speculative_tokens)}
 """
-
-
-def _responses(config: TrainConfig) -> str:
-    if config.responses == "given":
-        return "existing responses"
-    return (
-        f"responses of the target ({config.sampled_share:.0%} of the prompts at temperature {config.temperature:g}, the"
-        " others greedy)"
-    )
 
 
 def _by_name(sources: Sequence[str]) -> str:

@@ -51,7 +51,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         notes.append(f"{num_billed} batch runs are counted in the ledger of their endpoint.")
     if others:
         notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
-    unlike = [name for name, run in unbilled.items() if benchmark and not _is_like(run, benchmark)]
+    unlike = []
+    for name, run in unbilled.items():
+        about = run.manifest()["run"]
+        hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
+        if benchmark and (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
+            unlike.append(name)
     if unlike:
         notes.append(f"{len(unlike)} runs used different hardware or precision from the baseline: {unlike[0]}, ...")
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
@@ -80,12 +85,6 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, S
             hint="use run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
     return found
-
-
-def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:
-    about = run.manifest()["run"]
-    hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
-    return (hardware, about.get("precision")) == (benchmark.hardware, benchmark.precision)
 
 
 def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:

@@ -22,8 +22,6 @@ from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find, scan
 from peagle.parquet_table import read_table
 
-_UNIT_COLUMNS = ("unit", "first_id")
-_ROWS_AT_ONCE = 16_384
 _SMALL_UNITS = b"peagle.small_units"
 _NOTES = b"peagle.notes"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
@@ -191,7 +189,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """Return the contents of the plan's file: a row per unit; schema and fingerprint are metadata."""
-    columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
+    columns = {name: [getattr(unit, name) for unit in plan.units] for name in ("unit", "first_id")}
     columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
         b"peagle.schema": plan.schema.serialize().to_pybytes(),
@@ -206,8 +204,15 @@ def plan_to_bytes(plan: Plan) -> bytes:
 def plan_from_bytes(data: bytes) -> Plan:
     table = read_table(io.BytesIO(data))
     metadata = table.schema.metadata
+    units = []
+    for batch in table.to_batches(16_384):
+        for row in batch.to_pylist():
+            unit, first_id = row.pop("unit"), row.pop("first_id")
+            # A plan may have millions of units, which share their texts.
+            span = {key: sys.intern(value) if isinstance(value, str) else value for key, value in row.items()}
+            units.append(WorkUnit(unit=unit, first_id=first_id, span=Span(**span)))
     return Plan(
-        units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
+        units=tuple(units),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
@@ -235,14 +240,6 @@ def unit_from_json(text: str) -> WorkUnit:
     values = json.loads(text)
     rows = values["rows"]
     return WorkUnit(**{**values, "span": Span(**values["span"]), "rows": None if rows is None else tuple(rows)})
-
-
-def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
-    # A plan may have millions of units, which share their texts.
-    span: dict[str, Any] = {
-        k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS
-    }
-    return WorkUnit(unit=row["unit"], first_id=row["first_id"], span=Span(**span))
 
 
 def _to_parquet(table: pa.Table) -> bytes:

@@ -83,7 +83,9 @@ class UnitNotes:
             if path == self._own:
                 continue
             note = _read(path)
-            if note.is_vague and self._only_waited(path):
+            # Did only another unit's row run in that process, alone?
+            others = self._folder.glob(f"unit-*.{path.name.split('.')[1]}.json") if note.is_vague else ()
+            if any(_read(other).alone for other in others if other != path):
                 path.unlink(missing_ok=True)
             else:
                 notes.append(note)
@@ -101,11 +103,6 @@ class UnitNotes:
         """Delete all notes: the unit is committed."""
         for path in self._paths():
             path.unlink(missing_ok=True)
-
-    def _only_waited(self, path: StoragePath) -> bool:
-        """Return whether another unit's row was alone in the engine of this note's process."""
-        session_id = path.name.split(".")[1]
-        return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
 
     def _paths(self) -> list[StoragePath]:
         return sorted(self._folder.glob(f"{self._prefix}*.json"), key=lambda path: path.name)
