@@ -52,11 +52,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     if others:
         notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
     unlike = []
-    for name, run in unbilled.items():
-        about = run.manifest()["run"]
-        hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
-        if benchmark and (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
-            unlike.append(name)
+    if benchmark:
+        for name, run in unbilled.items():
+            about = run.manifest()["run"]
+            hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
+            if (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
+                unlike.append(name)
     if unlike:
         notes.append(f"{len(unlike)} runs used different hardware or precision from the baseline: {unlike[0]}, ...")
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]

@@ -1,5 +1,4 @@
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -27,15 +26,10 @@ def eagle3(tmp_path):
     """An EAGLE-3 head in the hub's layout, with its own embedding and weights in two files."""
     folder = tmp_path / "eagle3"
     folder.mkdir()
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "vocab_size": 64,
-        "draft_vocab_size": 32,
-        "num_hidden_layers": 1,
-    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 16,
+        "num_attention_heads": 4, "vocab_size": 64, "draft_vocab_size": 32, "num_hidden_layers": 1,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     shapes = {

@@ -63,15 +63,16 @@ def test_incompatible_kv_heads_require_a_random_start(target, spec, vocabulary):
     assert head.layers[0].self_attn.k_proj.weight.shape[0] == 32
 
 
+def _trained(head):
+    return {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+
+
 def test_only_the_heads_own_weights_are_trained(target, spec, vocabulary):
-    trained = {name for name, p in _head(target, spec, vocabulary).named_parameters() if p.requires_grad}
+    trained = _trained(_head(target, spec, vocabulary))
     assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
     assert not {name for name in trained if "embed" in name or "verifier" in name or "lm_head" in name}
     with_embeddings = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
-    assert {n for n, p in with_embeddings.named_parameters() if p.requires_grad} - trained == {
-        "lm_head.weight",
-        "embed_tokens.weight",
-    }
+    assert _trained(with_embeddings) - trained == {"lm_head.weight", "embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
@@ -176,12 +177,8 @@ def test_a_peagle_head_starts_from_an_eagle3_head(tmp_path, target, spec, vocabu
 def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
-    trained = {n for n, p in _head(target, spec, vocabulary, **shape).named_parameters() if p.requires_grad}
-    trained_unfrozen = {
-        n
-        for n, p in _head(target, spec, vocabulary, **shape, num_frozen_layers=2).named_parameters()
-        if p.requires_grad
-    }
+    trained = _trained(_head(target, spec, vocabulary, **shape))
+    trained_unfrozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
     assert trained_unfrozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
     assert {"fc.weight", "mask_hidden"} <= trained - trained_unfrozen
 
@@ -216,15 +213,10 @@ _SHAPE = HeadSpec(aux_layers=AUX_LAYERS, num_layers=2)
 def test_warm_start_copies_projections_and_norms(foreign_target, model_type, vocabulary):
     folder = foreign_target(model_type)
     head, weights = build_head(folder, _SHAPE, vocabulary), load_file(folder / "model.safetensors")
-    for name in (
-        "self_attn.q_proj",
-        "self_attn.o_proj",
-        "mlp.down_proj",
-        "input_layernorm",
-        "post_attention_layernorm",
-    ):
-        own = head.layers[1].get_parameter(f"{name}.weight")
-        torch.testing.assert_close(own, weights[f"model.layers.3.{name}.weight"].float())
+    modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+    for name in modules:
+        parameter = head.layers[1].get_parameter(f"{name}.weight")
+        torch.testing.assert_close(parameter, weights[f"model.layers.3.{name}.weight"].float())
     assert not [name for name, _ in head.named_parameters() if name.endswith("bias") or "q_norm" in name]
 
 

@@ -124,13 +124,8 @@ def unit(number, work):
 
 
 def test_longest_units_come_first():
-    units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0)]
-    assert [unit.unit for unit in longest_first(units)] == [1, 3, 4, 0, 2, 5]
-
-
-def test_units_without_work_keep_their_order():
-    units = [unit(number, 0) for number in range(5)]
-    assert longest_first(units) == units
+    units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0), unit(6, 0)]
+    assert [unit.unit for unit in longest_first(units)] == [1, 3, 4, 0, 2, 5, 6]
 
 
 def test_pieces_keep_order_and_shrink_to_one_unit():
