@@ -209,7 +209,9 @@ def plan_from_bytes(data: bytes) -> Plan:
         for row in batch.to_pylist():
             unit, first_id = row.pop("unit"), row.pop("first_id")
             # A plan may have millions of units, which share their texts.
-            span = {key: sys.intern(value) if isinstance(value, str) else value for key, value in row.items()}
+            span: dict[str, Any] = {
+                key: sys.intern(value) if isinstance(value, str) else value for key, value in row.items()
+            }
             units.append(WorkUnit(unit=unit, first_id=first_id, span=Span(**span)))
     return Plan(
         units=tuple(units),
