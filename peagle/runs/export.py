@@ -1,8 +1,10 @@
 """Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; print the first answers.
 
-OUT/export/FORMAT/output.*      the rows, in the order of the corpus
-OUT/export/FORMAT/errors.jsonl  the dead letters
-OUT/export/FORMAT/export.json   file sizes and counts; written last
+    OUT/export/FORMAT/output.*      the rows, in the order of the corpus
+    OUT/export/FORMAT/errors.jsonl  the dead letters
+    OUT/export/FORMAT/export.json   file sizes and counts; written last
+
+Exports are made from the committed units, one batch of rows at a time.
 """
 
 import contextlib

@@ -5,11 +5,11 @@
 The note is written before the rows enter the engine, so it exists no matter which process is killed.
 
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
-each   is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence. - The actor
-itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.   The first time
-the unit is simply run again; from the second time on, all its rows are suspects. For a row that was   alone this counts
-as a crash, and units that only waited are cleared. - The driver was killed: this says nothing about rows. `stale_notes`
-finds the notes that only mean this.
+  each is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence.
+- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
+  The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
+  alone this counts as a crash, and units that only waited are cleared.
+- The driver was killed: this says nothing about rows. `stale_notes` finds the notes that only mean this.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class UnitNotes:
             if path == self._own:
                 continue
             note = _read(path)
-            # Did only another unit's row run in that process, alone?
+            # If another unit's row was alone in that engine process, this unit only waited.
             others = self._folder.glob(f"unit-*.{path.name.split('.')[1]}.json") if note.is_vague else ()
             if any(_read(other).alone for other in others if other != path):
                 path.unlink(missing_ok=True)

@@ -221,17 +221,13 @@ def _only_span(uri):
     return span
 
 
-def _pipe(path):
-    os.mkfifo(path)
-
-
 def _socket(path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
 
 
 SPECIAL_FILES = [
-    (_pipe, r"a named pipe(.|\n)*prompts\.jsonl"),
+    (os.mkfifo, r"a named pipe(.|\n)*prompts\.jsonl"),
     (_socket, "a socket"),
     (lambda path: path.symlink_to("/dev/null"), "a device"),
     (lambda path: path.symlink_to("gone.jsonl"), r"a symbolic link to 'gone\.jsonl', which does not exist"),

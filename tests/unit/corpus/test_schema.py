@@ -30,21 +30,25 @@ def round_trip(*paths):
     return pq.read_table(io.BytesIO(sink.getvalue())).to_pylist()
 
 
-def deep(levels, value=1):
+def deep(levels, wrap=lambda value: [value]):
+    value = 1
     for _ in range(levels):
-        value = [value]
-    return value
-
-
-def deep_object(levels, value=1):
-    for _ in range(levels):
-        value = {"a": value}
+        value = wrap(value)
     return value
 
 
 @pytest.mark.parametrize(
     "value",
-    [{}, {"a": {}}, [{}], deep(60), deep(200), deep(499), deep_object(499), {"a": 1, "b": [{"c": {}}]}],
+    [
+        {},
+        {"a": {}},
+        [{}],
+        deep(60),
+        deep(200),
+        deep(499),
+        deep(499, lambda value: {"a": value}),
+        {"a": 1, "b": [{"c": {}}]},
+    ],
     ids=lambda value: str(value)[:20],
 )
 def test_values_unsupported_by_parquet_become_text(tmp_path, value):

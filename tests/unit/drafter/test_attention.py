@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +5,6 @@ import torch.nn.functional as F
 from peagle.drafter.attention import (
     BLOCK_ROWS,
     AttentionPlan,
-    DocumentPlan,
     PaddedPlan,
     document_attention,
     parallel_plan,
@@ -16,7 +13,6 @@ from peagle.drafter.attention import (
 from peagle.drafter.batch import attention_mask, sample_rows
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
-PlanTransform = Callable[[AttentionPlan], DocumentPlan]
 
 
 @pytest.fixture(scope="module")

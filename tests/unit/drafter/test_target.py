@@ -16,26 +16,25 @@ from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 
 
-def _ignore_message(_):
-    pass
+def load(folder, aux_layers=None):
+    return load_target(str(folder), aux_layers, lambda message: None)
 
 
 def test_missing_aux_layers_are_refused(chat_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
-        load_target(str(chat_target), [1, 4, 9], _ignore_message)
+        load(chat_target, [1, 4, 9])
 
 
 def test_aux_layers_are_sorted_and_unique(chat_target):
-    assert load_target(str(chat_target), [3, 0], _ignore_message).aux_layers == (0, 3)
+    assert load(chat_target, [3, 0]).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
-        load_target(str(chat_target), [1, 3, 1], _ignore_message)
+        load(chat_target, [1, 3, 1])
 
 
 def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(chat_target):
-    target = load_target(str(chat_target), None, _ignore_message)
-    valid, invalid = (
-        Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
-    )
+    target = load(chat_target)
+    valid = Sample(id="a", token_ids=(5, 95), num_prompt_tokens=1)
+    invalid = Sample(id="b", token_ids=(5, 96), num_prompt_tokens=1)
     target.require_tokens([valid])
     with pytest.raises(ConfigError, match="token 96 for row b, but the target only has tokens 0 to 95"):
         target.require_tokens([valid, invalid])
@@ -46,22 +45,10 @@ def _without_tokenizer(folder):
         file.unlink()
 
 
-def _without_template(folder):
-    (folder / "chat_template.jinja").unlink()
-
-
-def _unknown_architecture(folder):
-    (folder / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}')
-
-
 def _set_eos(folder, **ends):
     for name, tokens in ends.items():
         file = folder / f"{name}.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}))
-
-
-def _different_eos(folder):
-    _set_eos(folder, config=2, generation_config=[1, 2])
 
 
 def _without_eos(folder):
@@ -75,9 +62,12 @@ def _without_eos(folder):
     ("damage", "message"),
     [
         (_without_tokenizer, "has no tokenizer"),
-        (_without_template, "no chat template"),
-        (_unknown_architecture, "transformers cannot read its config.json"),
-        (_different_eos, r"end-of-text token is 95, the target's \[1, 2\]"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "transformers cannot read its config.json"),
+        (
+            lambda folder: _set_eos(folder, config=2, generation_config=[1, 2]),
+            r"end-of-text token is 95, the target's \[1, 2\]",
+        ),
         (_without_eos, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
@@ -86,7 +76,7 @@ def test_incomplete_targets_are_refused(chat_target, tmp_path, damage, message):
     shutil.copytree(chat_target, folder)
     damage(folder)
     with pytest.raises(ConfigError, match=message):
-        load_target(str(folder), None, _ignore_message)
+        load(folder)
 
 
 @pytest.mark.parametrize("eos_tokens", [[7, 95], None])
@@ -94,7 +84,7 @@ def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
     folder = tmp_path / "target"
     shutil.copytree(chat_target, folder)
     _set_eos(folder, config=None, generation_config=eos_tokens)
-    assert load_target(str(folder), None, _ignore_message).tokenizer.eos_token_id == 95
+    assert load(folder).tokenizer.eos_token_id == 95
 
 
 def _split(target, folder, prefix, *without):
