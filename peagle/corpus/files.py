@@ -113,8 +113,8 @@ def open_raw(path: str) -> io.BufferedReader:
     return Path(path).open("rb")
 
 
-def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
-    """Return a forward-only stream of the decompressed bytes; the file name tells the compression."""
+def decompress(path: str, raw: BinaryIO) -> BinaryIO:
+    """Return a forward-only stream of the decompressed bytes; the file name determines the compression."""
     compression = compression_of(path)
     if compression == "gzip":
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20))

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from peagle.corpus.files import ForwardReaders, compression_of, decompressed, naming, open_raw
+from peagle.corpus.files import ForwardReaders, compression_of, decompress, naming, open_raw
 from peagle.corpus.rows import Span
 from peagle.errors import InputError
 
@@ -24,7 +24,7 @@ class Lines:
         self.on_line: Callable[[bytes], object] | None = None  # called with each line
         with naming(path):
             self._raw = open_raw(path)
-            self._stream = decompressed(path, self._raw)
+            self._stream = decompress(path, self._raw)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield lines up to `end`; raises InputError if the file cannot be read, or is not text with short lines."""

@@ -213,7 +213,7 @@ def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
 
 
 class _ForwardParquet:
-    """Rows of a file from a given one, in batches; `position` is the next row."""
+    """Rows of a file from a given row, in batches; `position` is the next row."""
 
     def __init__(self, path: str, first_row: int) -> None:
         self._path = path

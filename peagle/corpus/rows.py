@@ -51,16 +51,16 @@ class WorkEstimate:
         """Return the work of a text row of `num_bytes`; 0 for an invalid one."""
         if row.error is not None:
             return 0
-        own = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
-        max_tokens = own.get("max_completion_tokens") or own.get("max_tokens") or self.max_tokens
-        num_responses = own.get("n") or 1
+        parameters = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
+        max_tokens = parameters.get("max_completion_tokens") or parameters.get("max_tokens") or self.max_tokens
+        num_responses = parameters.get("n") or 1
         wanted = self.max_tokens
         if all(type(count) is int and 0 < count < 2**31 for count in (max_tokens, num_responses)):  # not yet validated
             wanted = max_tokens * num_responses
         return wanted + self.of_prompt(num_bytes)
 
     def of_rows(self, num_rows: int, num_bytes: float) -> int:
-        """Return the work of rows of which only the size is known."""
+        """Return the work of rows, from their size."""
         return num_rows * self.max_tokens + self.of_prompt(num_bytes)
 
     @staticmethod

@@ -197,7 +197,7 @@ def json_text(name: str) -> pa.Field:
 
 
 def widen(a: pa.Field, b: pa.Field) -> pa.Field:
-    """Return a column that holds the values of both."""
+    """Return a column for the values of both."""
     if _is_json(a) or _is_json(b):
         return json_text(a.name)
     try:

@@ -1,6 +1,6 @@
 """Training options, the same in YAML and on the command line.
 
-The defaults are the best recipe found so far; benchmarks/drafter/LOG.md has the experiments.
+The defaults are the best known recipe; benchmarks/drafter/LOG.md has the experiments.
 """
 
 from pathlib import Path

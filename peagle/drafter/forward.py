@@ -79,7 +79,7 @@ def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 class _Cache:
-    """Keys and values of the depths so far, as a cache for transformers' layers."""
+    """Keys and values of earlier depths, as a cache for transformers' layers."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

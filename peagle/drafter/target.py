@@ -102,7 +102,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def auto_class_of(config: Any) -> Any:
-    """Return the transformers class that loads a target, text-only or multimodal; None if there is none."""
+    """Return the transformers class that loads a target, text-only or multimodal; None if it is not supported."""
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

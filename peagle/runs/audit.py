@@ -448,14 +448,14 @@ def audit_unit(
     letters, damage = _letters(run, unit, name)
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
-    found = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]
+    problems = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]
     if not damage:  # otherwise every failed row would be missing
-        found += list(_wrong_ids(unit, ids, letter_ids, retried))
+        problems += list(_wrong_ids(unit, ids, letter_ids, retried))
     for column, value in answered_by.items():
         if others := {row[column] for row in rows} - {value}:
-            found.append(("row", f"column {column!r} has {min(map(str, others))!r}, but the run used {value!r}"))
+            problems.append(("row", f"column {column!r} has {min(map(str, others))!r}, but the run used {value!r}"))
     return UnitAudit(
-        findings=(*damage, *(Finding(kind=kind, where=path.name, message=message) for kind, message in found)),
+        findings=(*damage, *(Finding(kind=kind, where=path.name, message=message) for kind, message in problems)),
         usage=usage,
         letters_name=name,
         num_rows=table.num_rows,
@@ -463,13 +463,13 @@ def audit_unit(
     )
 
 
-def _wrong_columns(found: pa.Schema, expected: pa.Schema) -> str | None:
-    if found.names != expected.names:
-        different = sorted(set(found.names) ^ set(expected.names))
+def _wrong_columns(actual: pa.Schema, expected: pa.Schema) -> str | None:
+    if actual.names != expected.names:
+        different = sorted(set(actual.names) ^ set(expected.names))
         return f"the columns differ from the plan: {', '.join(different) or 'different order'}"
     for name in expected.names:
-        if found.field(name).type != expected.field(name).type:
-            return f"column {name!r} is {found.field(name).type}, but {expected.field(name).type} in the plan"
+        if actual.field(name).type != expected.field(name).type:
+            return f"column {name!r} is {actual.field(name).type}, but {expected.field(name).type} in the plan"
     return None
 
 

@@ -54,8 +54,8 @@ class TagDraw:
                 f"--draw-on {ledger.parent}: no ledger found", hint="use the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
-        self._own = next((one for one in read_draws(ledger) if one.run == run), Draw(run=run, tags=tags))
-        self._own = replace(self._own, tags=tags)
+        self._draw = next((draw for draw in read_draws(ledger) if draw.run == run), Draw(run=run, tags=tags))
+        self._draw = replace(self._draw, tags=tags)
         self._accounts = set(tag_accounts(tags))
         self._reader = WorkReader(ledger)
         self._requests: ByDay = {account: defaultdict(float) for account in self._accounts}
@@ -90,22 +90,22 @@ class TagDraw:
         for whose, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(whose.tags)):
                 self._requests[account][whose.day] += work.usd
-        self._runs, self._held = drawn(draw for draw in read_draws(self._ledger) if draw.run != self._own.run)
+        self._runs, self._held = drawn(draw for draw in read_draws(self._ledger) if draw.run != self._draw.run)
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 
     def _write_draw(self, spent_usd: float, held_usd: float) -> None:
         """Write the cost of the run; new cost counts for the current day."""
-        days = dict(self._own.usd_by_day)
+        days = dict(self._draw.usd_by_day)
         day = day_number(self._day())
         days[day] = days.get(day, 0.0) + max(0.0, spent_usd - sum(days.values()))
-        self._own = replace(self._own, usd_by_day=days, held_usd=held_usd, at=time.time())
-        write_draw(self._ledger, self._own)
+        self._draw = replace(self._draw, usd_by_day=days, held_usd=held_usd, at=time.time())
+        write_draw(self._ledger, self._draw)
 
     def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
         first = day_number(period[0]) if period else -math.inf
-        spent = (self._requests[budget.account], self._runs.get(budget.account, {}), self._own.usd_by_day)
+        spent = (self._requests[budget.account], self._runs.get(budget.account, {}), self._draw.usd_by_day)
         spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first)
         left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)
         if left_usd > reserve_usd:

@@ -78,14 +78,14 @@ def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
 
 def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders."""
-    found = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
+    folders = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
     missing = [source for source in sources if not _is_glob(source) and not storage_path(source).is_dir()]
-    if missing or not (found[0] or found[1]):
+    if missing or not (folders[0] or folders[1]):
         raise ConfigError(
             f"{', '.join(missing or sources)}: neither a run nor an endpoint's state folder",
             hint="use run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
-    return found
+    return folders
 
 
 def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
@@ -108,7 +108,7 @@ def _places(source: str) -> dict[str, StoragePath]:
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
         raise ConfigError(f"{source}: on S3, only the last part may contain * and ?")
-    return {str(found): found for found in sorted(storage_path(folder).glob(pattern), key=str)}
+    return {str(path): path for path in sorted(storage_path(folder).glob(pattern), key=str)}
 
 
 def _is_glob(source: str) -> bool:
@@ -203,4 +203,6 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
         whose = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[whose] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
-    return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
+    return Ledger(
+        run=name, sessions=sessions, work=work, then=lambda session, moment: session_at(moment, None, session)
+    )

@@ -43,7 +43,7 @@ class LogCopy:
 
 
 @contextlib.contextmanager
-def copied(root: StoragePath, log: Path, name: str, *, every_s: float = COPY_S) -> Iterator[None]:
+def copy_log(root: StoragePath, log: Path, name: str, *, every_s: float = COPY_S) -> Iterator[None]:
     """Update the copy of `log` during the block and at its end."""
     copy, ended = LogCopy(root, log, name), threading.Event()
 

@@ -115,7 +115,7 @@ class Plan:
         A unit that ran again after its file was deleted only has the rows that no retry has: its dead letters are new.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
-        return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(retried[unit]))
+        return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
 
     def left(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed.

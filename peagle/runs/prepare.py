@@ -69,10 +69,10 @@ def sample_corpus(plan: Plan, builder: RequestBuilder) -> CorpusSample:
     for unit in units:
         prepared = PreparedUnit(prepare_unit(unit, plan.schema, builder))
         letters += prepared.dead_letters.values()
-        for prompt, own in zip(prepared.prompts, prepared.sampling, strict=True):
+        for prompt, row_sampling in zip(prepared.prompts, prepared.sampling, strict=True):
             num_sampled += 1
             if prompt is not None:
-                sampling = {**builder.sampling.base, **own}
+                sampling = {**builder.sampling.base, **row_sampling}
                 num_prompt_tokens += len(prompt)
                 num_output_tokens += sampling["max_tokens"] * sampling["n"]
     factor = plan.num_rows / num_sampled

@@ -72,7 +72,7 @@ class GraceClock:
         self._monotonic = monotonic
         self._over_at: float | None = None
 
-    def is_asked(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether the run is being stopped, so that nothing is started."""
         if self._over_at is None and (grace_s := self._read_grace_s()) is not None:
             self._over_at = self._monotonic() + grace_s
@@ -80,7 +80,7 @@ class GraceClock:
 
     def is_over(self) -> bool:
         """Whether unfinished units must be abandoned."""
-        return self.is_asked() and self._over_at is not None and self._monotonic() >= self._over_at
+        return self.is_stopping() and self._over_at is not None and self._monotonic() >= self._over_at
 
 
 def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:

@@ -69,7 +69,7 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
 
 
 class UnitNotes:
-    """The notes about one unit, including the one that this engine process writes."""
+    """The notes about one unit, including the note of this engine process."""
 
     def __init__(self, folder: StoragePath, unit: int, session_id: str) -> None:
         self._folder = folder
@@ -116,7 +116,7 @@ class RowsInEngine:
         self._rows: defaultdict[int, list[int]] = defaultdict(list)
 
     def start(self, unit: int, notes: UnitNotes) -> UnitNotes:
-        """Register a unit whose rows are about to enter the engine."""
+        """Register a unit before its rows enter the engine."""
         self._notes[unit] = notes
         return notes
 
@@ -140,7 +140,7 @@ class RowsInEngine:
     def mark_suspected(self, *, alone: bool) -> None:
         """Mark the rows in a crashing engine as suspects, and clear units without rows in the engine.
 
-        `alone` tells whether the only row in the engine was run alone on purpose.
+        `alone` means that the only row in the engine was run alone on purpose.
         """
         for unit, notes in list(self._notes.items()):
             if rows := self._rows[unit]:

@@ -130,7 +130,7 @@ class Listed:
     num_bytes: int = 0
 
 
-def marked(writer: str) -> dict[str, str]:
+def writer_metadata(writer: str) -> dict[str, str]:
     """Return the metadata that identifies the writer of an object."""
     return {_MARK: writer}
 
@@ -254,7 +254,9 @@ class ObjectStore:
 
         def put() -> bool:
             try:
-                self.api.put_object(Bucket=at.bucket, Key=at.key, Body=data, IfNoneMatch="*", Metadata=marked(writer))
+                self.api.put_object(
+                    Bucket=at.bucket, Key=at.key, Body=data, IfNoneMatch="*", Metadata=writer_metadata(writer)
+                )
             except ClientError as error:
                 if status_of(error) != 412:
                     raise

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 
 from peagle.errors import StorageError
 from peagle.storage import s3_client
-from peagle.storage.s3_client import Address, ObjectStore, code_of, marked
+from peagle.storage.s3_client import Address, ObjectStore, code_of, writer_metadata
 
 _TAIL_BYTES = 1 << 16  # enough for a Parquet footer, and usually for a whole unit
 
@@ -140,7 +140,7 @@ class _Writer(io.RawIOBase):
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
         if self._upload is None:
-            begun = self._request(self._operation("create_multipart_upload", Metadata=marked(self._writer)))
+            begun = self._request(self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer)))
             self._upload = str(begun["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1

@@ -25,7 +25,7 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class S3Path:
-    """An object or a folder of a bucket. `etag` is that of the listed version."""
+    """An object or a folder of a bucket. `etag` identifies the listed version."""
 
     bucket: str
     key: str

@@ -14,7 +14,7 @@ from peagle.engine.arguments import NodeRank
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
 from peagle.private import keep_private
-from peagle.runs.logs import copied
+from peagle.runs.logs import copy_log
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.failures import explain
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
@@ -48,7 +48,7 @@ class Follower:
         """
         from peagle.engine.vllm_internals import with_root_cause
 
-        with copied(self._run.directory.root, self._log, self._log.name):
+        with copy_log(self._run.directory.root, self._log, self._log.name):
             try:
                 follow_vllm(
                     self._run.spec,

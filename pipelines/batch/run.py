@@ -19,7 +19,7 @@ from peagle.runs.budget_draws import TagDraw
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import Export, export
 from peagle.runs.lease import hold_lease
-from peagle.runs.logs import copied
+from peagle.runs.logs import copy_log
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.progress import RunProgress
@@ -192,7 +192,7 @@ def execute(
     with contextlib.ExitStack() as stack:
         supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _draw(run))))
         supervisor.require_room()
-        stack.enter_context(copied(directory.root, log, f"driver-{directory.driver}.log"))
+        stack.enter_context(copy_log(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()

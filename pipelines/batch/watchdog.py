@@ -66,7 +66,7 @@ class Watchdog:
 
     def is_stopping(self) -> bool:
         """Whether the run is being stopped, so that nothing new is started."""
-        return self._grace.is_asked()
+        return self._grace.is_stopping()
 
     async def finished(self, work: "asyncio.Task[Any]") -> bool:
         """Wait for the rows of a unit; cancel them and return False when the grace period of a stop is over.

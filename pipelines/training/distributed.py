@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Extract features with at most `workers` actors, each of which loads the target."""
+    """Extract features with at most `workers` actors; each loads the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:

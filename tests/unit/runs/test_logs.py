@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from peagle.runs import logs
-from peagle.runs.logs import LogCopy, copied, logs_folder
+from peagle.runs.logs import LogCopy, copy_log, logs_folder
 from peagle.storage import storage_path
 
 ROOT = storage_path("s3://bucket/run")
@@ -48,7 +48,7 @@ def test_failed_log_copy_is_repeated(s3, tmp_path):
 def test_log_is_copied_periodically_and_at_the_end(s3, tmp_path):
     log = tmp_path / "driver.log"
     log.write_text("one")
-    with pytest.raises(ZeroDivisionError), copied(ROOT, log, "driver-1.log", every_s=0.05):
+    with pytest.raises(ZeroDivisionError), copy_log(ROOT, log, "driver-1.log", every_s=0.05):
         _wait_for_copy_and_fail(log)
     assert copy_of("driver-1.log") == b"one two"
 
@@ -67,6 +67,6 @@ def test_local_logs_are_not_copied(tmp_path):
     log = tmp_path / "logs" / "driver.log"
     log.parent.mkdir()
     log.write_text("one")
-    with copied(tmp_path, log, "driver-1.log"):
+    with copy_log(tmp_path, log, "driver-1.log"):
         pass
     assert [path.name for path in log.parent.iterdir()] == ["driver.log"]

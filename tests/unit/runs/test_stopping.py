@@ -9,10 +9,10 @@ from peagle.runs.stopping import GraceClock, PolledStop, resume_command
 def test_grace_starts_when_the_worker_sees_the_signal():
     signal, now = [None], [100.0]
     grace = GraceClock(lambda: signal[0], monotonic=lambda: now[0])
-    assert not grace.is_asked()
+    assert not grace.is_stopping()
     assert not grace.is_over()
     signal[0] = 20.0
-    assert grace.is_asked()
+    assert grace.is_stopping()
     now[0] = 119.9
     assert not grace.is_over()
     now[0] = 120.0
