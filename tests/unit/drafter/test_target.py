@@ -15,6 +15,8 @@ from peagle.drafter.target import SUPPORTED, TargetWeights, load_target, read_ar
 from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 
+NO_MODEL_TYPE = '{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}'
+
 
 def load(folder, aux_layers=None):
     return load_target(str(folder), aux_layers, lambda message: None)
@@ -63,7 +65,7 @@ def _without_eos(folder):
     [
         (_without_tokenizer, "has no tokenizer"),
         (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "transformers cannot read its config.json"),
+        (lambda folder: (folder / "config.json").write_text(NO_MODEL_TYPE), "transformers cannot read its config.json"),
         (
             lambda folder: _set_eos(folder, config=2, generation_config=[1, 2]),
             r"end-of-text token is 95, the target's \[1, 2\]",
