@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.corpus.files import SourceFile
+from peagle.corpus.extensions import to_values
 from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
@@ -24,7 +24,7 @@ from peagle.drafter.prompts import (
 from peagle.drafter.target import Target
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.requests.openai import parse_body
-from peagle.runs.directory import unit_files
+from peagle.runs.directory import read_rows, unit_files
 from peagle.storage import storage_path
 
 MESSAGES = "messages"
@@ -71,26 +71,30 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
 def read_responses(source: str | Path) -> Iterator[Row]:
     """Yield the rows of a run directory or a corpus, local or `s3://`."""
-    for number, row in enumerate(read_all(source_files(source))):
+    for number, row in enumerate(source_rows(source)):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: has no column 'response'", hint=did_you_mean("response", row))
         yield row
 
 
-def source_files(source: str | Path) -> list[SourceFile]:
+def source_rows(source: str | Path) -> Iterator[Row]:
+    """Yield the rows of a run directory, with the names of columns inside peagle, or those of a corpus."""
     units = {}
     with contextlib.suppress(ConfigError):  # not a run directory: for example a whole bucket
         units = unit_files(storage_path(str(source)))
     if units:
-        files = [file for _, file in sorted(units.items())]
-        return [SourceFile(path=str(file), format="parquet", size=file.stat().st_size) for file in files]
+        for _, path in sorted(units.items()):
+            for batch in read_rows(path, None):
+                yield from to_values(batch)
+        return
     try:
-        return find(str(source))
+        files = find(str(source))
     except InputError as error:
         raise InputError(
             f"{source}: has no prompts or responses: {error.message.removeprefix(f'input {str(source)!r}: ')}",
             hint="use the directory of a bulk run, or a corpus in a format that `peagle generate` reads",
         ) from error
+    yield from read_all(files)
 
 
 def share_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
@@ -138,7 +142,7 @@ def _shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     number = -1
-    for number, row in enumerate(map(_without_request, read_all(source_files(source)))):
+    for number, row in enumerate(map(_without_request, source_rows(source))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
                 f"{source}: has neither a column {prompt_column!r} nor {MESSAGES!r}",

@@ -22,11 +22,11 @@ from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
 from peagle.errors import ConfigError, InputError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.parquet_table import read_table
+from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
 from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
 from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, choose, require_target
-from peagle.runs.rows import OUTPUT_SCHEMA, output_names
 from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
@@ -221,7 +221,7 @@ def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None
 def _audit_units(
     audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], retried: RetriedIds
 ) -> dict[int, "UnitAudit"]:
-    schema = expected_schema(plan.schema)
+    schema = expected_schema(plan.schema, keeps_inputs=run.keeps_inputs)
     answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
     planned = {unit.unit: unit for unit in plan.units}
     audits = {}
@@ -415,10 +415,11 @@ class UnitAudit:
     letter_ids: tuple[str, ...] = ()
 
 
-def expected_schema(corpus: pa.Schema) -> pa.Schema:
-    """Return the columns of every unit: the corpus's columns under their output names, then the output columns."""
-    names = output_names(corpus.names)
-    return pa.schema([pa.field(names[column.name], column.type) for column in corpus] + list(OUTPUT_SCHEMA))
+def expected_schema(corpus: pa.Schema, *, keeps_inputs: bool) -> pa.Schema:
+    """Return the columns of every unit: the corpus's columns, then the output columns."""
+    names = names_in_file(corpus.names, keeps_inputs=keeps_inputs)
+    types = [column.type for schema in (corpus, OUTPUT_SCHEMA) for column in schema]
+    return pa.schema(list(zip(names, types, strict=True)))
 
 
 def audit_unit(
@@ -446,6 +447,7 @@ def audit_unit(
         finding = Finding(kind="schema", where=path.name, message=wrong)
         return UnitAudit(findings=(finding,), usage=usage, letters_name=name, num_rows=table.num_rows)
     letters, damage = _letters(run, unit, name)
+    table = table.rename_columns(plain_names(table.column_names))
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
     problems = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]

@@ -34,6 +34,7 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.files import TEMPORARY_SUFFIX, json_bytes, writing
 from peagle.plain_json import to_json
+from peagle.runs.columns import plain_names
 from peagle.runs.lease import FOLDER as LEASE_FOLDER
 from peagle.runs.lease import Holding
 from peagle.runs.logs import logs_folder
@@ -160,6 +161,11 @@ class RunDirectory:
         except ValueError as error:
             raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW) from error
         return manifest
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether input columns keep their names in the files of this run; older versions renamed some."""
+        return bool(self.manifest().get("keeps_inputs"))
 
     # --- the plan
 
@@ -360,13 +366,21 @@ def read_metadata(path: StoragePath) -> UnitMetadata:
     return UnitMetadata(UnitUsage.from_json(metadata[_USAGE]), metadata[_FAILED].decode())
 
 
-def read_rows(path: StoragePath, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a unit in batches, by default with all columns; raises PeagleError if the file is damaged."""
+def read_rows(
+    path: StoragePath, columns: frozenset[str] | None, *, as_stored: bool = False
+) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of a unit in batches, by default with all columns; raises PeagleError if the file is damaged.
+
+    Args:
+        as_stored: use the names of the file instead of those inside peagle (`columns.py`).
+    """
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
-            names = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
-                yield plain(batch.replace_schema_metadata(None))
+            stored = parquet.schema_arrow.names
+            names = dict(zip(stored, stored if as_stored else plain_names(stored), strict=True))
+            read = [name for name in stored if columns is None or names[name] in columns]
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
+                yield plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
 

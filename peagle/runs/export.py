@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal, get_args
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import plain_schema, to_values
@@ -212,7 +213,7 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
     num_rows = 0
     for family in families:
         finished_at = int(max(run.usage(unit).finished_at for unit in family))
-        for batch in _batches(run, family, lines.columns):
+        for batch in _batches(run, family, lines.columns, as_stored=lines.columns is None):
             file.write(b"".join(lines.to_bytes(row, finished_at) for row in to_values(batch)))
             num_rows += batch.num_rows
     return num_rows
@@ -227,7 +228,7 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
     # A single unit would be too small for a row group.
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
-        for batch in (batch for family in families for batch in _batches(run, family, lines.columns)):
+        for batch in (b for family in families for b in _batches(run, family, None, as_stored=True)):
             pending.append(batch)
             num_rows += batch.num_rows
             if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
@@ -238,32 +239,41 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
     return num_rows
 
 
-def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+def _batches(
+    run: RunDirectory, family: list[int], columns: frozenset[str] | None, *, as_stored: bool
+) -> Iterator[pa.RecordBatch]:
     """Yield rows in the order of the corpus. A unit is merged with its retries in memory."""
-    batches = read_units(run, family, columns)
+    batches = read_units(run, family, columns, as_stored=as_stored)
     if len(family) == 1:
         yield from batches
     elif merged := list(batches):
-        yield from pa.Table.from_batches(merged).sort_by("id").to_batches(BATCH_ROWS)
+        ids = [batch for unit in family for batch in read_rows(run.unit_path(unit), frozenset({"id"}))]
+        order = pc.sort_indices(pa.Table.from_batches(ids)["id"])
+        yield from pa.Table.from_batches(merged).take(order).to_batches(BATCH_ROWS)
 
 
-def batches_in_order(run: RunDirectory, columns: frozenset[str] | None = None) -> Iterator[pa.RecordBatch]:
+def batches_in_order(
+    run: RunDirectory, columns: frozenset[str] | None = None, *, as_stored: bool = False
+) -> Iterator[pa.RecordBatch]:
     """Yield the committed rows in the order of the corpus.
 
     Args:
         columns: None for all.
+        as_stored: use the names of the files instead of those inside peagle.
 
     Raises:
         PeagleError: a unit is damaged.
     """
     for family in _families(run.plan(), sorted(run.committed())):
-        yield from _batches(run, family, columns)
+        yield from _batches(run, family, columns, as_stored=as_stored)
 
 
-def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+def read_units(
+    run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None, *, as_stored: bool = False
+) -> Iterator[pa.RecordBatch]:
     """Yield the rows of committed units, with all columns if `columns` is None."""
     for path in map(run.unit_path, units):
-        yield from read_rows(path, columns)
+        yield from read_rows(path, columns, as_stored=as_stored)
 
 
 def _json_line(value: dict[str, Any], non_finite: Literal["null", "refuse"] = "null") -> bytes:

@@ -27,6 +27,7 @@ from peagle.parquet_table import read_table
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
+from peagle.runs.columns import plain_names
 from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.plan import WorkUnit
 from peagle.storage import open_to_read
@@ -124,7 +125,8 @@ def audit_rows(
     outcomes: list[RowAudit | _Sample] = []
     for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
-            table = read_table(file, columns=columns).take(rows)
+            table = read_table(file)
+        table = table.rename_columns(plain_names(table.column_names)).select(columns).take(rows)
         outcomes += _samples(units[number], table.to_pylist(), builder, base, is_fake=target.is_fake)
     samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
     audits = _regenerate(samples, target, announce, start) if samples else {}

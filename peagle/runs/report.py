@@ -21,8 +21,8 @@ from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
 from peagle.files import writing
 from peagle.plain_json import to_json
+from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory, read_rows, uses_fake_engine
-from peagle.runs.rows import OUTPUT_SCHEMA
 from peagle.runs.scaling import most_at_once
 from peagle.storage import StoragePath, write_atomic, write_json
 

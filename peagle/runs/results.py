@@ -83,7 +83,7 @@ class Run:
         return StatusReader(self._directory).read()
 
     def _batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        return batches_in_order(self._directory, None if columns is None else frozenset(columns))
+        return batches_in_order(self._directory, None if columns is None else frozenset(columns), as_stored=True)
 
 
 def find_runs(folder: StoragePath, *, max_depth: int = _MAX_DEPTH) -> Iterator[RunDirectory]:

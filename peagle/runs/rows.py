@@ -14,65 +14,15 @@ from peagle.errors import InputError
 from peagle.plain_json import to_json
 from peagle.requests.builder import Request, RequestBuilder
 from peagle.requests.prompts import RowError
+from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
 from peagle.runs.plan import WorkUnit, unit_from_json, unit_to_json
 
-_LOGPROB = pa.struct(
-    [
-        ("token", pa.string()),
-        ("logprob", pa.float64()),
-        ("top", pa.list_(pa.struct([("token", pa.string()), ("logprob", pa.float64())]))),
-    ]
-)
-_COMPLETION = pa.struct(
-    [
-        ("text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("num_output_tokens", pa.int32()),
-        ("logprobs", pa.list_(_LOGPROB)),
-    ]
-)
-OUTPUT_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("response", pa.string()),
-        ("finish_reason", pa.string()),
-        ("num_prompt_tokens", pa.int32()),
-        ("num_cached_tokens", pa.int32()),
-        ("num_output_tokens", pa.int32()),
-        ("num_drafts", pa.int32()),
-        ("num_draft_tokens", pa.int32()),
-        ("num_accepted_tokens", pa.int32()),
-        ("ttft_s", pa.float64()),
-        ("latency_s", pa.float64()),
-        ("model", pa.string()),
-        ("drafter", pa.string()),
-        # Every response of a row that requested several or log-probabilities; otherwise null.
-        ("completions", pa.list_(_COMPLETION)),
-    ]
-)
 # The columns of a prepared unit after those of the input. They are found by position, since a column of the input may
 # have any name.
 _CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
 _UNIT = b"peagle.unit"  # key in the metadata of a prepared unit
 _UNFINISHED = b"peagle.unfinished_unit"
 _ENCODED = "unit"
-
-
-def output_names(columns: Sequence[str]) -> dict[str, str]:
-    """Return the names of the input's columns in the output: `input_NAME` if the output has a column NAME.
-
-    >>> output_names(["task", "id"])
-    {'task': 'task', 'id': 'input_id'}
-    """
-    taken = set(OUTPUT_SCHEMA.names)
-    names: dict[str, str] = {}
-    for column in columns:
-        name = column
-        while name in taken:
-            name = f"input_{name}"
-        taken.add(name)
-        names[column] = name
-    return names
 
 
 def require_storable(schema: pa.Schema) -> None:
@@ -149,15 +99,17 @@ class PreparedUnit:
             for index, letter in sorted(self.dead_letters.items())
         ]
 
-    def output(self, generations: dict[int, Generation], model: str, drafter: str | None) -> pa.Table:
-        """Return the rows to commit: input and output columns of every generated row."""
+    def output(
+        self, generations: dict[int, Generation], model: str, drafter: str | None, *, keeps_inputs: bool = True
+    ) -> pa.Table:
+        """Return the rows to commit, with the columns of `names_in_file`."""
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
         table = self._input.take(pa.array(indices, pa.int64()))
-        table = table.rename_columns(list(output_names(table.column_names).values()))
+        names = names_in_file(table.column_names, keeps_inputs=keeps_inputs)
         for column in OUTPUT_SCHEMA:
             table = table.append_column(column, pa.array([row[column.name] for row in rows], column.type))
-        return table
+        return table.rename_columns(names)
 
     def _output_row(self, index: int, generation: Generation, model: str, drafter: str | None) -> dict[str, Any]:
         drafts = generation.speculation

@@ -46,6 +46,7 @@ class EngineWorker:
         self._config, self._base_sampling = run.config, dict(run.sampling.base)
         self._spec, self._model, self._drafter = run.spec, run.model.name, run.drafter.name
         self._directory = directory = run.directory
+        self._keeps_inputs = directory.keeps_inputs
         if admission is not None and not _takes_the_place_of_another():
             admission.wait(directory)
         grace = GraceClock(directory.stop.reader())
@@ -101,7 +102,7 @@ class EngineWorker:
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
-        output = prepared.output(generations, self._model, self._drafter)
+        output = prepared.output(generations, self._model, self._drafter, keeps_inputs=self._keeps_inputs)
         committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.letters())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)

@@ -55,7 +55,7 @@ def extract_on_actors(
         for row in _dataset(job, missing, reference, num_actors).iter_rows():
             writer.take(row["shard"], row["checksum"])
             progress(writer.num_written, writer.num_shards)
-    except PeagleError:
+    except (PeagleError, BrokenPipeError):  # of this process's output
         raise
     except Exception as error:
         hint = "the same command resumes it after the last shard"

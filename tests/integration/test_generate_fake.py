@@ -11,8 +11,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from jobs import cli
+from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory
-from peagle.runs.rows import OUTPUT_SCHEMA
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -32,11 +32,11 @@ def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--json", str(result)) == 0
 
     done = rows_of(output)
-    assert [row["id"] for row in done] == [f"{n:09d}" for n in range(20)]
-    assert [(row["prompt"], row["input_id"], row["tags"]) for row in done] == [
+    assert [row["row_id"] for row in done] == [f"{n:09d}" for n in range(20)]
+    assert [(row["prompt"], row["id"], row["tags"]) for row in done] == [
         (row["prompt"], row["id"], row["tags"]) for row in rows
     ]
-    assert set(OUTPUT_SCHEMA.names) <= set(done[0])
+    assert {*OUTPUT_SCHEMA.names, "row_id"} <= set(done[0])
     assert {row["model"] for row in done} == {"fake"}
     assert all(row["num_accepted_tokens"] == row["num_drafts"] for row in done)
     assert all(row["finish_reason"] in ("stop", "length") and row["response"] for row in done)

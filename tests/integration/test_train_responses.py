@@ -46,7 +46,7 @@ def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
         answer(config, Console(file=stream, width=200))
     assert "overlaps humaneval: leak" in output_file.read_text()
     ways = {way: rows_of(config, way) for way in ("greedy", "sampled")}
-    ids = [row["input_id"] for rows in ways.values() for row in rows]
+    ids = [row["id"] for rows in ways.values() for row in rows]
     assert sorted(ids) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
     assert all(len(rows) >= 3 for rows in ways.values())
     runs = {way: RunDirectory(config.answers(way)).manifest()["config"] for way in ways}

@@ -59,7 +59,7 @@ class CorpusRun:
 
     def findings(self):
         """Return the findings of an audit of the units."""
-        schema = expected_schema(self.plan.schema)
+        schema = expected_schema(self.plan.schema, keeps_inputs=True)
         audits = [audit_unit(self.run, unit, schema, {}) for unit in self.plan.units]
         return [finding for audit in audits for finding in audit.findings]
 

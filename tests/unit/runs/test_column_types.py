@@ -21,7 +21,7 @@ from peagle.corpus.extensions import plain
 from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.text import BATCH_COLUMNS
 from peagle.errors import InputError
-from peagle.runs.rows import OUTPUT_SCHEMA, output_names
+from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
 from tests.unit.runs.corpus_run import CorpusRun, strict_lines
 
 ID = uuid.UUID(int=7)
@@ -113,9 +113,10 @@ from peagle.runs.export import export
 from peagle.runs.directory import RunDirectory
 run = RunDirectory(sys.argv[1])
 plan = run.plan()
+schema = expected_schema(plan.schema, keeps_inputs=True)
 for output_format in ("jsonl", "parquet"):
     export(run, output_format)
-print([f for unit in plan.units for f in audit_unit(run, unit, expected_schema(plan.schema), {}).findings])
+print([f for unit in plan.units for f in audit_unit(run, unit, schema, {}).findings])
 print("ray" in sys.modules)
 """
 
@@ -184,16 +185,17 @@ def corpus(folder, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
+def test_input_columns_keep_their_names(tmp_path, suffix):
     path, rows = corpus(tmp_path, suffix)
     run = CorpusRun(path, tmp_path / "run")
-    names = output_names(list(rows[0]))
+    stored = names_in_file(list(rows[0]), keeps_inputs=True)[len(rows[0]) :]
+    names = dict(zip(OUTPUT_SCHEMA.names, stored, strict=True))
     assert run.findings() == []
     (exported, letters), (table, _) = run.export("jsonl"), run.export("parquet")
     for index, row in enumerate(rows[:2]):
         for name, value in row.items():
-            assert (exported[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
-        assert (exported[index]["id"], exported[index]["response"]) == (f"{index:09d}", "x")
+            assert (exported[index][name], table.column(name)[index].as_py()) == (value, value)
+        assert (exported[index][names["id"]], exported[index][names["response"]]) == (f"{index:09d}", "x")
     (letter,) = letters
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")

@@ -14,11 +14,11 @@ from jobs import cli
 from peagle.corpus.rows import Span
 from peagle.errors import ConfigError, PeagleError
 from peagle.runs import export as export_module
+from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import describe_answers, export
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
-from peagle.runs.rows import OUTPUT_SCHEMA
 from peagle.storage import atomic_file, s3_files, write_atomic
 
 NUM_UNITS, ROWS = 3, 2
@@ -44,8 +44,8 @@ def output(ids, **columns):
         for id_ in ids
     ]  # fmt: skip
     table = pa.Table.from_pylist(rows, schema=OUTPUT_SCHEMA)
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values))
+    for index, (name, values) in enumerate(columns.items()):
+        table = table.add_column(index, name, pa.array(values))
     return table
 
 

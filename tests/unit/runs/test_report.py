@@ -9,9 +9,9 @@ from usage_records import engine_session, unit_usage
 from peagle.economics.prices import Price
 from peagle.errors import CapacityError
 from peagle.runs import report
+from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory
 from peagle.runs.report import failures, histogram, make_report, row_figures
-from peagle.runs.rows import OUTPUT_SCHEMA
 
 
 def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):

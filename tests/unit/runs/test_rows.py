@@ -12,14 +12,13 @@ from peagle.errors import InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
+from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import WorkUnit
 from peagle.runs.rows import (
-    OUTPUT_SCHEMA,
     PreparedUnit,
     decode_rows,
     encode_rows,
-    output_names,
     prepare,
     require_storable,
 )
@@ -55,11 +54,11 @@ def test_prepared_unit_round_trip(prepared):
 def test_output_has_input_and_output_columns(prepared):
     drafts = SpeculationStats.from_histogram([1, 2], 3)
     table = prepared.output({2: generation(), 0: generation(speculation=drafts)}, "m", "d")
-    assert table.schema.names == ["prompt", "input_id", *OUTPUT_SCHEMA.names]
+    assert table.schema.names == ["prompt", "id", "row_id", *OUTPUT_SCHEMA.names[1:]]
     first, second = table.to_pylist()
-    assert (first["id"], first["input_id"], first["prompt"]) == ("000000040", 7, "ab")
+    assert (first["row_id"], first["id"], first["prompt"]) == ("000000040", 7, "ab")
     assert (first["num_drafts"], first["num_draft_tokens"], first["num_accepted_tokens"]) == (3, 3, 2)
-    assert (second["id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
+    assert (second["row_id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
 
 
 def test_unit_without_responses_keeps_its_columns(prepared):
@@ -94,8 +93,26 @@ def test_dead_letters_have_the_input_row(tmp_path):
     assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
 
 
-def test_reserved_column_names_are_renamed():
-    assert output_names(["id", "input_id", "a"]) == {"id": "input_id", "input_id": "input_input_id", "a": "a"}
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (["task"], ["id", "response"]),
+        (["id", "input_id"], ["row_id", "response"]),
+        (["ID", "Row_Id"], ["peagle_row_id", "response"]),
+        (["RESPONSE", "peagle_response"], ["id", "peagle_peagle_response"]),
+    ],
+)
+def test_output_columns_give_way_in_any_case(inputs, outputs):
+    stored = names_in_file(inputs, keeps_inputs=True)
+    assert stored[: len(inputs) + 2] == [*inputs, *outputs]
+    assert len({name.casefold() for name in stored}) == len(stored)
+    assert plain_names(stored)[len(inputs) :] == OUTPUT_SCHEMA.names
+
+
+def test_names_in_older_files():
+    stored = names_in_file(["id", "input_id", "a"], keeps_inputs=False)
+    assert stored == ["input_id", "input_input_id", "a", *OUTPUT_SCHEMA.names]
+    assert plain_names(stored) == stored
 
 
 def test_encoded_unit_round_trip():
