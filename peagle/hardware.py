@@ -1,15 +1,19 @@
-"""The hardware of this node: accelerators, memory, cores and number formats.
+"""The hardware of this node: accelerators, memory, cores, number formats and instance type.
 
-Reads only the operating system and `nvidia-smi`: this takes milliseconds, and works without torch or CUDA.
+Reads only the operating system, `nvidia-smi` and the metadata servers of Google and Microsoft: this takes
+milliseconds, and works without torch or CUDA.
 """
 
 import os
 import platform as python_platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
 
 _GIB = 1024**3
 # The instruction sets that matter to an engine on a CPU.
@@ -315,6 +319,55 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+# --- the instance type
+
+# EC2 writes it into the firmware's tables (DMI). On Google's and Microsoft's machines these only have the vendor, and
+# the metadata server has the type. Other machines are not queried.
+METADATA = "http://169.254.169.254"  # link-local, never routed
+_TIMEOUT_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is displayed and stored
+# By vendor and product in DMI: path and required header.
+_QUERIES = {
+    ("Google", "Google Compute Engine"): (
+        "/computeMetadata/v1/instance/machine-type",  # projects/1234/machineTypes/a3-highgpu-8g
+        {"Metadata-Flavor": "Google"},
+    ),
+    ("Microsoft Corporation", "Virtual Machine"): (
+        "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text",
+        {"Metadata": "true"},
+    ),
+}
+
+
+def detect_machine() -> Hardware:
+    """Detect the hardware of this node, with its instance type in `machine_names` if it is known."""
+    name = instance_type()
+    return replace(detect(), machine_names=(name,) if name else ())
+
+
+def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | None:
+    """Return the cloud's name of this kind of machine, such as "p5.48xlarge", or None."""
+    vendor, product = (_read(root / "sys/class/dmi/id" / name) or "" for name in ("sys_vendor", "product_name"))
+    if vendor == "Amazon EC2":
+        name = product
+    elif query := _QUERIES.get((vendor, product)):
+        name = _query(metadata + query[0], query[1])
+    else:
+        return None
+    return name if _NAME.fullmatch(name) else None
+
+
+def _query(url: str, headers: dict[str, str]) -> str:
+    """Return the last path segment of the response; empty on failure."""
+    direct = build_opener(ProxyHandler({}))  # a proxy would return its own type
+    try:
+        with direct.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+            text: str = response.read(256).decode(errors="replace")
+    except (OSError, HTTPException):
+        return ""
+    return text.strip().rpartition("/")[2]

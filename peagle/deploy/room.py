@@ -6,7 +6,7 @@ It counts weights, one step and CUDA graphs. The KV cache needs the model's `con
 from dataclasses import replace
 
 from peagle.catalog.cards import load_catalog
-from peagle.economics.machines import hardware_of
+from peagle.economics.price_options import hardware_of
 from peagle.economics.prices import Offer
 from peagle.engine.keys import TargetOptions
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes

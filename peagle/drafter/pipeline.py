@@ -49,7 +49,7 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, voca
 from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import sha256, write_atomic, writing
-from peagle.machine import detect_machine
+from peagle.hardware import detect_machine
 
 
 def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:

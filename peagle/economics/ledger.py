@@ -50,7 +50,8 @@ _RETRIES = 10
 class Segment:
     """The lines of one process: `size` bytes from `begin` in a file.
 
-    `size` is None for the process's own file, which may grow. Methods raise FileNotFoundError if compaction moved the file.
+    `size` is None for the process's own file, which may grow. Methods raise FileNotFoundError if compaction moved the
+    file.
     """
 
     name: str

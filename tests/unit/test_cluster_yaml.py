@@ -11,8 +11,7 @@ import yaml
 
 from jobs import cli
 from jobs.configurations import read_configuration
-from peagle.economics.machines import machine_for
-from peagle.economics.price_options import resolve_price
+from peagle.economics.price_options import machine_for, resolve_price
 from pipelines.batch.request import ending_s
 from pipelines.cluster.placement import on_accelerators, room_on
 

@@ -10,7 +10,6 @@ from peagle.economics.prices import (
     choices,
     default_instance,
     is_accelerator,
-    packaged_offers,
 )
 from peagle.errors import PriceError
 
@@ -30,8 +29,8 @@ def write(tmp_path):
     return write_table
 
 
-def test_every_packaged_row_names_its_source_and_date():
-    offers = packaged_offers()
+def test_every_packaged_row_names_its_source_and_date(table):
+    offers = table.offers
     assert len(offers) == 86
     assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
     assert all("@" in offer.source and date.fromisoformat(offer.as_of).year == 2026 for offer in offers)

@@ -11,7 +11,7 @@ from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.spending import (
     DAY_S,
-    NAME,
+    NODES,
     Days,
     Ledger,
     Spend,
@@ -193,7 +193,7 @@ def test_nodes_cost_while_any_engine_runs():
     engines = [idle_engine(1, 5), idle_engine(-2, 2), idle_engine(3, 4), idle_engine(8, 9)]
     charges = list(node_charges(engines, Days(), 0.5))
     assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))
-    assert {(charge.run, charge.key) for charge in charges} == {(NAME, "")}
+    assert {(charge.run, charge.key) for charge in charges} == {(NODES, "")}
 
 
 def test_node_cost_is_divided_by_day():
