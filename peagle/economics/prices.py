@@ -356,11 +356,7 @@ def default_instance(
 
 
 def choices(offers: Iterable[Offer], market: str) -> list[str]:
-    """Return a line per instance type: devices, USD per hour, provider. The other market's price replaces a missing
-    one.
-
-    For example "p5.48xlarge  8 x H100  $55.04/h on demand  aws".
-    """
+    """Return a line per instance type, as "p5.48xlarge  8 x H100  $55.04/h on demand  aws"."""
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_type[offer.instance_type].append(offer)

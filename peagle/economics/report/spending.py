@@ -12,23 +12,20 @@ from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
 from peagle.economics.report.figures import format_count, format_usd, saved_lines
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
 from peagle.economics.spending import KINDS
-from peagle.economics.statement import DIGITS, convert_currency, shown
+from peagle.economics.statement import DIGITS, convert_currency, round_amounts
 from peagle.economics.usage import COUNTS
 from peagle.tables import aligned
 
 UNKNOWN = "unknown"
-_EMPTY = "-"
 _COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
-_CENTS, _SMALL = 2, 6  # digits, and digits for sums below a dollar
-_NAME_WIDTH = 10
 
 
 def text_statement(one: Mapping[str, Any]) -> str:
     """Return the statement for a terminal: a line per group, then totals and savings."""
     one = round_for_display(one)
     lines = [format_period(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
-    saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in saved_rows(one)]
+    saved = [f"  {name:<10}{text}" for name, text in saved_rows(one)]
     return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
 
 
@@ -36,8 +33,8 @@ def csv_statement(one: Mapping[str, Any]) -> str:
     """Return a CSV line per group; the lines add up to the total."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    beside = [f"{kind}_{code.lower()}" for code in _beside(one) for kind in _COLUMNS]
-    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *beside, "usd_per_million_tokens"])
+    converted = [f"{kind}_{code.lower()}" for code in _other_currency(one) for kind in _COLUMNS]
+    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *converted, "usd_per_million_tokens"])
     for row in one["rows"]:
         amounts = [decimal(row[name][kind]) for name in ("usd", "converted") if name in row for kind in _COLUMNS]
         names = [row[dimension] for dimension in one["by"]]
@@ -52,10 +49,10 @@ def decimal(usd: float | None) -> str:
 def round_for_display(one: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
     known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
-    digits = _CENTS if known >= 1 else _SMALL
-    for code in _beside(one):
+    digits = 2 if known >= 1 else 6
+    for code in _other_currency(one):
         one = convert_currency(one, code, one["per_usd"], digits)
-    return {**shown(one, digits), "digits": digits}
+    return {**round_amounts(one, digits), "digits": digits}
 
 
 def format_period(one: Mapping[str, Any]) -> str:
@@ -68,10 +65,10 @@ def format_period(one: Mapping[str, Any]) -> str:
 def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the header, a row per group and the total. `one` is a result of `round_for_display`."""
     heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
-    beside = [f"total, {code}" for code in _beside(one)]
-    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *beside, "per million tokens")]
+    converted = [f"total, {code}" for code in _other_currency(one)]
+    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
     for row in one["rows"] if one["by"] else []:
-        rows.append(_line([row[name] or _EMPTY for name in one["by"]], row, one["digits"]))
+        rows.append(_line([row[name] or "-" for name in one["by"]], row, one["digits"]))
     return [*rows, _line(["total", *[""] * (len(heads) - 1)], one["total"], one["digits"])]
 
 
@@ -96,7 +93,7 @@ def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             names.get(kind, kind),
             _dollars(usd[kind], digits),
-            *(f"{_amount(one['total']['converted'][kind], digits)} {code}" for code in _beside(one)),
+            *(f"{_amount(one['total']['converted'][kind], digits)} {code}" for code in _other_currency(one)),
         )
         for kind in ("attributed", "overhead", "lost", "total")
     ]
@@ -108,7 +105,7 @@ def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*saved_lines(total["saved"], total), *measured]
 
 
-def _beside(one: Mapping[str, Any]) -> list[str]:
+def _other_currency(one: Mapping[str, Any]) -> list[str]:
     return [one["currency_beside"]] if "currency_beside" in one else []
 
 
@@ -120,7 +117,7 @@ def _amount(amount: float | None, digits: int) -> str:
     return UNKNOWN if amount is None else f"{amount:,.{digits}f}"
 
 
-MAX_COLUMNS = 62  # days; above, columns are months
+MAX_COLUMNS = 62  # days; with more, columns are months
 MAX_BARS = 12
 _OTHERS = "all others"
 _KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # with the colour of a share
@@ -143,7 +140,7 @@ _STYLE = (
 
 
 def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
-    shown = round_for_display(one)
+    rounded = round_for_display(one)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
     noted = f'<ul class="notes">{notes}</ul>' if notes else ""
     title = html.escape(format_period(one))
@@ -152,8 +149,8 @@ def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         f'{noted}\n<div class="plots">{_by_day(daily)}{_by_group(one)}</div>\n'
-        f"{_table(statement_table(shown), has_head=True)}\n{_table(summary_rows(shown), has_head=False)}\n"
-        f"{_table([('saved', ''), *saved_rows(shown)], has_head=True, kind='words')}\n"
+        f"{_table(statement_table(rounded), has_head=True)}\n{_table(summary_rows(rounded), has_head=False)}\n"
+        f"{_table([('saved', ''), *saved_rows(rounded)], has_head=True, kind='words')}\n"
         "</main></body></html>"
     )
 
@@ -178,11 +175,11 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
         return ""
     columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
-    drawn = [(words, kind) for _, words, kind in layers]
-    name = "Spending by day, in dollars: " + ", ".join(
-        f"{words} {format_usd(sum(amounts[index] for _, amounts in columns))}" for index, (words, _) in enumerate(drawn)
-    )
-    return _figure(f"By day and {dimension}", dollars_svg(columns, drawn, name), drawn)
+    legend = [(words, kind) for _, words, kind in layers]
+    totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
+    sums = ", ".join(f"{words} {format_usd(usd)}" for (words, _), usd in zip(legend, totals, strict=True))
+    plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {sums}")
+    return _figure(f"By day and {dimension}", plot, legend)
 
 
 def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:

@@ -1,7 +1,7 @@
 import pytest
 
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import convert_currency, dimensions, rounded, shown, statement
+from peagle.economics.statement import convert_currency, dimensions, round_amounts, rounded, statement
 from peagle.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def charge(usd, **changes):
 def test_thirds_of_a_cent_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
     assert [row["usd"]["total"] for row in result["rows"]] == [0.333333334, 0.333333333, 0.333333333]
-    cents = shown(result, 2)
+    cents = round_amounts(result, 2)
     assert [row["usd"]["total"] for row in cents["rows"]] == [0.34, 0.33, 0.33]
     assert cents["total"]["usd"]["total"] == 1.0
 
