@@ -29,12 +29,7 @@ _SHORT.maxstring = _SHORT.maxother = _MAX_SHOWN
 
 
 class PeagleError(Exception):
-    """An error that the user can fix.
-
-    Args:
-        message: what is wrong, and where (file, row, key).
-        hint: how to fix it.
-    """
+    """An error that the user can fix: `message` says what is wrong and where, `hint` how to fix it."""
 
     exit_code: ClassVar[int] = 1
 

@@ -18,17 +18,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 _GIB = 1024**3
 # The instruction sets that matter to an engine on a CPU.
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
-_FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
-_BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
-# Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
-# (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
-_INT8_COMPUTE_CAPABILITIES = ((7, 5), (10, 0))
-_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 
-_FIELDS = ("name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current", "driver_version")
+_FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
 # A driver that does not know compute_cap is too old for any engine. It is queried with other fields, so that the node
 # counts as a GPU node and is refused because of its driver.
-_FIELDS_OF_OLD_DRIVERS = ("name", "memory.total", "memory.free", "index", "uuid", "index", "driver_version")
+_FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
 
 
 class _Gpu(NamedTuple):
@@ -49,20 +43,15 @@ class Hardware:
 
     Attributes:
         platform: the build of vLLM for this node.
-        memory_gib: memory of one accelerator; of the machine on a CPU node.
-        free_memory_gib: the free part of it.
+        memory_gib, free_memory_gib: memory of one accelerator; of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
-        num_accelerators: visible GPUs.
         accelerator_kinds: CUDA_VISIBLE_DEVICES by GPU name.
         has_mig: whether a visible GPU is divided into MIG slices.
         driver: NVIDIA's driver version, such as 580.65.06; empty if unknown.
-        compute_capability: such as (9, 0).
-        cpu_flags: the relevant instruction sets, such as avx512f.
         core_ids: one logical CPU per physical core in the affinity mask, by NUMA node.
         is_cpu_quota: whether a cgroup quota is below the affinity mask.
-        machine_names: instance type, node group and region, if the machine or its cluster names them
-            (`machine.detect_machine`).
+        machine_names: instance type, node group and region, if known (`detect_machine`).
     """
 
     platform: Literal["cuda", "cpu"]
@@ -83,8 +72,8 @@ class Hardware:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere on."""
-        return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
+        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere (8.0) on."""
+        return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= (8, 0)
 
     @property
     def has_slow_bf16(self) -> bool:
@@ -94,19 +83,18 @@ class Hardware:
     @property
     def supports_fp8_weights(self) -> bool:
         """Whether it has FP8 matrix units: compute capability 8.9 (Ada) and up."""
-        return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY
+        return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= (8, 9)
 
     @property
     def supports_int8(self) -> bool:
-        """Whether vLLM computes INT8 matrix products correctly.
-
-        CPUs need VNNI: without it, products of bytes are added in 16 bits, which saturate
-        (`docs/decisions/0016-int8-needs-vnni.md`).
-        """
+        """Whether vLLM computes INT8 matrix products correctly."""
         if self.platform == "cpu":
-            return bool(self.cpu_flags & _VNNI)
-        first, end = _INT8_COMPUTE_CAPABILITIES
-        return first <= (self.compute_capability or (0, 0)) < end
+            # Without VNNI, products of bytes are added in 16 bits, which saturate
+            # (docs/decisions/0016-int8-needs-vnni.md).
+            return not self.cpu_flags.isdisjoint({"avx512_vnni", "avx_vnni"})
+        # Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
+        # (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
+        return (7, 5) <= (self.compute_capability or (0, 0)) < (10, 0)
 
     @property
     def supports_fp8_kv_cache(self) -> bool:
@@ -126,7 +114,6 @@ class Hardware:
         return f"{gpus}, compute capability {capability}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready data."""
         return asdict(self) | {
             "cpu_flags": sorted(self.cpu_flags),
             "core_ids": list(self.core_ids),
@@ -195,25 +182,24 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
 def _nvidia_smi() -> list[_Gpu]:
     """Return the visible GPUs; empty without a driver."""
     for fields in (_FIELDS, _FIELDS_OF_OLD_DRIVERS):
-        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         except subprocess.CalledProcessError:
             continue
         except (OSError, subprocess.SubprocessError):
             break
-        return _parse_nvidia_smi(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return _parse_nvidia_smi(output, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return []
 
 
-def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does.
+def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
+    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does; None if it is not set.
 
-    An entry of `visible` is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends
-    the list. None means that the variable is not set.
+    An entry is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends the list.
     """
     gpus: dict[str, _Gpu] = {}
-    for index, line in enumerate(answer.strip().splitlines()):
+    for index, line in enumerate(output.strip().splitlines()):
         name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
         major, _, minor = capability.partition(".")
         gpus[uuid] = _Gpu(
@@ -244,7 +230,7 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
 
 
 def _gib(mib: str) -> float | None:
-    """Return GiB; None for "[N/A]", which GPUs without memory of their own report."""
+    """Return GiB; None for "[N/A]", which GPUs without their own memory report."""
     try:
         return float(mib) / 1024
     except ValueError:

@@ -15,8 +15,6 @@ from peagle.speculation import break_even_acceptance_length
 from peagle.tables import aligned
 
 SCHEMA = 1
-_FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-_AS_EXACT = 1e-4  # of an acceptance length
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
@@ -33,13 +31,17 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = found[0]
+    # The cheapest option for each machine, market, and with or without a drafter.
+    best: dict[tuple[str, str, bool], Option] = {}
+    for option in found:
+        best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
         "wanted": config.model_dump(mode="json"),
         "labels": [label for sweep in sweeps for label in sweep.labels],
         "chosen": option_dict(chosen, config),
-        "options": [option_dict(option, config) for option in _best_of_each(found)],
+        "options": [option_dict(option, config) for option in best.values()],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
@@ -77,21 +79,13 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def _best_of_each(found: Sequence[Option]) -> list[Option]:
-    """Return the cheapest option for each machine, market, and with or without a drafter."""
-    best: dict[tuple[str, str, bool], Option] = {}
-    for option in found:
-        best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
-    return list(best.values())
-
-
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
     """Return the same machine and cell at other acceptance lengths; empty if speed does not depend on it."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
     rows = []
-    for factor in _FACTORS:
+    for factor in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         if not 1 <= length * factor <= chosen.cell.k + 1:
             continue
         option = with_cell(chosen, scaled(chosen.cell, factor), config)
@@ -126,7 +120,7 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
     beyond, within = 1.0, length
     if is_possible(beyond):
         return None
-    while within - beyond > _AS_EXACT:
+    while within - beyond > 1e-4:
         between = (beyond + within) / 2
         beyond, within = (beyond, between) if is_possible(between) else (between, within)
     return within
@@ -147,7 +141,6 @@ def _doubts(chosen: Option) -> list[str]:
     return notes
 
 
-Rows = list[list[str]]
 _OPTION_COLUMNS = (
     *("machine", "place", "market", "machines", "replicas", "method", "at once"),
     *("hours", "dollars", "$/M tokens", "lost"),
@@ -165,8 +158,16 @@ def text_plan(plan: Mapping[str, Any]) -> str:
             lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
         if (length := plan["least_acceptance_length"]) is not None:
             lines.append(f"Below an acceptance length of {length:.2f} the choice is beyond a limit that was given.")
-    lines += ["", _assumed(plan["wanted"])]
-    return "\n".join([*lines, *plan["notes"]])
+    wanted = plan["wanted"]
+    assumed = [
+        f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
+        f"{wanted['failures_per_h']:g} failures",
+        f"{wanted['provision_s']:g} s until machines are available",
+        f"{wanted['replace_s']:g} s to replace one",
+    ]
+    if wanted["tokens_per_s"] is not None:
+        assumed.insert(0, f"machines used to {wanted['target_utilisation']:.0%} of their capacity")
+    return "\n".join([*lines, "", f"Assumed, not measured: {', '.join(assumed)}.", *plan["notes"]])
 
 
 def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
@@ -179,7 +180,7 @@ def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
     return f"{fleet}: {how}; {format_duration(one['hours'] * 3600)}, {format_usd(one['usd'])}, {price}."
 
 
-def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> Rows:
+def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> list[list[str]]:
     rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
     return rows + [
         [
@@ -202,7 +203,7 @@ def _measured(one: Mapping[str, Any]) -> str:
     return f"{one['measured']} ({one['precision']})" if one["precision"] else str(one["measured"])
 
 
-def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
+def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
     has_beyond = any(one["beyond"] for one in plan["sensitivity"])
     columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
     rows = [[*columns, *(["not possible"] if has_beyond else [])]]
@@ -224,15 +225,3 @@ def _cost(one: Mapping[str, Any]) -> list[str]:
     if one["usd"] is None:
         return ["-", f"{format_usd(one['usd_per_h'])}/h", format_usd(one["usd_per_million_tokens"])]
     return [f"{one['hours']:,.2f}", format_usd(one["usd"]), format_usd(one["usd_per_million_tokens"])]
-
-
-def _assumed(wanted: Mapping[str, Any]) -> str:
-    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of their capacity"]
-    parts = [
-        *(of_service if wanted["tokens_per_s"] is not None else []),
-        f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
-        f"{wanted['failures_per_h']:g} failures",
-        f"{wanted['provision_s']:g} s until machines are available",
-        f"{wanted['replace_s']:g} s to replace one",
-    ]
-    return f"Assumed, not measured: {', '.join(parts)}."

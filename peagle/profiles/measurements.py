@@ -65,7 +65,7 @@ class Cell(BaseModel):
 
     @property
     def drafts_each_step(self) -> bool:
-        """Whether its speed is proportional to its acceptance length; lookups skip many steps."""
+        """Whether the speed is proportional to the acceptance length; lookups skip many steps."""
         return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:

@@ -13,8 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from jobs import flags
 from jobs.deploying import read_workload
-from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, manifests, secrets_of
-from peagle.deploy.pods import PodOptions
+from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, PodOptions, manifests, secrets_of
 from peagle.errors import ConfigError
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.deploying import read_workload
-from peagle.deploy.room import require_room
+from peagle.deploy.workload import require_room
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
 from peagle.errors import CapacityError, PrecisionError

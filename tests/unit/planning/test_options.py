@@ -3,7 +3,7 @@ import pytest
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Machine, estimate, machines_for
+from peagle.planning.options import Machine, Option, estimate, machines_for
 from peagle.planning.plan import make_plan, text_plan
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
@@ -112,4 +112,5 @@ def test_a_service_does_not_pay_during_replacements():
     candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert candidate.wall_per_paid == 2
     assert candidate.sustained_tokens_per_s == 50
-    assert candidate.usd_per_sustained_h == 1.8
+    option = Option(sweep=None, cell=None, machine=candidate, num_machines=2, estimate=None)
+    assert option.usd_per_h == 3.6
