@@ -92,9 +92,8 @@ def _handled_by(act: Callable[[], object]) -> Iterator[None]:
 
 def _install(act: Callable[[], object]) -> dict[int, Any]:
     """Install a handler; return the previous handlers by signal."""
-    current: dict[int, Any] = {
-        number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    current: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
     before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
     handler = _Handler(act, before.get(signal.SIGTERM))
     for number in before:

@@ -6,17 +6,13 @@ import pytest
 from peagle.speculation import (
     SpeculationStats,
     break_even_acceptance_length,
-    expected_acceptance_length,
     note,
 )
 
 
 def stats(num_drafts: int, *accepted: int) -> SpeculationStats:
-    return SpeculationStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=num_drafts * len(accepted),
-        accepted_per_position=accepted,
-    )
+    num_draft_tokens = num_drafts * len(accepted)
+    return SpeculationStats(num_drafts=num_drafts, num_draft_tokens=num_draft_tokens, accepted_per_position=accepted)
 
 
 def test_acceptance_length_counts_the_bonus_token():
@@ -111,12 +107,3 @@ def test_malformed_counts_are_refused(data):
 def test_invalid_step_times(step_times):
     with pytest.raises(ValueError, match="positive"):
         break_even_acceptance_length(*step_times)
-
-
-def test_expected_acceptance_length():
-    measured = stats(100, 48, 10, 2)
-    lengths = [expected_acceptance_length(measured.acceptance_rates, k) for k in range(4)]
-    assert lengths == pytest.approx([1.0, 1.48, 1.58, 1.60])
-    assert lengths[-1] == pytest.approx(measured.acceptance_length)
-    with pytest.raises(ValueError, match="0 to 3"):
-        expected_acceptance_length(measured.acceptance_rates, 4)
