@@ -6,12 +6,9 @@ from peagle.errors import ConfigError
 
 
 def charge(usd, **changes):
-    values = {
-        "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
-        "model": "m", "drafter": "none", "key": "k", "tags": "{}",
-        "spend": Spend(attributed_usd=usd, num_output_tokens=10),
-    }  # fmt: skip
-    return Charge(**{**values, **changes})
+    spend = Spend(attributed_usd=usd, num_output_tokens=10)
+    values = {"day": 0, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "key": "k", "spend": spend}
+    return Charge(**values | changes)
 
 
 def test_thirds_of_a_cent_add_up():
@@ -57,9 +54,6 @@ def test_converted_amounts_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
     converted = convert_currency(result, "EUR", 0.86, digits=2)
     assert [row["converted"]["total"] for row in converted["rows"]] == [0.29, 0.29, 0.28]
-    assert (converted["total"]["converted"]["total"], converted["currency_beside"], converted["per_usd"]) == (
-        0.86,
-        "EUR",
-        0.86,
-    )
+    assert converted["total"]["converted"]["total"] == converted["per_usd"] == 0.86
+    assert converted["currency_beside"] == "EUR"
     assert [row["usd"] for row in converted["rows"]] == [row["usd"] for row in result["rows"]]
