@@ -1,12 +1,9 @@
-"""`cluster.yaml` is the output of `peagle deploy cluster`, and matches the schema of Ray's autoscaler."""
+"""`cluster.yaml` is the output of `peagle deploy cluster`; test_cluster.py compares such files with Ray's schema."""
 
-import json
 import re
 from pathlib import Path
 
-import jsonschema
 import pytest
-import ray.autoscaler
 import yaml
 
 from jobs import cli
@@ -34,11 +31,6 @@ def test_cluster_yaml_is_up_to_date(monkeypatch, capsys):
     command = re.search(r"^# Written by: peagle (.*)$", TEXT, re.MULTILINE)[1]
     assert cli.run(command.split()) == 0
     assert capsys.readouterr().out == TEXT
-
-
-def test_cluster_yaml_matches_rays_schema(cluster):
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    jsonschema.validate(cluster, schema)
 
 
 def test_gpu_workers_are_autoscaled(cluster):
