@@ -234,13 +234,11 @@ def _price(keys: SageMakerOptions) -> tuple[float, str]:
     if keys.usd_per_hour is not None:
         return keys.usd_per_hour, "as stated"
     try:
-        found = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
+        ec2 = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
     except PriceError as error:
-        raise PriceError(
-            f"the price of {keys.instance_type} is unknown: {error.message}",
-            hint="set SageMaker's price of one instance with --usd-per-hour",
-        ) from error
-    return found.usd_per_hour, f"EC2's price of {found.instance_type}, {found.as_of}; SageMaker's own may be higher"
+        hint = "set SageMaker's price of one instance with --usd-per-hour"
+        raise PriceError(f"the price of {keys.instance_type} is unknown: {error.message}", hint=hint) from error
+    return ec2.usd_per_hour, f"EC2's price of {ec2.instance_type}, {ec2.as_of}; SageMaker's own may be higher"
 
 
 def _variables(keys: SageMakerOptions, settings: Preset, usd_per_hour: float) -> dict[str, str]:

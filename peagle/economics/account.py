@@ -195,8 +195,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
     idle_s = [end.idle_s for end in ends]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
-        Shares(load=load, compile=compiled, busy=busy, idle=idle, lost=lost)
-        for load, compiled, idle, lost, busy in parts
+        Shares(load=load, compile=start, busy=busy, idle=idle, lost=lost) for load, start, idle, lost, busy in parts
     ]
 
 

@@ -189,13 +189,13 @@ class Price:
     """
 
     instance_type: str
-    provider: str
-    region: str
+    provider: str = ""
+    region: str = ""
     market: Market
     usd_per_hour: float
     device: Device
     num_devices: int
-    accelerator: str | None
+    accelerator: str | None = None
     source: str
     as_of: str
     doubt: str = ""
@@ -219,13 +219,10 @@ class Price:
         """Return a price that the user stated for the whole machine with `--usd-per-hour`."""
         return cls(
             instance_type="custom",
-            provider="",
-            region="",
             market="fixed",
             usd_per_hour=usd_per_hour,
             device=device,
             num_devices=num_devices,
-            accelerator=None,
             source="stated by the user",
             as_of="undated",
             basis="stated",
@@ -322,18 +319,14 @@ class PriceTable:
     def _sold(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
         everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
         if not everywhere:
-            names = {offer.instance_type for offer in self.offers}
-            raise PriceError(
-                f"no price for the instance type {instance_type!r}",
-                hint=f"{did_you_mean(instance_type, names)}; or {PRICE_HINT}",
-            )
+            suggestion = did_you_mean(instance_type, {offer.instance_type for offer in self.offers})
+            message = f"no price for the instance type {instance_type!r}"
+            raise PriceError(message, hint=f"{suggestion}; or {PRICE_HINT}")
         here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
         if not here:
-            wanted = " ".join(part for part in (provider, region) if part)
-            raise PriceError(
-                f"no price for {instance_type} at {wanted}; known prices: {_listing(everywhere)}",
-                hint=PRICE_HINT,
-            )
+            place = " ".join(part for part in (provider, region) if part)
+            message = f"no price for {instance_type} at {place}; known prices: {_listing(everywhere)}"
+            raise PriceError(message, hint=PRICE_HINT)
         return here
 
 

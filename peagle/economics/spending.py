@@ -162,7 +162,7 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         spends = [(group, _on_work(session, group, work)) for group, work in committed]
         spends += _overheads(session, ledger.then, range(first_day, last_day + 1), paid)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
-    for rest in work_of.values():
+    for rest in work_of.values():  # batches of an endpoint
         spends = [(group, _on_work(None, group, work)) for group, work in rest]
         yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 

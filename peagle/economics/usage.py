@@ -198,15 +198,8 @@ class EngineFacts:
     ) -> Self:
         """Return the facts of an engine with this price (None if unknown)."""
         if price is not None:
-            facts |= {
-                "usd_per_device_s": price.usd_per_device_s,
-                "instance_type": price.instance_type,
-                "provider": price.provider,
-                "region": price.region,
-                "market": price.market,
-                "on_demand_usd_per_device_s": price.on_demand_usd_per_device_s,
-                "price_basis": price.basis or "",
-            }
+            names = ("usd_per_device_s", "instance_type", "provider", "region", "market", "on_demand_usd_per_device_s")
+            facts |= {name: getattr(price, name) for name in names} | {"price_basis": price.basis or ""}
         return cls(
             num_speculative_tokens=num_speculative_tokens or 0,
             baseline=baseline.to_text() if baseline else "",

@@ -20,7 +20,7 @@ from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
-from peagle.profiles.measurements import Cell
+from peagle.profiles.measurements import Cell, describe_invalid
 
 SCHEMA = 1
 ENGINE_KEYS = (
@@ -111,10 +111,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return Profile(**data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"profile {path}: {f'{where}: ' if where else ''}{message}", hint=again) from None
+        raise ConfigError(f"profile {path}: {describe_invalid(error)}", hint=again) from None
 
 
 def write_profile(path: Path, profile: Profile) -> None:

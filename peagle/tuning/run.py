@@ -77,9 +77,8 @@ def make_profile(
 
 
 def text_table(profile: Profile) -> str:
-    rows = [
-        ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
-    ]
+    heads = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
+    rows = [["", *heads]]
     for cell in profile.measurements:
         rows.append(
             [
@@ -185,9 +184,8 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     left = [turn.candidate for turn in search.pending() if not turn.repeat]
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
-        notes.append(
-            f"Not measured within the budget: {'; '.join(engines)}. Increase --budget-min to continue with them."
-        )
+        names = "; ".join(engines)
+        notes.append(f"Not measured within the budget: {names}. Increase --budget-min to continue with them.")
     return notes
 
 

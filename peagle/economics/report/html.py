@@ -190,6 +190,9 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     is_single = len(reports) == 1
     first = reports[0]
+    notes = compared["notes"] + [
+        f"{label}: {note}" for label, report in zip(labels, reports, strict=True) for note in report["notes"]
+    ]
     models = dict.fromkeys(report["run"]["model"] for report in reports)
     return {
         "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {' and '.join(models)}",
@@ -208,7 +211,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "hero": FIGURES["tokens_per_usd"].text(first),
         "cards": [(FIGURES[name].label, FIGURES[name].text(first)) for name in _CARDS],
         "comparison": None if is_single else _comparison(compared),
-        "notes": _all_notes(reports, compared),
+        "notes": first["notes"] if is_single else notes,
         "acceptance_svg": acceptance_svg(curves[:MAX_SERIES]) if curves else None,
         "acceptance": [
             {
@@ -221,7 +224,16 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ],
         "num_unplotted": max(len(curves) - MAX_SERIES, 0),
         "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
-        "money": [_money_row(name, reports) for name in SHARES],
+        "money": [
+            {
+                "name": name,
+                "meaning": SHARE_MEANINGS[name],
+                "cells": [
+                    (format_share(one["shares"][name]), format_usd(one["account"]["usd"][name])) for one in reports
+                ],
+            }
+            for name in SHARES
+        ],
         "saved": savings_of_run(first) if is_single else [],
         **_configuration(reports),
     }
@@ -243,37 +255,16 @@ def _status(report: Mapping[str, Any]) -> str:
     return " · ".join(part for part in (state, when, run["path"]) if part)
 
 
-def _money_row(name: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cells = [(format_share(report["shares"][name]), format_usd(report["account"]["usd"][name])) for report in reports]
-    return {"name": name, "meaning": SHARE_MEANINGS[name], "cells": cells}
-
-
 def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for figure in compared["figures"]:
         if figure["name"].startswith("share_"):
             continue  # in another table
         form = FIGURES[figure["name"]].words
-        cells = [
-            (
-                UNKNOWN if value is None else form(value),
-                None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}",
-            )
-            for value, ratio in zip(figure["values"], figure["ratios"], strict=True)
-        ]
-        rows.append((figure["label"], cells))
+        texts = [UNKNOWN if value is None else form(value) for value in figure["values"]]
+        ratios = [None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}" for ratio in figure["ratios"]]
+        rows.append((figure["label"], list(zip(texts, ratios, strict=True))))
     return {"baseline": compared["baseline"], "rows": rows}
-
-
-def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]) -> list[str]:
-    if len(reports) == 1:
-        return list(reports[0]["notes"])
-    own = [
-        f"{label}: {note}"
-        for label, report in zip(compared["labels"], reports, strict=True)
-        for note in report["notes"]
-    ]
-    return [*compared["notes"], *own]
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
