@@ -11,7 +11,7 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 38, 6, 18, 34  # margins of a chart with axes
-MAX_SERIES = 6  # more colours cannot be told apart
+MAX_SERIES = 6  # more colours cannot be distinguished
 
 LIGHT = (
     "--card: #ffffff; --ink: #14171a; --ink-2: #50565c; --ink-3: #7b828a; --grid: #e9e9e5;"

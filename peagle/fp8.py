@@ -48,7 +48,7 @@ class WeightError:
 def why_kept(name: str, tensor: torch.Tensor, keep: Iterable[str]) -> str | None:
     """Return why a tensor of a head is not quantised, or None if it is quantised.
 
-    `keep` are those of `OPTIONAL` that the user wants to keep.
+    `keep` are the parts of `OPTIONAL` that the user wants to keep.
     """
     module = name.removesuffix(".weight")
     if module in keep:

@@ -13,7 +13,7 @@ from typing import BinaryIO, Self
 
 
 class QuietStderr:
-    """Redirects standard error to a temporary file, and then to that of `move_to`."""
+    """Redirects standard error to a temporary file, and later to the file of `move_to`."""
 
     def __enter__(self) -> Self:
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""JSON files that hold a list of records: API keys, budgets."""
+"""JSON files with a list of records: API keys, budgets."""
 
 from pathlib import Path
 from typing import Any, TypeVar

@@ -135,7 +135,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     nightly = _NIGHTLY.format(output=shlex.quote(str(workload.keys["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
-        "job.yaml": workload.yaml(),
+        "job.yaml": yaml.safe_dump(dict(workload.keys), sort_keys=False, allow_unicode=True, width=120),
         "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
         "stop.sh": _STOP,
     }

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import yaml
-
 from peagle.catalog.cards import load_catalog
 from peagle.economics.price_options import PriceOptions, hardware_of
 from peagle.economics.prices import Offer, PriceTable, choices
@@ -38,9 +36,6 @@ class Workload:
     num_machines: tuple[int, int]
     grace_s: float
 
-    def yaml(self) -> str:
-        return yaml.safe_dump(dict(self.keys), sort_keys=False, allow_unicode=True, width=120)
-
 
 def offer_of(keys: PriceOptions) -> Offer:
     """Return the machine that a configuration names. It must be in the packaged price table."""
@@ -67,7 +62,7 @@ def offer_of(keys: PriceOptions) -> Offer:
 
 
 def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
-    """Return the number of machines that hold these engines. Without accelerators each engine has its own machine.
+    """Return the number of machines for these engines. Without accelerators each engine has its own machine.
 
     Example: on machines of 8, three engines of 4 and one of 8 take 3 machines.
 

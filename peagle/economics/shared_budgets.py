@@ -148,7 +148,7 @@ def read_draws(ledger: Path) -> list[Draw]:
 
 
 def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
-    """Return what runs have spent, by account and day, and what they reserve by account.
+    """Return the spend of runs by account and day, and their reservations by account.
 
     Runs without a recent update reserve nothing.
     """

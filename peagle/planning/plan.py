@@ -22,7 +22,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
             f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
-            hint="plan for one model at a time",
+            hint="plan for option model at a time",
         )
     found, reasons = options(config, sweeps, PriceTable.load(config.prices))
     if not found:
@@ -104,7 +104,7 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Per engine; a step without drafts yields one token in 1 / speed.
+    # Per engine; a step without drafts yields option token in 1 / speed.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
@@ -170,58 +170,58 @@ def text_plan(plan: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"Assumed, not measured: {', '.join(assumed)}.", *plan["notes"]])
 
 
-def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
-    fleet = f"{one['num_machines']} x {one['instance_type']} {one['market'].replace('_', '-')}"
-    how = f"{one['num_engines']} engines, {one['label']}, {one['concurrency']} requests at once on each"
-    how += f", as measured in {_measured(one)}" if has_several else ""
-    price = f"{format_usd(one['usd_per_million_tokens'])} per million tokens"
-    if one["usd"] is None:
-        return f"{fleet}: {how}; {format_usd(one['usd_per_h'])} an hour, {price}."
-    return f"{fleet}: {how}; {format_duration(one['hours'] * 3600)}, {format_usd(one['usd'])}, {price}."
+def _sentence(option: Mapping[str, Any], *, has_several: bool) -> str:
+    fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
+    how = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} requests at once on each"
+    how += f", as measured in {_measured(option)}" if has_several else ""
+    price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
+    if option["usd"] is None:
+        return f"{fleet}: {how}; {format_usd(option['usd_per_h'])} an hour, {price}."
+    return f"{fleet}: {how}; {format_duration(option['hours'] * 3600)}, {format_usd(option['usd'])}, {price}."
 
 
 def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> list[list[str]]:
     rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
     return rows + [
         [
-            one["instance_type"],
-            one["place"] or "-",
-            one["market"].replace("_", "-"),
-            f"{one['num_machines']:,}",
-            f"{one['num_engines']:,}",
-            one["label"],
-            str(one["concurrency"]),
-            *_cost(one),
-            format_share(one["lost_share"]),
-            *([_measured(one)] if has_several else []),
+            option["instance_type"],
+            option["place"] or "-",
+            option["market"].replace("_", "-"),
+            f"{option['num_machines']:,}",
+            f"{option['num_engines']:,}",
+            option["label"],
+            str(option["concurrency"]),
+            *_cost(option),
+            format_share(option["lost_share"]),
+            *([_measured(option)] if has_several else []),
         ]
-        for one in options
+        for option in options
     ]
 
 
-def _measured(one: Mapping[str, Any]) -> str:
-    return f"{one['measured']} ({one['precision']})" if one["precision"] else str(one["measured"])
+def _measured(option: Mapping[str, Any]) -> str:
+    return f"{option['measured']} ({option['precision']})" if option["precision"] else str(option["measured"])
 
 
 def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
-    has_beyond = any(one["beyond"] for one in plan["sensitivity"])
+    has_beyond = any(option["beyond"] for option in plan["sensitivity"])
     columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
     rows = [[*columns, *(["not possible"] if has_beyond else [])]]
-    for one in plan["sensitivity"]:
-        measured = " (measured)" if one["factor"] == 1 else f" ({one['factor'] - 1:+.0%})"
+    for option in plan["sensitivity"]:
+        measured = " (measured)" if option["factor"] == 1 else f" ({option['factor'] - 1:+.0%})"
         rows.append(
             [
-                f"{one['acceptance_length']:.2f}{measured}",
-                f"{one['output_tokens_per_s']:,.1f}",
-                f"{one['num_machines']:,}",
-                *_cost(one),
-                *([one["beyond"] or "-"] if has_beyond else []),
+                f"{option['acceptance_length']:.2f}{measured}",
+                f"{option['output_tokens_per_s']:,.1f}",
+                f"{option['num_machines']:,}",
+                *_cost(option),
+                *([option["beyond"] or "-"] if has_beyond else []),
             ]
         )
     return rows
 
 
-def _cost(one: Mapping[str, Any]) -> list[str]:
-    if one["usd"] is None:
-        return ["-", f"{format_usd(one['usd_per_h'])}/h", format_usd(one["usd_per_million_tokens"])]
-    return [f"{one['hours']:,.2f}", format_usd(one["usd"]), format_usd(one["usd_per_million_tokens"])]
+def _cost(option: Mapping[str, Any]) -> list[str]:
+    if option["usd"] is None:
+        return ["-", f"{format_usd(option['usd_per_h'])}/h", format_usd(option["usd_per_million_tokens"])]
+    return [f"{option['hours']:,.2f}", format_usd(option["usd"]), format_usd(option["usd_per_million_tokens"])]

@@ -15,7 +15,7 @@ def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> flo
     """Return the break-even acceptance length of the nearest measured concurrency, by ratio."""
     if not break_even or concurrency is None:
         return None
-    # Below one concurrent request an engine idles between requests, and runs each one alone.
+    # Below a concurrency of 1 an engine idles between requests.
     nearest = min(break_even, key=lambda measured: abs(math.log(measured / max(concurrency, 1.0))))
     return break_even[nearest]
 

@@ -128,19 +128,23 @@ class Search:
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
         chosen = self.candidates if candidates is None else candidates
-        scores = {one: score for one in chosen if (score := self._score(one, num_passes)) is not None}
-        return sorted(scores, key=lambda one: scores[one].rank)
+        scores = {}
+        for candidate in chosen:
+            if (score := self._score(candidate, num_passes)) is not None:
+                scores[candidate] = score
+        return sorted(scores, key=lambda candidate: scores[candidate].rank)
 
     def best(self) -> Candidate | None:
         """Return the best candidate within the limits, if any. Finalists come before candidates measured once.
 
         A drafter that does not win by `WORTH` loses.
         """
-        within = [one for one in [*self.ranked(self._finalists()), *self.ranked()] if self._is_within(one)]
+        ranked = [*self.ranked(self._finalists()), *self.ranked()]
+        within = [candidate for candidate in ranked if self._is_within(candidate)]
         if not within:
             return None
         best = within[0]
-        plain = next((one for one in within if not one.drafts), None)
+        plain = next((candidate for candidate in within if not candidate.drafts), None)
         if best.drafts and plain is not None and self._value(best) < (1 + WORTH) * self._value(plain):
             return plain
         return best
@@ -149,7 +153,7 @@ class Search:
         """Return the candidates to measure again, by their first pass so that they do not change."""
         ranked = self.ranked(num_passes=1)
         finalists = ranked[:2]
-        others = [one for one in ranked if one.drafts != ranked[0].drafts]
+        others = [candidate for candidate in ranked if candidate.drafts != ranked[0].drafts]
         if others and self._is_within(others[0], 1) and self._is_within(ranked[0], 1):
             is_close = self._value(others[0], 1) >= 0.8 * self._value(ranked[0], 1)
             finalists += [others[0]] if is_close and others[0] not in finalists else []
@@ -157,10 +161,10 @@ class Search:
 
     def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[Turn]:
         return [
-            Turn(candidate=one, repeat=repeat)
-            for one in candidates
-            if one.engine not in self.failed
-            for repeat in range(self._num_passes.get(one, 0), num_passes)
+            Turn(candidate=candidate, repeat=repeat)
+            for candidate in candidates
+            if candidate.engine not in self.failed
+            for repeat in range(self._num_passes.get(candidate, 0), num_passes)
         ]
 
     def _fits(self, turns: Sequence[Turn], up: str | None) -> bool:

@@ -98,12 +98,6 @@ def test_jobs_have_path_and_grace_period(cluster, job):
         assert float(stop_s) > ending_s(job.grace_s)
 
 
-def test_job_commands_use_the_token():
-    assert re.findall(r"^#   (.*)ray job submit", TEXT, re.MULTILINE) == [
-        "RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 "
-    ]
-
-
 def test_instance_credentials_are_not_reachable_from_containers(node_configs):
     for node in node_configs:
         assert node["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}

@@ -65,28 +65,24 @@ def test_speculation_json_round_trip():
     assert (with_lookup + with_lookup + original).num_lookup_tokens == 8
 
 
-def test_invalid_lookup_tokens():
-    for num_lookup_tokens, reason in ((11, "11 of 10 accepted"), (-1, "negative"), ("3", "whole numbers")):
-        with pytest.raises(ValueError, match=reason):
-            replace(stats(10, 6, 3, 1), num_lookup_tokens=num_lookup_tokens)
-
-
 @pytest.mark.parametrize(
-    ("counts", "reason"),
+    ("changes", "reason"),
     [
-        ((10, 30, (3, 6, 1)), "prefix"),
-        ((10, 30, (11,)), "prefix"),
-        ((10, 5, (6,)), "6 tokens accepted, but 5 drafted"),
-        ((-1, 0, ()), "negative"),
-        ((2, 4, (True,)), "whole numbers"),
-        ((2, 4.0, (1,)), "whole numbers"),
-        ((2, 4, [1]), "whole numbers"),
+        ({"accepted_per_position": (3, 6, 1)}, "prefix"),
+        ({"accepted_per_position": (11,)}, "prefix"),
+        ({"num_draft_tokens": 5}, "10 tokens accepted, but 5 drafted"),
+        ({"num_drafts": -1}, "negative"),
+        ({"accepted_per_position": (True,)}, "whole numbers"),
+        ({"num_draft_tokens": 30.0}, "whole numbers"),
+        ({"accepted_per_position": [6, 3, 1]}, "whole numbers"),
+        ({"num_lookup_tokens": 11}, "11 of 10 accepted"),
+        ({"num_lookup_tokens": -1}, "negative"),
+        ({"num_lookup_tokens": "3"}, "whole numbers"),
     ],
 )
-def test_contradictory_counts_are_refused(counts, reason):
-    num_drafts, num_draft_tokens, accepted = counts
+def test_contradictory_counts_are_refused(changes, reason):
     with pytest.raises(ValueError, match=reason):
-        SpeculationStats(num_drafts=num_drafts, num_draft_tokens=num_draft_tokens, accepted_per_position=accepted)
+        replace(stats(10, 6, 3, 1), **changes)
 
 
 @pytest.mark.parametrize(

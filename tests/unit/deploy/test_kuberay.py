@@ -223,17 +223,14 @@ def test_job_with_bad_configuration_stops_itself(scripts):
     assert scripts.calls()[1:] == [stop, "sleep 60"]
 
 
-def test_pre_stop_hook_waits_for_the_run(scripts):
+def test_pre_stop_hook_waits_for_the_run(scripts, tmp_path):
+    assert scripts("stop.sh").wait(20) == 0, "there is no run yet"
     run = scripts("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
     try:
-        while not scripts.calls():
+        while not scripts.calls() or not (tmp_path / "pid").exists():
             assert run.poll() is None
             time.sleep(0.05)
         assert scripts("stop.sh").wait(20) == 0
         assert run.wait(20) == 3
     finally:
         run.kill()
-
-
-def test_pre_stop_hook_without_a_run(scripts):
-    assert scripts("stop.sh").wait(20) == 0
