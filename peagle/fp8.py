@@ -114,13 +114,10 @@ def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, 
 def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> dict[str, Any]:
     """Return the quantisation part of `config.json`, in the format of compressed-tensors.
 
-    Layers are named by patterns, because vLLM numbers a drafter's layers after the target's. For vLLM an lm_head is not
-    a `Linear`, so it needs a separate target.
-
-    Args:
-        tensors: the head's weights before quantisation.
-        kept: why each tensor that is not quantised stays, by name.
+    `tensors` are the head's weights before quantisation; `kept` says why each tensor that is not quantised stays.
     """
+    # Layers are named by patterns, because vLLM numbers a drafter's layers after the target's. For vLLM an lm_head is
+    # not a `Linear`, so it needs a separate target.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}

@@ -8,12 +8,10 @@ def parse_pairs(
 ) -> dict[str, str]:
     """Return values by key. Blanks around a key are removed, values stay unchanged. Invalid pairs raise ValueError.
 
+    `form` is the name of a pair in messages; `spelling` normalises a key.
+
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}
-
-    Args:
-        form: name of a pair in messages.
-        spelling: normalises a key.
     """
     found: dict[str, str] = {}
     for pair in pairs:

@@ -107,9 +107,7 @@ def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[st
 
 
 def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
-    """Round amounts to integer units of the last digit that add up to the rounded sum.
-
-    The column sums are rounded first, then each column, so that many small rows do not change a column's sum.
+    """Round amounts to integer units of the last digit that add up to the rounded sum, by column and in total.
 
     >>> rounded([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]

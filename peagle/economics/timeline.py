@@ -53,10 +53,8 @@ class UnitTimes:
     def timeline(self, sessions: Sequence[EngineSession], price: Price) -> dict[str, Any] | None:
         """Return the run over time for JSON, or None before the first engine.
 
-        Returns:
-            `started_at` (Unix seconds), `total_s`, `step_s`, `tokens_per_s` and `usd` (cumulative) at the end of each
-            step, `pauses` (`at_s`, `lasted_s`), `num_engines`, and `engines` for the first `MAX_ENGINES` (`engine`,
-            `num_starts`, `seconds` by state, `spans` of state, start and end).
+        `tokens_per_s` and `usd` (cumulative) have a value per step; `engines` are the first `MAX_ENGINES` of
+        `num_engines`.
         """
         units = {session.session_id: self._by_session[session.session_id] for session in sessions}
         clock = _Clock((session.started_at, units[session.session_id].end(session)) for session in sessions)

@@ -6,8 +6,7 @@
     logs/          output of the engines
 
 An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and serves all
-of them, so one start measures several configurations. Passes run as in a benchmark. Repeats use other prompts; all
-engines use the same ones.
+of them, so one start measures several configurations. Repeats use other prompts; all engines use the same prompts.
 """
 
 import time
