@@ -56,8 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the objects, and apply them with --apply."""
-    from peagle.deploy.kuberay import MAX_CRON_NAME_LENGTH, MAX_NAME_LENGTH, KubeRayOptions, manifests, secrets_of
-    from peagle.deploy.pods import PodOptions
+    from peagle.deploy.kuberay import (
+        MAX_CRON_NAME_LENGTH,
+        MAX_NAME_LENGTH,
+        KubeRayOptions,
+        PodOptions,
+        manifests,
+        secrets_of,
+    )
     from pipelines.cluster.ray import NODE_ENVIRONMENT
     from pipelines.online.serve.proxy import ENVIRONMENT
 

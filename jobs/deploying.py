@@ -10,8 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from jobs.configurations import read_configuration
-from peagle.deploy.room import require_room
-from peagle.deploy.workload import Workload, label_of, machines_for, offer_of
+from peagle.deploy.workload import Workload, label_of, machines_for, offer_of, require_room
 from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_atomic, writing
 from peagle.private import user_path

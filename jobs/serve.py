@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)
-    from peagle.machine import detect_machine
+    from peagle.hardware import detect_machine
     from peagle.ports import require_free
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster

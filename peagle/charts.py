@@ -1,7 +1,7 @@
 """Line charts of measurements, and SVG helpers for all plots.
 
-Colours are CSS classes, so that one drawing serves light and dark mode; text stays text. A page with drawings needs
-`RULES` and the palettes in its style sheet; `standalone` returns a complete file.
+Colours are CSS classes, so that one drawing serves light and dark mode. A page with drawings needs `RULES` and the
+palettes in its style sheet; `standalone` returns a complete file.
 """
 
 import math
@@ -11,7 +11,7 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 38, 6, 18, 34  # margins of a chart with axes
-MAX_SERIES = 6  # more colours cannot be told apart
+MAX_SERIES = 6  # more colours cannot be distinguished
 
 LIGHT = (
     "--card: #ffffff; --ink: #14171a; --ink-2: #50565c; --ink-3: #7b828a; --grid: #e9e9e5;"
@@ -62,7 +62,7 @@ def x_axis_name(words: str, height: int = HEIGHT) -> str:
 
 
 def y_axis_name(words: str, *, at_right: bool = False) -> str:
-    """Return the name of the vertical axis, above the chart; on the right if there is no space on the left."""
+    """Return the name of the vertical axis, above the chart."""
     return text(WIDTH - RIGHT, 9, words, "axis", "end") if at_right else text(LEFT, 9, words, "axis", "start")
 
 
@@ -70,9 +70,6 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Move labels vertically, as little as possible, so that they do not overlap; return them by height.
 
     This is isotonic regression: neighbours that overlap are pooled and centred.
-
-    Args:
-        ends: height and text of each label.
 
     >>> apart([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
@@ -111,13 +108,7 @@ def drawing(height: int, name: str, parts: Sequence[str]) -> str:
 
 
 def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HEIGHT) -> str:
-    """Return a drawing as an SVG file with a heading, a legend and a style.
-
-    Args:
-        heading: shortened if it is too long, as are the labels.
-        legend: labels of the series, in order.
-        height: of the drawing.
-    """
+    """Return a drawing as an SVG file with a heading, a legend and a style. Long texts are shortened."""
     width = WIDTH + 2 * _MARGIN
     legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
     page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
@@ -140,9 +131,6 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
 Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and points (x, value)
 
 _INSET = 20  # between the axis and the first point
-_VALUE_WIDTH = 30  # space for values to the right of the last points
-_LABELLED_CURVES = 2  # up to this many curves, each point has its value; with more, only the last point
-_LABEL_GAP = 24  # a value is below its point if another point is this close above it
 _MAX_STEPS = 4  # of the vertical axis
 
 
@@ -152,10 +140,8 @@ class Axes:
 
     Attributes:
         name: accessible label of the chart.
-        y_name: with its unit.
         x_prefix: of an x value in a tooltip: "K=".
         first: start of the vertical axis.
-        decimals: of a value.
         is_even: points are equally spaced, whatever their x.
     """
 
@@ -174,8 +160,8 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     span = max(value for _, points in curves for _, value in points) - axes.first
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
-    every_value = len(curves) <= _LABELLED_CURVES
-    width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else _VALUE_WIDTH)
+    every_value = len(curves) <= 2  # with more curves, only the last points have values, to their right
+    width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else 30)
 
     def x(at: int) -> float:
         if len(xs) == 1:
@@ -201,7 +187,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     if every_value:
         for at, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
-            is_crowded = any(0 < y(value) - other < _LABEL_GAP for other in others)
+            is_crowded = any(0 < y(value) - other < 24 for other in others)  # then the value is below its point
             words = f"{value:.{axes.decimals}f}"
             parts.append(text(x(at), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
     else:
@@ -215,7 +201,6 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
 
 def grid_step(span: float, finest: int = -1) -> float:
     """Return a distance of grid lines so that there are few; `finest` is the power of ten of the smallest distance.
-
 
     >>> grid_step(0.6), grid_step(2.9), grid_step(230)
     (0.2, 1.0, 100.0)

@@ -68,11 +68,13 @@ class EngineOptions(TargetOptions):
 
     @model_validator(mode="after")
     def _k_needs_a_drafter(self) -> Self:
-        if self.drafter == "none" and self.num_speculative_tokens is not None:
+        if self.drafter != "none":
+            return self
+        if self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens cannot be used with drafter: none")
-        if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
+        if self.draft_kv_cache_precision != "auto" or self.draft_attention_backend:
             raise ValueError("draft_kv_cache_precision and draft_attention_backend cannot be used with drafter: none")
-        if self.drafter == "none" and self.draft_lookup == "on":
+        if self.draft_lookup == "on":
             raise ValueError("draft_lookup needs a head, so it cannot be used with drafter: none")
         return self
 
@@ -95,16 +97,15 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether its drafter is the profile's; otherwise the profile's acceptance does not apply."""
+        """Whether the drafter is the profile's; otherwise the profile's acceptance does not apply."""
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
 
     def break_even(self, hardware: Hardware) -> dict[int, float]:
-        """Return the break-even acceptance lengths by concurrency.
+        """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
-        They come from the profile that it follows, or from its card's measurements with the card's own head. Empty if
-        unknown.
+        They come from the profile that it follows, or from its card's measurements with the card's own head.
         """
         if self.follows_profile and (profile := self.profile) is not None:
             return break_evens(profile.chosen, _alike(profile))
@@ -114,9 +115,7 @@ class ResolvedEngine:
         return table.break_even(drafter.method, drafter.num_speculative_tokens)
 
     def baseline(self, hardware: Hardware) -> Baseline | None:
-        """Return step times measured on the same hardware, from the same source as `break_even`; None if there are
-        none.
-        """
+        """Return step times measured on the same hardware, from the same source as `break_even`, or None."""
         if self.follows_profile and (profile := self.profile) is not None:
             if profile.hardware != hardware.describe():
                 return None
@@ -128,7 +127,7 @@ class ResolvedEngine:
         return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
 
     def _step_table(self, hardware: Hardware) -> StepTable | None:
-        """Return the card's step times for a compiled engine without a drafter or with the card's own head, or None."""
+        """Return the card's step times for a compiled engine with no drafter or the card's own head, or None."""
         drafter, card = self.spec.drafter, self.model.card
         if card is None or self.spec.enforce_eager:
             return None
@@ -139,11 +138,7 @@ class ResolvedEngine:
         return next((table for table in card.steps if (table.platform, table.precision) == here), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
-        """Return a watch over its drafter; None without a drafter.
-
-        Args:
-            concurrency: as for `DrafterWatch`.
-        """
+        """Return a watch over its drafter; None without a drafter."""
         if self.spec.drafter is None:
             return None
         return DrafterWatch(self.break_even(hardware), concurrency)
@@ -188,10 +183,6 @@ def resolve_engine(
         num_nodes: nodes of the engine's ranks.
         commits: pinned commits by hub id, for a run that continues or an engine that must equal another one.
         announce: called before something slow, such as converting a model.
-
-    Raises:
-        ConfigError: model, drafter or precision is invalid.
-        CapacityError: the hardware cannot hold that many engines.
     """
     require_usable(hardware)
     model = resolve_model(keys.model, commits=commits, announce=announce)
@@ -206,15 +197,13 @@ def resolve_engine(
     engine = compose_engine(keys, hardware, model, drafter)
     spec = replace(engine.spec, num_nodes=num_nodes)
     check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node, known=footprint_of(model))
-    return replace(engine, spec=replace(spec, model=_reference(keys.model, model)))
+    # Each node converts its own copy of a packaged model, which keeps its name. Other models are folders or hub ids.
+    is_packaged = model.card is not None and model.card.source.kind == "package"
+    return replace(engine, spec=replace(spec, model=keys.model if is_packaged else model.path))
 
 
 def compose_fake_engine(keys: EngineOptions, hardware: Hardware) -> ResolvedEngine:
-    """Return the fake engine: without a model, and with a pretended drafter if K is given.
-
-    Raises:
-        ConfigError: a drafter is requested, or as `compose_engine`.
-    """
+    """Return the fake engine: without a model, and with a pretended drafter if K is given."""
     if keys.drafter not in ("auto", "none"):
         raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
     k = keys.num_speculative_tokens
@@ -228,12 +217,7 @@ def compose_fake_engine(keys: EngineOptions, hardware: Hardware) -> ResolvedEngi
 def compose_engine(
     keys: EngineOptions, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
-    """Return the engine of a resolved model and drafter.
-
-    Raises:
-        PrecisionError: the hardware cannot run it.
-        ConfigError: pipeline stages with a drafter, or without compilation on a CPU; no token slots for prompts.
-    """
+    """Return the engine of a resolved model and drafter. Raises PrecisionError if the hardware cannot run it."""
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
         # vLLM 0.29 does not pass the hidden states that a drafter reads from stage to stage.
         raise ConfigError(
@@ -263,8 +247,7 @@ def compose_engine(
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 
-ResolvedDefaults = dict[str, tuple[Any, str]]
-"""Values by key, each with its source."""
+ResolvedDefaults = dict[str, tuple[Any, str]]  # values by key, each with its source
 
 
 def resolve_defaults(
@@ -272,8 +255,7 @@ def resolve_defaults(
 ) -> ResolvedDefaults:
     """Return values for options that are not set, from the catalog, the model and the machine.
 
-    Args:
-        is_here: whether the machine was detected; otherwise it comes from the price table.
+    `is_here` is whether the machine was detected; otherwise it comes from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
@@ -295,12 +277,3 @@ def footprint_of(model: ResolvedModel) -> Footprint | None:
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)
-
-
-def _reference(name: str, model: ResolvedModel) -> str:
-    """Return a name that any node can resolve: a folder or hub id.
-
-    A packaged model keeps its name, because each node converts its own copy.
-    """
-    is_packaged = model.card is not None and model.card.source.kind == "package"
-    return name if is_packaged else model.path

@@ -1,19 +1,4 @@
-"""Exceptions with hints for the user.
-
-PeagleError                 any error that peagle reports itself: exit code 1
-├── ConfigError             bad usage or configuration: exit code 2
-│   ├── CatalogError        unknown model or head, or an invalid card
-│   ├── PrecisionError      the hardware does not support the precision
-│   ├── DrafterError        the head does not fit the target
-│   ├── PriceError          no price for the hardware
-│   └── InputError          the corpus cannot be read as configured
-├── CapacityError           the cluster or the machine is too small
-├── DivergedError           the training loss is not finite
-├── EngineError             the engine failed to start or crashed
-├── StorageError            an object store refused a request or did not respond
-├── RunInUse                another driver holds the run's lease
-├── TooManyFailedRows       more dead letters than --max-failed-rows
-└── StoppedEarly            stopped early and resumable: exit code 3
+"""Exceptions with hints for the user. Exit code 1, but 2 for `ConfigError` and 3 for `StoppedEarly`.
 
 A message says what is wrong, the value and where; `hint` says how to fix it. `assert` is for invariants only.
 """
@@ -29,12 +14,7 @@ _SHORT.maxstring = _SHORT.maxother = _MAX_SHOWN
 
 
 class PeagleError(Exception):
-    """An error that the user can fix.
-
-    Args:
-        message: what is wrong, and where (file, row, key).
-        hint: how to fix it.
-    """
+    """An error that the user can fix: `message` says what is wrong and where, `hint` how to fix it."""
 
     exit_code: ClassVar[int] = 1
 

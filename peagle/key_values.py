@@ -6,14 +6,9 @@ from collections.abc import Callable, Iterable
 def parse_pairs(
     pairs: Iterable[object], *, form: str = "KEY=VALUE", spelling: Callable[[str], str] = str
 ) -> dict[str, str]:
-    """Return values by key. Blanks around a key are removed, values stay unchanged.
+    """Return values by key. Blanks around a key are removed, values stay unchanged. Invalid pairs raise ValueError.
 
-    Args:
-        form: name of a pair in messages.
-        spelling: normalises a key.
-
-    Raises:
-        ValueError: a pair has no "=" or no key, or a key is repeated.
+    `form` is the name of a pair in messages; `spelling` normalises a key.
 
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}

@@ -12,9 +12,6 @@ def read_table(source: BinaryIO, columns: Sequence[str] | None = None) -> "pa.Ta
 
     `pyarrow.parquet.read_table` uses threads that release Python objects later, and a process that exits meanwhile
     aborts or hangs.
-
-    Raises:
-        OSError, pa.ArrowException: the file is damaged.
     """
     import pyarrow.parquet as pq
 

@@ -9,23 +9,16 @@ import re
 import uuid
 from typing import Any, Literal
 
-_LEAST_LOGPROB = -9999.0
-
 
 class HalfSurrogate(ValueError):  # noqa: N818
     """JSON text with half a surrogate pair, which cannot be encoded in UTF-8."""
 
 
 def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null", **layout: Any) -> str:
-    """Return a value as JSON text: bytes in base64, times as ISO 8601.
+    """Return a value as JSON text: bytes in base64, times as ISO 8601. `layout` are arguments of `json.dumps`.
 
-    Args:
-        non_finite: NaN and infinities become null, are kept as Python writes and reads them, or are refused.
-        layout: arguments of `json.dumps`; `ensure_ascii` is False by default.
-
-    Raises:
-        TypeError: a value has no JSON form.
-        ValueError: NaN or an infinity, if refused.
+    NaN and infinities become null, are kept as Python writes and reads them, or are refused with ValueError. A value
+    without a JSON form raises TypeError.
 
     >>> to_json({"é": [float("nan"), b"ab"]})
     '{"é": [null, "YWI="]}'
@@ -38,11 +31,11 @@ def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null
     except ValueError:  # NaN or an infinity
         if non_finite == "refuse":
             raise
-        return json.dumps(_finite(value), allow_nan=False, default=_finite_as_json, **layout)
+        return json.dumps(_finite(value), allow_nan=False, default=lambda other: _finite(_as_json(other)), **layout)
 
 
 def has_non_finite(value: Any) -> bool:
-    """Whether a value contains NaN or an infinity.
+    """Return whether a value contains NaN or an infinity.
 
     >>> has_non_finite({"a": [1.0, float("inf")]}), has_non_finite([1.0, "nan"])
     (True, False)
@@ -55,17 +48,10 @@ def has_non_finite(value: Any) -> bool:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """Parse strict JSON text.
+    """Parse strict JSON text; bytes are UTF-8, with or without a BOM. `options` are arguments of `json.loads`.
 
-    Python's parser also accepts NaN, infinities (also as 1e999), half surrogate pairs, and bytes of any encoding.
-
-    Args:
-        text: bytes are UTF-8, with or without a BOM.
-        options: arguments of `json.loads`.
-
-    Raises:
-        HalfSurrogate: it contains half a surrogate pair.
-        ValueError: it is not JSON.
+    Refuses with ValueError what only Python's parser accepts: NaN, infinities (also as 1e999), half surrogate pairs,
+    and bytes of other encodings.
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     value = json.loads(text, parse_constant=refuse_constant, **{"parse_float": finite_float, **options})
@@ -84,12 +70,8 @@ def require_unicode(text: str, value: Any) -> None:
 
 
 def logprob_number(logprob: float) -> float:
-    """Return a log-probability for JSON. Impossible tokens get -9999, as in OpenAI's API.
-
-    >>> logprob_number(-0.5), logprob_number(float("-inf"))
-    (-0.5, -9999.0)
-    """
-    return logprob if logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
+    """Return a log-probability for JSON. Impossible tokens get -9999, as in OpenAI's API."""
+    return logprob if logprob > -9999.0 else -9999.0
 
 
 def is_nan(value: Any) -> bool:
@@ -97,11 +79,7 @@ def is_nan(value: Any) -> bool:
 
 
 def finite_float(text: str) -> float:
-    """Parse a number of JSON text; a `parse_float` of `json.loads`.
-
-    Raises:
-        ValueError: it does not fit a 64-bit float, or would become 0.
-    """
+    """A `parse_float` of `json.loads`; refuses numbers that do not fit a 64-bit float, or would become 0."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text} is too large for a 64-bit float")
@@ -111,11 +89,7 @@ def finite_float(text: str) -> float:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; an `object_pairs_hook` of `json.loads`.
-
-    Raises:
-        ValueError: a key occurs twice. Python's parser would drop the first value.
-    """
+    """An `object_pairs_hook` of `json.loads`; refuses repeated keys, of which Python's parser keeps the last."""
     members = dict(pairs)
     if len(members) < len(pairs):
         key = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
@@ -124,7 +98,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_constant(word: str) -> None:
-    """Refuse NaN and infinities; a `parse_constant` of `json.loads`."""
+    """A `parse_constant` of `json.loads`; refuses NaN and infinities."""
     raise ValueError(f"{word} is not JSON")
 
 
@@ -154,10 +128,6 @@ def _duration(value: datetime.timedelta) -> str:
     minutes, seconds = divmod(value.seconds, 60)
     fraction = f".{value.microseconds:06}".rstrip("0") if value.microseconds else ""
     return f"P{value.days}DT{minutes // 60}H{minutes % 60}M{seconds}{fraction}S"
-
-
-def _finite_as_json(value: Any) -> Any:
-    return _finite(_as_json(value))
 
 
 def _finite(value: Any) -> Any:

@@ -12,14 +12,7 @@ _ATTEMPTS = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of `host` that is not in the range of automatically assigned ones.
-
-    Args:
-        host: an address of this machine; empty for all.
-
-    Raises:
-        OSError: none was found.
-    """
+    """Return a free port of `host` (empty: all addresses), outside the range of automatically assigned ports."""
     for port in random.SystemRandom().sample(_PORTS, _ATTEMPTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -28,7 +21,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_service_link(value: str) -> bool:
-    """Whether the value of a variable NAME_PORT is from Kubernetes, which sets one for each service NAME.
+    """Return whether the value of a variable NAME_PORT is from Kubernetes, which sets one for each service NAME.
 
     >>> is_service_link("tcp://10.0.0.1:8000"), is_service_link("8000")
     (True, False)
@@ -37,22 +30,13 @@ def is_service_link(value: str) -> bool:
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether a process could listen on a port of `host`."""
+    """Return whether a process could listen on a port of `host`."""
     return _fault(port, host) is None
 
 
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
-    """Refuse a port that is in use, or an address that is not this machine's.
-
-    Ray Serve would share the port with another Serve, and each would get some of the connections.
-
-    Args:
-        key: configuration key, for the message.
-        host: address to listen on; empty for all.
-
-    Raises:
-        ConfigError: it is not available.
-    """
+    """Refuse a port that is in use, or an address of another machine, with ConfigError about the option `key`."""
+    # Ray Serve would share the port with another Serve, and each would get some of the connections.
     if (error := _fault(port, host)) is not None:
         where = f" of {host}" if host else ""
         raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error

@@ -15,14 +15,13 @@ from peagle.errors import ConfigError
 SECRET_MODE = 0o600
 _OTHERS = 0o007
 _ALL_BUT_OWNER = 0o077
-_MAX_SOCKET_PATH = 107  # bytes; Linux has 108 with the one that ends it
+_MAX_SOCKET_PATH = 107  # bytes; Linux has 108 including the final zero
 
 
 def keep_private() -> None:
     """Make new files of this process and its children private, and use a private folder for temporary files.
 
-    Raises:
-        ConfigError: another user has created that folder.
+    Raises ConfigError if another user has created that folder.
     """
     os.umask(os.umask(_ALL_BUT_OWNER) | _OTHERS)  # the umask can only be read by setting it
     folder = str(temporary_folder())
@@ -33,10 +32,7 @@ def keep_private() -> None:
 def temporary_folder(name: str | None = None) -> Path:
     """Return the user's private folder for temporary files, or its subfolder `name`; create it if it is missing.
 
-    A TMPDIR that only the user can enter is used as it is.
-
-    Raises:
-        ConfigError: another user has created the folder.
+    A TMPDIR that only the user can enter is used as it is. A folder of another user raises ConfigError.
     """
     folder = Path(tempfile.gettempdir())
     status = folder.stat()
@@ -46,31 +42,22 @@ def temporary_folder(name: str | None = None) -> Path:
 
 
 def user_path(path: str | Path) -> Path:
-    """Expand `~` in a path.
-
-    Raises:
-        ConfigError: the home folder is unknown, as for a container's user without a name.
-    """
+    """Expand `~` in a path. Raises ConfigError for a user without a home folder, as in some containers."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{path}: {error}", hint="set HOME to a folder that this user can write") from error
 
 
-def require_short_sockets(what: str, folder: str, num_bytes: int) -> None:
-    """Refuse a temporary folder whose path is too long for Unix sockets in it.
+def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
+    """Refuse a temporary folder whose path is too long for the Unix sockets of `program` in it.
 
-    Args:
-        what: the program that creates them, for the message.
-        num_bytes: the longest socket path below the folder.
-
-    Raises:
-        ConfigError: the path is too long.
+    `num_bytes` is the longest socket path below the folder.
     """
     length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
     if length > most:
         raise ConfigError(
-            f"temporary folder {folder}: its path has {length} bytes; the limit for {what} is {most}",
+            f"temporary folder {folder}: its path has {length} bytes; the limit for {program} is {most}",
             hint="set TMPDIR to a folder with a shorter path that only you can enter (mkdir -m 700)",
         )
 

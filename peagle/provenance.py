@@ -36,13 +36,8 @@ def git_revision() -> str | None:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Refuse to resume a run with another fingerprint.
-
-    Raises:
-        ConfigError: the fingerprints differ; the message lists the differences.
-    """
-    changed = list(_differences(before, now))
-    if changed:
+    """Refuse to resume a run with another fingerprint; the ConfigError lists the differences."""
+    if changed := _differences(before, now):
         raise ConfigError(
             f"{where} has a run with another fingerprint:\n  " + "\n  ".join(changed),
             hint="repeat the first command to resume it, or use another --output",

@@ -1,7 +1,6 @@
 """Redirect standard error, so that the logs of Ray and vLLM are not on the terminal.
 
-They write to the file descriptor, also from C++ and child processes, so that Python loggers cannot filter them. peagle
-itself prints to standard output.
+They write to the file descriptor, even from C++ and child processes, so Python loggers cannot filter them.
 """
 
 import os
@@ -14,7 +13,7 @@ from typing import BinaryIO, Self
 
 
 class QuietStderr:
-    """Redirects standard error to a temporary file, and then to that of `move_to`."""
+    """Redirects standard error to a temporary file, and later to the file of `move_to`."""
 
     def __enter__(self) -> Self:
         sys.stderr.flush()

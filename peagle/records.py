@@ -1,4 +1,4 @@
-"""JSON files that hold a list of records: API keys, budgets."""
+"""JSON files with a list of records: API keys, budgets."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +14,7 @@ Record = TypeVar("Record", bound=BaseModel)
 def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
     """Return the entries of a file, not validated; empty if the file does not exist.
 
-    Args:
-        noun: plural of the records, for messages.
-        hint: how such files are created.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a list.
+    `noun` is the plural of the records, for messages; `hint` says how such files are created.
     """
     try:
         values = from_json(path.read_bytes())
@@ -33,11 +28,7 @@ def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
 
 
 def record_of(kind: type[Record], values: Any, *, where: str) -> Record:
-    """Validate a record.
-
-    Raises:
-        ConfigError: it is invalid. The message has the field, but not the value, which may be a secret.
-    """
+    """Validate a record. The ConfigError has the field, but not the value, which may be a secret."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

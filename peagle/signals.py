@@ -16,17 +16,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-STOPPED_CODE = 3
-"""Exit code of a command that a signal stopped."""
-_REPEAT_S = 1.0
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+STOPPED_CODE = 3  # exit code of a command that a signal stopped
 
 
 class _Handler:
-    """Calls `act` on a signal, but not on repeated ones.
+    """Calls `act` on a signal, but not on repeated signals.
 
-    Args:
-        before: the replaced handler. A signal that it has just received is not handled again.
+    A signal that the replaced handler `before` has just received is not handled again.
     """
 
     def __init__(self, act: Callable[[], object], before: object) -> None:
@@ -35,7 +31,7 @@ class _Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self.last_at[0] >= _REPEAT_S:
+        if now - self.last_at[0] >= 1.0:
             self.last_at[0] = now
             self._act()
 
@@ -96,7 +92,8 @@ def _handled_by(act: Callable[[], object]) -> Iterator[None]:
 
 def _install(act: Callable[[], object]) -> dict[int, Any]:
     """Install a handler; return the previous handlers by signal."""
-    current: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in _NUMBERS}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    current: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
     before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
     handler = _Handler(act, before.get(signal.SIGTERM))
     for number in before:

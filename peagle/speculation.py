@@ -16,19 +16,15 @@ NEVER_PAYS_BELOW = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """Acceptance counts of a request, a unit or a run. They can be added.
+    """Acceptance counts of a request, a unit or a run. Add them with `+`. Contradictory counts raise ValueError.
 
-    Args:
+    Attributes:
         num_drafts: verify steps with a draft.
-        accepted_per_position: entry i counts drafts whose token i was accepted. The entries never increase, because a
-            draft is accepted as a prefix.
+        accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
+            accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
 
-    Raises:
-        ValueError: the counts contradict each other.
-
-    >>> stats = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1))
-    >>> stats.acceptance_length
+    >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
     """
 
@@ -56,7 +52,6 @@ class SpeculationStats:
 
     @classmethod
     def empty(cls) -> Self:
-        """Return the neutral element of `+`."""
         return cls(num_drafts=0, num_draft_tokens=0, accepted_per_position=())
 
     @classmethod
@@ -64,9 +59,6 @@ class SpeculationStats:
         """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
 
         Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
-
-        >>> SpeculationStats.from_histogram([4, 3, 2], num_draft_tokens=18).accepted_per_position
-        (5, 2)
         """
         at_least = list(accumulate(reversed(histogram)))[::-1]
         return cls(
@@ -110,7 +102,6 @@ class SpeculationStats:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the counts as JSON-ready data."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -120,11 +111,7 @@ class SpeculationStats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError: keys are missing or unknown, or the counts are invalid.
-        """
+        """Inverse of `to_dict`. Missing, unknown or invalid counts raise ValueError."""
         expected = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
         if not isinstance(data, Mapping) or set(data) - {"num_lookup_tokens"} != expected:
             raise ValueError(f"speculation counts must have exactly the keys {sorted(expected)}, got {data!r}")
@@ -142,11 +129,7 @@ class SpeculationStats:
 def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> float:
     """Return the acceptance length at which a drafter costs as much as it saves.
 
-    A step with the drafter takes `step_s_with` seconds and yields the acceptance length in tokens; one without takes
-    `step_s_without` and yields 1.
-
-    Raises:
-        ValueError: a step time is not positive.
+    A step with the drafter yields the acceptance length in tokens, a step without it yields 1.
 
     >>> break_even_acceptance_length(0.039, 0.026)
     1.5
@@ -156,38 +139,10 @@ def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> f
     return step_s_with / step_s_without
 
 
-def speedup(acceptance_length: float, step_s_with: float, step_s_without: float) -> float:
-    """Return the throughput with the drafter relative to that without.
-
-    >>> speedup(3.0, 0.039, 0.026)
-    2.0
-    """
-    return acceptance_length / break_even_acceptance_length(step_s_with, step_s_without)
-
-
-def expected_acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Return the acceptance length at a smaller K, from rates by position at a larger one.
-
-    Whether position i is accepted does not depend on later positions, so the first k rates hold for every K >= k.
-
-    Raises:
-        ValueError: k is negative, or larger than the number of rates.
-
-    >>> expected_acceptance_length([0.5, 0.25, 0.125], k=2)
-    1.75
-    """
-    if not 0 <= k <= len(rates):
-        raise ValueError(f"acceptance is known for 0 to {len(rates)} draft tokens, not for {k}")
-    return 1 + sum(rates[:k])
-
-
 def note(length: float | None, *, break_even: float | None = None) -> str | None:
     """Return a warning if the drafter costs more than it saves, else None.
 
-    Args:
-        length: the acceptance length; None without drafts.
-        break_even: the acceptance length to break even here at this concurrency; if unknown, `NEVER_PAYS_BELOW`
-            applies.
+    `length` is None without drafts. Without a measured `break_even`, `NEVER_PAYS_BELOW` applies.
     """
     if length is None:
         return None
@@ -205,12 +160,7 @@ def note(length: float | None, *, break_even: float | None = None) -> str | None
 
 
 def sources_note(stats: SpeculationStats) -> str | None:
-    """Return a sentence on accepted tokens by source, or None without a prompt lookup.
-
-    >>> stats = SpeculationStats.from_histogram([1, 1, 1], num_draft_tokens=6, num_lookup_tokens=1)
-    >>> sources_note(stats)
-    'Of 3 accepted draft tokens, 1 was found by the prompt lookup; the other 2 are the head\'s.'
-    """
+    """Return a sentence on accepted tokens by source, or None without a prompt lookup."""
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None

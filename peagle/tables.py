@@ -20,10 +20,6 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """Return lines of a Markdown table; the first row is its header.
-
-    >>> markdown([("a", "b"), ("1", "x|y")])
-    ['| a | b |', '|---|---|', '| 1 | x\\\\|y |']
-    """
+    """Return lines of a Markdown table; the first row is its header."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

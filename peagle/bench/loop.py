@@ -22,8 +22,7 @@ from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
 from peagle.errors import EngineError
-from peagle.hardware import Hardware
-from peagle.machine import detect_machine
+from peagle.hardware import Hardware, detect_machine
 from peagle.requests.prompts import Tokenizer
 
 TokenizerOf = Callable[[str, str | None], Tokenizer]

@@ -3,7 +3,6 @@
 A CPU head runs the driver; machines with engines exist only while there is work.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,8 @@ SHARED_FOLDER = "/mnt/peagle"  # docs/security.md mounts it
 _HOME = "/home/ubuntu/peagle"
 _RAY = f"{_HOME}/.venv/bin/ray"
 _HEAD_FLAGS = "--port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
-_HEAD_TYPE = "m7i.xlarge"
-_HEAD_GB, _WORKER_GB = 200, 500
 # vLLM compiles with g++, against Python's headers; its CPU build loads libnuma.
 _PACKAGES = "g++ libnuma1 make python3-dev python3-venv"
-_MAX_LINE_LENGTH = 10_000  # one line per command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +38,7 @@ class AwsNames:
 
     @property
     def missing(self) -> list[str]:
-        """The flags of the names that were not given."""
+        """The flags of names that are not set."""
         flags = {
             "--ami": self.image,
             "--security-group": self.security_group,
@@ -53,15 +49,7 @@ class AwsNames:
 
 
 def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: str) -> str:
-    """Return the text of the file, with commands in a comment at the top.
-
-    Args:
-        config: path of the configuration, for the commands.
-        output: path of the file itself.
-
-    Raises:
-        ConfigError: it is an endpoint, a machine of another provider, or has local paths.
-    """
+    """Return the text of the file at `output` for a configuration, with commands in a comment at the top."""
     offer = workload.offer
     if workload.command == "serve":
         raise ConfigError(
@@ -74,7 +62,7 @@ def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: st
             hint="use an instance_type of AWS, or start Ray on the machines yourself (docs/deploy.md)",
         )
     require_reachable(workload.keys, ("input", "output", "model", "drafter"), SHARED_FOLDER)
-    text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=_MAX_LINE_LENGTH)
+    text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=10_000)  # a line per command
     return "\n".join(_head(workload, config=config, output=output)) + "\n" + text
 
 
@@ -83,6 +71,11 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
     offer, (fewest, most) = workload.offer, workload.num_machines
     # A run with an accelerator type that waits for the cluster requests its machines itself.
     requests_machines = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
+    resources: dict[str, int] = {"CPU": offer.num_vcpus}
+    if offer.num_accelerators:
+        resources["GPU"] = offer.num_accelerators
+    if (kind := workload.keys.get("accelerator_type")) and kind != "any":
+        resources[f"accelerator_type:{kind}"] = 1
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if workload.market == "spot" else {}
     return {
         "cluster_name": workload.name,
@@ -94,13 +87,13 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
             "head": {
                 # No GPU, so that no engine runs there; the driver needs little memory.
                 "resources": {"CPU": 4, "GPU": 0},
-                "node_config": _node(names, _HEAD_TYPE, names.head_profile, _HEAD_GB),
+                "node_config": _node(names, "m7i.xlarge", names.head_profile, disk_gb=200),
             },
             "engines": {
                 "min_workers": 0 if requests_machines else fewest,
                 "max_workers": most,
-                "resources": _resources(workload),
-                "node_config": _node(names, offer.instance_type, names.worker_profile, _WORKER_GB) | market,
+                "resources": resources,
+                "node_config": _node(names, offer.instance_type, names.worker_profile, disk_gb=500) | market,
             },
         },
         "head_node_type": "head",
@@ -116,23 +109,16 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
     }
 
 
-def _resources(workload: Workload) -> dict[str, float]:
-    offer = workload.offer
-    kind = workload.keys.get("accelerator_type")
-    named = {f"accelerator_type:{kind}": 1} if kind and kind != "any" else {}
-    return {"CPU": offer.num_vcpus, **({"GPU": offer.num_accelerators} if offer.num_accelerators else {}), **named}
-
-
-def _node(names: AwsNames, instance_type: str, profile: str, disk_gb: int) -> dict[str, Any]:
+def _node(names: AwsNames, instance_type: str, profile: str, *, disk_gb: int) -> dict[str, Any]:
     """Return a node's configuration, with an encrypted disk and credentials only for its own processes."""
-    disk: Mapping[str, Any] = {"VolumeSize": disk_gb, "VolumeType": "gp3", "Encrypted": True}
+    disk = {"VolumeSize": disk_gb, "VolumeType": "gp3", "Encrypted": True}
     return {
         "ImageId": names.image,
         "InstanceType": instance_type,
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
         "SecurityGroupIds": [names.security_group],
         "IamInstanceProfile": {"Arn": profile},
-        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": dict(disk)}],
+        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
     }
 
 

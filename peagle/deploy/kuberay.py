@@ -5,21 +5,37 @@ Secret, and RayCronJob, need 1.6.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from peagle.deploy.pods import CONFIG_FOLDER, FOLDER, KEYS_FOLDER, PodOptions, ray_cluster
 from peagle.deploy.workload import Workload, require_reachable, require_servable
+from peagle.economics.prices import Offer
 from peagle.errors import ConfigError
 
 # KubeRay appends 6 characters for a cluster, and 11 for each job of a RayCronJob (`MaxRayJobNameLength` and
 # `MaxRayCronJobNameLength` in ray-operator/controllers/ray/utils/constant.go).
 MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
-_API = "ray.io/v1"
-_PRE_STOP_S = 15  # until Services no longer send requests to a terminating pod
+FOLDER = "/mnt/peagle"  # mount path of the shared volume: weights, and what the configuration stores there
+CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
+RAY_VERSION = "2.60.0"
+_HEAD = {"cpu": "4", "memory": "16Gi"}
+# The rest is for the machine's agents, the kubelet and the pods of every node.
+_CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
+_SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
+_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_GROUP = 1000  # owns the shared volume and the secrets, for any user of the image
+# Labels of a cloud's spot nodes (any of them), and the taint that keeps other pods off them.
+_SPOT: dict[str, tuple[dict[str, str], str | None]] = {
+    "aws": ({"eks.amazonaws.com/capacityType": "SPOT", "karpenter.sh/capacity-type": "spot"}, None),
+    "gcp": ({"cloud.google.com/gke-spot": "true"}, "cloud.google.com/gke-spot"),
+}
 _RUN = """\
 # KubeRay retries a failed job in a new cluster: this continues a run with exit code 3 (stopped early). Code 2 (bad
 # configuration) would repeat, so the job stops itself: a stopped job is not retried.
@@ -47,14 +63,32 @@ while kill -0 "$pid" 2> /dev/null; do sleep 1; done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodOptions:
+    """Options of all pods of a cluster.
+
+    Attributes:
+        image: container image with peagle installed.
+        claim: PersistentVolumeClaim of the shared volume, ReadWriteMany.
+        env_secrets: Secrets whose entries become environment variables (AWS credentials, HF_TOKEN).
+        service_account: None for the namespace's default.
+        token_secret: Secret with Ray's token as `auth_token`.
+    """
+
+    image: str
+    claim: str
+    env_secrets: Sequence[str]
+    service_account: str | None
+    token_secret: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KubeRayOptions:
     """Options that are not in the configuration.
 
     Attributes:
-        namespace: None for the client's own.
+        namespace, time_zone: None for the client's namespace and the operator's time zone.
         retries: of a bulk run, each in a new cluster.
         schedule: in cron's format; None to run once, now.
-        time_zone: of the schedule; None for the operator's.
         keys_secret: Secret with the endpoint's API keys as `keys.json`.
         env: environment of every pod.
     """
@@ -69,11 +103,7 @@ class KubeRayOptions:
 
 
 def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
-    """Return the objects in the order to apply them.
-
-    Raises:
-        ConfigError: the configuration has local paths, or is an endpoint without keys; or options do not fit it.
-    """
+    """Return the objects in the order to apply them."""
     if options.retries < 0:
         raise ConfigError(f"--retries must be 0 or more, got {options.retries}")
     if options.schedule is None and options.time_zone is not None:
@@ -105,7 +135,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     nightly = _NIGHTLY.format(output=shlex.quote(str(workload.keys["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
-        "job.yaml": workload.yaml(),
+        "job.yaml": yaml.safe_dump(dict(workload.keys), sort_keys=False, allow_unicode=True, width=120),
         "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
         "stop.sh": _STOP,
     }
@@ -114,7 +144,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
         "jobId": workload.name,  # a cluster has one job; the script needs the id
         "backoffLimit": options.retries,
         "shutdownAfterJobFinishes": True,
-        "rayClusterSpec": ray_cluster(
+        "rayClusterSpec": _ray_cluster(
             workload,
             options.pods,
             head={"lifecycle": {"preStop": {"exec": {"command": ["sh", f"{CONFIG_FOLDER}/stop.sh"]}}}},
@@ -152,10 +182,11 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     }
     spec = {
         "serveConfigV2": yaml.safe_dump(serve, sort_keys=False, allow_unicode=True, width=120),
-        "rayClusterConfig": ray_cluster(
+        "rayClusterConfig": _ray_cluster(
             workload,
             options.pods,
-            head={"lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}}},
+            # Until Services no longer send requests to a terminating pod.
+            head={"lifecycle": {"preStop": {"exec": {"command": ["sleep", "15"]}}}},
             env=options.env,
             volumes={KEYS_FOLDER: {"secret": {"secretName": options.keys_secret, "defaultMode": 0o440}}},
         ),
@@ -164,9 +195,127 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
 
 
 def _object(kind: str, name: str, options: KubeRayOptions, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": _API, "kind": kind, "metadata": _metadata(name, options), "spec": spec}
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": _metadata(name, options), "spec": spec}
 
 
 def _metadata(name: str, options: KubeRayOptions) -> dict[str, Any]:
     space = {"namespace": options.namespace} if options.namespace else {}
     return {"name": name, **space, "labels": {"app.kubernetes.io/name": "peagle"}}
+
+
+# --- the pods: a head, and a worker per machine
+
+
+def _ray_cluster(
+    workload: Workload,
+    options: PodOptions,
+    *,
+    head: Mapping[str, Any],
+    env: Mapping[str, str],
+    volumes: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the spec of a RayCluster with more keys of the head's container, variables and volumes by mount path."""
+    fewest, most = workload.num_machines
+    scales = {"enableInTreeAutoscaling": True} if fewest != most else {}
+    return {
+        "rayVersion": RAY_VERSION,
+        "authOptions": {"mode": "token", "secretName": options.token_secret},
+        **scales,
+        "headGroupSpec": {
+            "rayStartParams": {"num-gpus": "0"},  # its pod may land on a machine with GPUs
+            "template": _template(
+                options,
+                {"name": "ray-head", "resources": {"limits": _HEAD, "requests": _HEAD}, **head},
+                env=env,
+                volumes={**volumes, "/dev/shm": _shm(_HEAD["memory"])},
+                grace_s=workload.grace_s,
+            ),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "engines",
+                "replicas": fewest,
+                "minReplicas": fewest,
+                "maxReplicas": most,
+                "rayStartParams": {},
+                "template": _worker(workload, options, env, volumes),
+            }
+        ],
+    }
+
+
+def _worker(
+    workload: Workload, options: PodOptions, env: Mapping[str, str], volumes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    offer = workload.offer
+    sizes = _sizes(offer)
+    template = _template(
+        options,
+        {"name": "ray-worker", "resources": {"limits": sizes, "requests": sizes}},
+        env=env,
+        volumes={**volumes, "/dev/shm": _shm(sizes["memory"])},
+        grace_s=workload.grace_s,
+    )
+    template["spec"] |= {"nodeSelector": {"node.kubernetes.io/instance-type": offer.instance_type}}
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if workload.market == "spot" and offer.provider in _SPOT:
+        labels, taint = _SPOT[offer.provider]
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in labels.items()
+        ]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        template["spec"] |= {"affinity": {"nodeAffinity": required}}
+        if taint:
+            tolerations.append({"key": taint, "operator": "Exists", "effect": "NoSchedule"})
+    template["spec"] |= {"tolerations": tolerations}
+    return template
+
+
+def _sizes(offer: Offer) -> dict[str, str]:
+    """Return the resources of a worker, which has a machine to itself."""
+    assert offer.memory_gib is not None, "the packaged price table has it"
+    sizes = {
+        "cpu": str(max(1, int(offer.num_vcpus * _CPU_SHARE))),
+        "memory": f"{max(1, int(offer.memory_gib * _MEMORY_SHARE))}Gi",
+    }
+    if offer.num_accelerators:
+        sizes["nvidia.com/gpu"] = str(offer.num_accelerators)
+    return sizes
+
+
+def _shm(memory: str) -> dict[str, Any]:
+    gib = max(1, int(float(memory.removesuffix("Gi")) * _SHM_SHARE))
+    return {"emptyDir": {"medium": "Memory", "sizeLimit": f"{gib}Gi"}}
+
+
+def _template(
+    options: PodOptions,
+    container: Mapping[str, Any],
+    *,
+    env: Mapping[str, str],
+    volumes: Mapping[str, Mapping[str, Any]],
+    grace_s: float,
+) -> dict[str, Any]:
+    everywhere = {**volumes, FOLDER: {"persistentVolumeClaim": {"claimName": options.claim}}}
+    names = {path: path.strip("/").replace("/", "-") for path in everywhere}
+    variables = {"HF_HOME": f"{FOLDER}/huggingface", "PEAGLE_HOME": f"{FOLDER}/home", **env}
+    account = {"serviceAccountName": options.service_account} if options.service_account else {}
+    return {
+        "metadata": {"labels": {"app.kubernetes.io/name": "peagle"}},
+        "spec": {
+            **account,
+            "terminationGracePeriodSeconds": int(grace_s),
+            "securityContext": {"fsGroup": _GROUP},
+            "containers": [
+                {
+                    **container,
+                    "image": options.image,
+                    "securityContext": _SECURITY,
+                    "env": [{"name": name, "value": value} for name, value in variables.items()],
+                    "envFrom": [{"secretRef": {"name": name}} for name in options.env_secrets],
+                    "volumeMounts": [{"name": names[path], "mountPath": path} for path in everywhere],
+                }
+            ],
+            "volumes": [{"name": names[path], **volume} for path, volume in everywhere.items()],
+        },
+    }

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from peagle.catalog.cards import HeadCard, ModelCard
+from peagle.catalog.cards import ModelCard
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
-from peagle.deploy.room import require_room
+from peagle.deploy.workload import require_room
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
@@ -22,20 +22,16 @@ from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
 from peagle.key_values import parse_pairs
 
-DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
-"""Where SageMaker mounts additional data, one folder per channel."""
 HEAD_CHANNEL = "eagle"  # as JumpStart calls it
+HEAD_FOLDER = Path("/opt/ml/additional-model-data-sources") / HEAD_CHANNEL  # where SageMaker mounts its data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model's settings in a container.
+    """A model's settings in a container: its variables, and the drafter with the reason for it.
 
-    Attributes:
-        variables: of the container.
-        drafter: the drafter, and why.
-        model_folder, head_folder: local folders that the container needs as `MODEL_FOLDER` and in `HEAD_CHANNEL`; None
-            if it loads them from the hub.
+    The folders are local; the container needs them as `MODEL_FOLDER` and `HEAD_FOLDER`. None if it loads them from
+    the hub.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -46,7 +42,7 @@ class Preset:
     @property
     def uploads(self) -> list[tuple[Path, Path]]:
         """Local folders, and the paths where SageMaker must mount their data."""
-        places = ((self.model_folder, MODEL_FOLDER), (self.head_folder, DATA_SOURCES / HEAD_CHANNEL))
+        places = ((self.model_folder, MODEL_FOLDER), (self.head_folder, HEAD_FOLDER))
         return [(folder, place) for folder, place in places if folder is not None]
 
 
@@ -77,8 +73,12 @@ def preset(
     if method is None:
         return Preset(variables={"SM_VLLM_MODEL": model}, drafter=why, model_folder=model_folder)
     head = card.heads[method]
-    head_folder = _local_head(head)
-    path = str(DATA_SOURCES / HEAD_CHANNEL) if head_folder or has_head_data else str(head.id)
+    head_folder = None
+    if head.kind == "shipped":
+        head_folder = whole_head(HEADS_FOLDER / str(head.id))
+    elif head.kind != "huggingface":
+        head_folder = Path(str(head.id))
+    path = str(HEAD_FOLDER) if head_folder or has_head_data else str(head.id)
     spec = DrafterSpec(method=method, model=path, num_speculative_tokens=k)
     return Preset(
         variables={"SM_VLLM_MODEL": model, **to_sagemaker_env(spec)},
@@ -114,18 +114,8 @@ def _speculation(
     return row.method, row.num_speculative_tokens, f"advice for {limit} concurrent requests [{row.source}]"
 
 
-def _local_head(head: HeadCard) -> Path | None:
-    """Return the folder of a head that is not on the hub, or None."""
-    if head.kind == "huggingface":
-        return None
-    if head.kind == "shipped":
-        return whole_head(HEADS_FOLDER / str(head.id))
-    return Path(str(head.id))
-
-
 MAX_START_S = 3600  # SageMaker's limit
 _MAX_NAME_LENGTH, _MAX_VALUE_LENGTH = 63, 1024
-_INVALID_IN_NAME = re.compile(r"[^a-zA-Z0-9-]+")
 _S3 = re.compile(r"s3://[^/]+/.+"), "s3://BUCKET/FOLDER"
 _FORMS = {
     "instance_type": (re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+"), "ml.g7e.2xlarge"),
@@ -179,11 +169,7 @@ class SageMakerOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The three requests, as boto3 takes them, and the price of all instances together.
-
-    Attributes:
-        price: source of the price.
-    """
+    """The three requests, as boto3 takes them, and the price of all instances together with its source."""
 
     name: str
     model: dict[str, Any]
@@ -196,30 +182,22 @@ class Requests:
         return asdict(self)
 
 
-def make_requests(card: ModelCard, keys: SageMakerOptions, found: Preset) -> Requests:
-    """Return the requests for a model with its preset.
-
-    Raises:
-        ConfigError: data is only on this machine, or a name or variable is too long for SageMaker.
-        PriceError: the price of the instances is unknown.
-        CapacityError: the instances clearly cannot hold the model.
-    """
+def make_requests(card: ModelCard, keys: SageMakerOptions, settings: Preset) -> Requests:
+    """Return the requests for a model with its preset."""
     offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
     if offer is not None and size.isdecimal():
         target = TargetOptions.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
         require_room(offer, target)
-    name = keys.name or _INVALID_IN_NAME.sub("-", card.name)[:_MAX_NAME_LENGTH].strip("-")
+    name = keys.name or re.sub(r"[^a-zA-Z0-9-]+", "-", card.name)[:_MAX_NAME_LENGTH].strip("-")
     usd_per_hour, price = _price(keys)
-    container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, found, usd_per_hour)}
+    container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, settings, usd_per_hour)}
     if keys.model_data:
         container["ModelDataSource"] = {"S3DataSource": _s3(keys.model_data)}
     if keys.head_data:
-        container["AdditionalModelDataSources"] = [
-            {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(keys.head_data)},
-        ]
+        container["AdditionalModelDataSources"] = [{"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(keys.head_data)}]
     for folder, data, flag in (
-        (found.model_folder, keys.model_data, "--model-data"),
-        (found.head_folder, keys.head_data, "--head-data"),
+        (settings.model_folder, keys.model_data, "--model-data"),
+        (settings.head_folder, keys.head_data, "--head-data"),
     ):
         if folder is not None and data is None:
             raise ConfigError(
@@ -256,20 +234,18 @@ def _price(keys: SageMakerOptions) -> tuple[float, str]:
     if keys.usd_per_hour is not None:
         return keys.usd_per_hour, "as stated"
     try:
-        found = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
+        ec2 = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
     except PriceError as error:
-        raise PriceError(
-            f"the price of {keys.instance_type} is unknown: {error.message}",
-            hint="set SageMaker's price of one instance with --usd-per-hour",
-        ) from error
-    return found.usd_per_hour, f"EC2's price of {found.instance_type}, {found.as_of}; SageMaker's own may be higher"
+        hint = "set SageMaker's price of one instance with --usd-per-hour"
+        raise PriceError(f"the price of {keys.instance_type} is unknown: {error.message}", hint=hint) from error
+    return ec2.usd_per_hour, f"EC2's price of {ec2.instance_type}, {ec2.as_of}; SageMaker's own may be higher"
 
 
-def _variables(keys: SageMakerOptions, found: Preset, usd_per_hour: float) -> dict[str, str]:
+def _variables(keys: SageMakerOptions, settings: Preset, usd_per_hour: float) -> dict[str, str]:
     variables = {
         "PEAGLE_SAGEMAKER": "true",
         "PEAGLE_USD_PER_HOUR": f"{usd_per_hour:g}",
-        **found.variables,
+        **settings.variables,
         **({"SM_VLLM_MAX_MODEL_LEN": str(keys.max_model_len)} if keys.max_model_len else {}),
         **keys.variables,
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from peagle.deploy.sagemaker import Requests
 from peagle.economics.report.figures import format_duration
@@ -17,8 +17,6 @@ from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, 
 POLL_S = 15.0
 _REPORT_EVERY_S = 60.0
 _DELETION_S = 1800.0
-_MISSING = ("could not find", "does not exist", "cannot find")
-_BUSY = "in-progress"
 # By AWS's error code: our exception, and a hint.
 _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
     "ExpiredTokenException": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
@@ -39,9 +37,9 @@ class Removed:
     """A deleted endpoint.
 
     Attributes:
-        kinds: what existed of it: "endpoint", "endpoint configuration", "model".
+        kinds: what existed: "endpoint", "endpoint configuration", "model".
         lifetime_s: seconds since its creation; None if there was no endpoint.
-        usd_per_hour: of its instances together, as set at creation; None if unknown.
+        usd_per_hour: of all instances, as set at creation; None if unknown.
         remains: what still exists and may cost money.
     """
 
@@ -71,13 +69,7 @@ class SageMaker:
         self._say, self._sleep, self._now = say, sleep, now
 
     def create(self, requests: Requests) -> str:
-        """Create the endpoint, and return its ARN when it is in service. Leaves nothing behind on failure.
-
-        Raises:
-            ConfigError: a name is in use, the instance type does not exist, or AWS refuses a request or credentials.
-            CapacityError: a quota is too small.
-            EngineError: the endpoint failed to start.
-        """
+        """Create the endpoint, and return its ARN when it is in service. Leaves nothing behind on failure."""
         name = requests.name
         self._require_instance_type(requests.endpoint_config["ProductionVariants"][0]["InstanceType"])
         self._require_free(name)
@@ -91,16 +83,12 @@ class SageMaker:
             raise
 
     def remove(self, name: str) -> Removed:
-        """Delete the endpoint, its configuration and its model.
-
-        Raises:
-            ConfigError: none of them exists.
-        """
+        """Delete the endpoint, its configuration and its model. Raises ConfigError if none of them exists."""
         endpoint = self._describe("endpoint", name)
         model = self._describe("model", name)
         config = self._describe("endpoint configuration", name)
         existing = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
-        kinds = tuple(kind for kind, found in existing.items() if found is not None)
+        kinds = tuple(kind for kind, description in existing.items() if description is not None)
         if not kinds:
             raise ConfigError(f"SageMaker has nothing called {name}", hint=self._names())
         for kind in kinds:
@@ -114,12 +102,10 @@ class SageMaker:
         )
 
     def _create(self, kind: str, requests: Requests, created: list[str]) -> None:
-        body = {"model": requests.model, "endpoint configuration": requests.endpoint_config}.get(
-            kind, requests.endpoint
-        )
+        bodies = dict(zip(_KINDS, (requests.model, requests.endpoint_config, requests.endpoint), strict=True))
         try:
             with _explained(f"{kind} {requests.name}"):
-                getattr(self._api, _CREATE[kind])(**body)
+                getattr(self._api, _CREATE[kind])(**bodies[kind])
         except Exception:
             raise
         except BaseException:  # Ctrl-C: AWS may have created it nevertheless
@@ -168,12 +154,12 @@ class SageMaker:
         while True:
             try:
                 with _explained(f"{kind} {name}"):
-                    getattr(self._api, _DELETE[kind])(**{_NAMES[kind]: name})
+                    getattr(self._api, _CREATE[kind].replace("create", "delete"))(**{_NAMES[kind]: name})
                 return
             except ConfigError as error:
                 if _is_missing(error):
                     return
-                if _BUSY not in error.message or self._now() >= until:
+                if "in-progress" not in error.message or self._now() >= until:
                     raise
             self._say(f"{kind} {name}: cannot be deleted until it has been created; waiting")
             self._sleep(POLL_S)
@@ -181,8 +167,8 @@ class SageMaker:
     def _describe(self, kind: str, name: str) -> dict[str, Any] | None:
         try:
             with _explained(f"{kind} {name}"):
-                found: dict[str, Any] = getattr(self._api, _DESCRIBE[kind])(**{_NAMES[kind]: name})
-                return found
+                describe = getattr(self._api, _CREATE[kind].replace("create", "describe"))
+                return cast("dict[str, Any]", describe(**{_NAMES[kind]: name}))
         except ConfigError as error:
             if _is_missing(error):
                 return None
@@ -209,22 +195,14 @@ class SageMaker:
         return f"existing endpoints: {', '.join(names)}" if names else "there is no endpoint in this region"
 
 
-_KINDS = ("model", "endpoint configuration", "endpoint")
 _CREATE = {"model": "create_model", "endpoint configuration": "create_endpoint_config", "endpoint": "create_endpoint"}
-_DESCRIBE = {kind: name.replace("create", "describe") for kind, name in _CREATE.items()}
-_DELETE = {kind: name.replace("create", "delete") for kind, name in _CREATE.items()}
+_KINDS = tuple(_CREATE)
 _NAMES = {"model": "ModelName", "endpoint configuration": "EndpointConfigName", "endpoint": "EndpointName"}
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Convert AWS's errors to ours, with a hint.
-
-    Raises:
-        ConfigError: credentials, region, permissions, or an invalid request.
-        CapacityError: a quota.
-        PeagleError: any other error.
-    """
+    """Convert AWS's errors to ours, with a hint."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
     try:
@@ -242,7 +220,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _is_missing(error: ConfigError) -> bool:
-    return any(words in error.message.lower() for words in _MISSING)
+    return any(words in error.message.lower() for words in ("could not find", "does not exist", "cannot find"))
 
 
 def _log_group(name: str) -> str:

@@ -1,18 +1,20 @@
-"""A configuration as other machines need it: machine type, number of machines, keys."""
+"""A configuration as other machines need it (machine type and number, keys), and checks that they can run it."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import yaml
-
-from peagle.economics.price_options import PriceOptions
+from peagle.catalog.cards import load_catalog
+from peagle.economics.price_options import PriceOptions, hardware_of
 from peagle.economics.prices import Offer, PriceTable, choices
-from peagle.errors import ConfigError
+from peagle.engine.keys import TargetOptions
+from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes
+from peagle.engine.spec import EngineSpec
+from peagle.errors import CapacityError, ConfigError
 from peagle.private import user_path
 
-_SIZES = "it determines the size and price of the machines"
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +24,8 @@ class Workload:
     Attributes:
         name: a DNS label.
         keys: the configuration, as YAML of its command.
-        offer: a machine for its engines.
-        market: on_demand or spot.
-        num_machines: the fewest and the most.
-        grace_s: time for its process to exit after SIGTERM.
+        num_machines: minimum and maximum.
+        grace_s: time for the process to exit after SIGTERM.
     """
 
     name: str
@@ -36,16 +36,9 @@ class Workload:
     num_machines: tuple[int, int]
     grace_s: float
 
-    def yaml(self) -> str:
-        return yaml.safe_dump(dict(self.keys), sort_keys=False, allow_unicode=True, width=120)
-
 
 def offer_of(keys: PriceOptions) -> Offer:
-    """Return the machine that a configuration names.
-
-    Raises:
-        ConfigError: it names none, one that is not in the price table, or a local price table.
-    """
+    """Return the machine that a configuration names. It must be in the packaged price table."""
     if keys.prices is not None:
         raise ConfigError(
             f"prices {keys.prices}: other machines do not have this file", hint="set usd_per_hour instead"
@@ -53,7 +46,7 @@ def offer_of(keys: PriceOptions) -> Offer:
     table = PriceTable.load()
     if keys.instance_type is None:
         raise ConfigError(
-            f"the configuration has no instance_type: {_SIZES}",
+            "the configuration has no instance_type: it determines the size and price of the machines",
             hint="\n    ".join(["use one of", *choices(table.offers, keys.market)]),
         )
     offers = [
@@ -69,16 +62,12 @@ def offer_of(keys: PriceOptions) -> Offer:
 
 
 def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
-    """Return the number of machines that hold these engines.
-
-    Args:
-        parts: accelerators that an engine needs on one machine, and the number of such parts. Without accelerators each
-            engine has a machine to itself.
+    """Return the number of machines for these engines. Without accelerators each engine has its own machine.
 
     Example: on machines of 8, three engines of 4 and one of 8 take 3 machines.
 
-    Raises:
-        ConfigError: an engine needs more accelerators than a machine has.
+    Args:
+        parts: accelerators that an engine needs on one machine, and the number of such parts.
     """
     if not offer.num_accelerators:
         return sum(count for _, count in parts)
@@ -104,9 +93,6 @@ def label_of(name: str, *, max_length: int) -> str:
 
     >>> label_of("My job_2.yaml", max_length=20)
     'my-job-2-yaml'
-
-    Raises:
-        ConfigError: it does not start with a letter, or is too long.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label or not label[0].isalpha():
@@ -119,36 +105,21 @@ def label_of(name: str, *, max_length: int) -> str:
     return label
 
 
-def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str | None) -> None:
-    """Refuse local paths, which other machines do not have.
-
-    Args:
-        names: keys that may have a path.
-        folder: a folder that all machines share; None if there is none.
-
-    Raises:
-        ConfigError: a value is neither in a store, nor in that folder, nor a name.
-    """
+def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str) -> None:
+    """Refuse paths that are neither on S3 nor in `folder`, which all machines share; `names` are the keys to check."""
     for name in names:
         value = str(keys.get(name) or "")
-        is_shared = not value or value.startswith(("s3://", f"{folder}/") if folder else "s3://")
+        is_shared = not value or value.startswith(("s3://", f"{folder}/"))
         is_path = name not in ("model", "drafter") or user_path(value).exists()
         if is_path and not is_shared:
             raise ConfigError(
                 f"{name} {value}: a local path, which other machines do not have",
-                hint="use s3://BUCKET/FOLDER" + (f", or a folder in {folder}, which they share" if folder else ""),
+                hint=f"use s3://BUCKET/FOLDER, or a folder in {folder}, which they share",
             )
 
 
 def require_servable(keys: Mapping[str, Any], folder: str) -> None:
-    """Refuse an endpoint that Kubernetes cannot run as configured.
-
-    Args:
-        folder: as in `require_reachable`.
-
-    Raises:
-        ConfigError: it has no API keys, has a certificate, or has local paths.
-    """
+    """Refuse an endpoint without API keys, with a certificate, or with paths outside `folder`."""
     if not keys.get("keys"):
         raise ConfigError(
             "the configuration has no keys, but everyone in the cluster can reach a Service",
@@ -159,3 +130,54 @@ def require_servable(keys: Mapping[str, Any], folder: str) -> None:
     require_reachable(keys, ("batches",), folder)
     for model in keys.get("models") or [keys]:
         require_reachable(model, ("model", "drafter"), folder)
+
+
+def require_room(offer: Offer, keys: TargetOptions, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
+    """Refuse a machine that clearly cannot hold a model of the catalog, before anything is downloaded.
+
+    It counts weights, one step and CUDA graphs; the KV cache needs the model's `config.json`. Passes if the model has
+    no card, or the machine's accelerator or memory is unknown. `num_nodes` are the machines of one engine.
+    """
+    card = load_catalog().find(keys.model)
+    if card is None or card.architecture.num_parameters is None:
+        return
+    hint = f"name a larger instance type; `peagle models {card.name}` shows its memory"
+    native = card.precision.native_quantization
+    num_bytes = checkpoint_bytes(card.architecture.num_parameters, native)
+    if offer.accelerator is None:
+        if offer.memory_gib is not None and num_bytes / _GIB > offer.memory_gib:
+            raise CapacityError(
+                f"the weights of {card.name} are {num_bytes / _GIB:.1f} GiB, and {offer.instance_type} has "
+                f"{offer.memory_gib:g} GiB of memory and no accelerator",
+                hint=hint,
+            )
+        return
+    hardware = hardware_of(offer)
+    if hardware is None:
+        return
+    weights = Footprint(
+        weights_bytes=num_bytes,
+        weight_dtype_bytes=2,
+        context_tokens=1,
+        num_layers=0,
+        num_sliding_layers=0,
+        sliding_window_tokens=0,
+        kv_elements_per_token=0,
+        full_kv_elements=0,
+    )
+    spec = EngineSpec(
+        model=card.name,
+        precision=keys.precision,
+        native_quantization=native,
+        tensor_parallel_size=keys.tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        num_nodes=num_nodes,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        enforce_eager=keys.enforce_eager,
+    )
+    # `machines_for` counts machines. This checks one engine, with as many accelerators as it needs per machine.
+    machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
+    try:
+        check_capacity(spec, machine, known=weights)
+    except CapacityError as error:
+        raise CapacityError(f"{offer.instance_type}: {error.message}", hint=f"{error.hint}, or {hint}") from error

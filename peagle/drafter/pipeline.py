@@ -51,7 +51,7 @@ from peagle.drafter.training import (
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import sha256, write_atomic, write_json, writing
-from peagle.machine import detect_machine
+from peagle.hardware import detect_machine
 
 
 def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:

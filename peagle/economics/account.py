@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UNIT_COUNTS, EngineSession, UnitUsage
 from peagle.errors import PeagleError, PriceError
 from peagle.speculation import SpeculationStats
 
@@ -125,36 +125,32 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
     seconds count and extend the session.
     """
-    num_units, work_of = _work_by_session(units)
-    sessions = list(sessions)
-    require_sessions(sessions, work_of)
-    work = list(work_of.values())
-    require_devices(sessions, price)
-    return Account(
-        price=price,
-        device_s=sum((_shares(one, work_of.get(one.session_id)) for one in sessions), Shares()),
-        num_units=num_units,
-        num_rows=sum(one.num_rows for one in work),
-        num_failed_rows=sum(one.num_failed_rows for one in work),
-        num_prompt_tokens=sum(one.num_prompt_tokens for one in work),
-        num_cached_tokens=sum(one.num_cached_tokens for one in work),
-        num_output_tokens=sum(one.num_output_tokens for one in work),
-        num_lost_tokens=sum(_num_lost_tokens(one, work_of.get(one.session_id)) for one in sessions),
-        busy_s=sum(one.busy_s for one in work),
-        wall_s=_wall_s(sessions, work_of),
-        num_sessions=len(sessions),
-        num_unended_sessions=sum(not session.ended for session in sessions),
-        speculation=sum((one.speculation for one in work), SpeculationStats.empty()),
-    )
-
-
-def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsage]]:
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:
         num_units += 1
         before = work_of.get(unit.session_id)
         work_of[unit.session_id] = unit if before is None else before + unit
-    return num_units, work_of
+    sessions = list(sessions)
+    require_sessions(sessions, work_of)
+    require_devices(sessions, price)
+    device_s, num_lost_tokens = Shares(), 0
+    for session in sessions:
+        work = work_of.get(session.session_id)
+        (seconds,) = shares_by_period([session], [work.busy_s if work else 0.0])
+        device_s += seconds.times(session.num_devices)
+        num_lost_tokens += max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
+    return Account(
+        price=price,
+        device_s=device_s,
+        num_units=num_units,
+        **{name: sum(getattr(work, name) for work in work_of.values()) for name in UNIT_COUNTS},
+        num_lost_tokens=num_lost_tokens,
+        busy_s=sum(work.busy_s for work in work_of.values()),
+        wall_s=_wall_s(sessions, work_of),
+        num_sessions=len(sessions),
+        num_unended_sessions=sum(not session.ended for session in sessions),
+        speculation=sum((work.speculation for work in work_of.values()), SpeculationStats.empty()),
+    )
 
 
 def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
@@ -178,11 +174,6 @@ def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
             )
 
 
-def _shares(session: EngineSession, work: UnitUsage | None) -> Shares:
-    (shares,) = shares_by_period([session], [work.busy_s if work else 0.0])
-    return shares.times(session.num_devices)
-
-
 def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
     """Return the seconds of an engine in consecutive periods of its life, by share.
 
@@ -204,8 +195,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
     idle_s = [end.idle_s for end in ends]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
-        Shares(load=load, compile=compiled, busy=busy, idle=idle, lost=lost)
-        for load, compiled, idle, lost, busy in parts
+        Shares(load=load, compile=start, busy=busy, idle=idle, lost=lost) for load, start, idle, lost, busy in parts
     ]
 
 
@@ -216,10 +206,6 @@ def _for_good(totals: Sequence[float]) -> list[float]:
 
 def _differences(totals: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise([0.0, *totals])]
-
-
-def _num_lost_tokens(session: EngineSession, work: UnitUsage | None) -> int:
-    return max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
 
 
 def _wall_s(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> float:

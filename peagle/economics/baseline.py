@@ -17,9 +17,8 @@ from peagle.speculation import break_even_acceptance_length
 class Step:
     """Step times at one concurrency.
 
-    Attributes:
-        plain_step_s: seconds without the drafter; equal to `step_s` for an engine without a drafter.
-        error: relative error of the ratio of the two, or None if it is unknown.
+    `plain_step_s` is without the drafter, and equal to `step_s` for an engine without a drafter. `error` is the
+    relative error of their ratio, or None if it is unknown.
     """
 
     concurrency: float
@@ -28,7 +27,7 @@ class Step:
     error: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = (self.concurrency, self.step_s, self.plain_step_s, *(() if self.error is None else (self.error,)))
+        numbers = (self.concurrency, self.step_s, self.plain_step_s, 0.0 if self.error is None else self.error)
         if any(type(number) not in (int, float) for number in numbers):
             raise ValueError(f"the values of a step must be numbers, got {numbers}")
         if not (1 <= self.concurrency < float("inf") and 0 <= (self.error or 0.0) < float("inf")):
@@ -38,7 +37,6 @@ class Step:
 
     @property
     def break_even(self) -> float:
-        """The acceptance length at which the drafter costs as much as it saves."""
         return break_even_acceptance_length(self.step_s, self.plain_step_s)
 
 
@@ -54,9 +52,7 @@ class Baseline:
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
-        """Return the step times at a concurrency: interpolated within the measured range.
-
-        An interpolated step has the larger error of its neighbours.
+        """Return the step times at a concurrency: interpolated within the measured range, with the larger error.
 
         >>> steps = (Step(concurrency=1, step_s=0.03, plain_step_s=0.02), Step(concurrency=3, step_s=0.05,
         ...     plain_step_s=0.02))
@@ -64,16 +60,17 @@ class Baseline:
         Step(concurrency=2.0, step_s=0.04, plain_step_s=0.02, error=None)
         """
         first, last = self.steps[0], self.steps[-1]
-        if concurrency <= first.concurrency or concurrency >= last.concurrency:
-            return first if concurrency <= first.concurrency else last
+        if concurrency <= first.concurrency:
+            return first
+        if concurrency >= last.concurrency:
+            return last
         below, above = next(pair for pair in pairwise(self.steps) if pair[1].concurrency >= concurrency)
         share = (concurrency - below.concurrency) / (above.concurrency - below.concurrency)
-        errors = (below.error, above.error)
         return Step(
             concurrency=float(concurrency),
             step_s=(1 - share) * below.step_s + share * above.step_s,
             plain_step_s=(1 - share) * below.plain_step_s + share * above.plain_step_s,
-            error=None if None in errors else max(error for error in errors if error is not None),
+            error=None if below.error is None or above.error is None else max(below.error, above.error),
         )
 
     def to_text(self) -> str:

@@ -6,6 +6,7 @@ last record, or one day after their last sign of life. A file that changes durin
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,16 +15,15 @@ from peagle.economics.ledger import (
     INDEX,
     MERGED,
     REQUESTS,
-    Files,
+    LedgerFiles,
     Segment,
     continues_segment,
     files_of,
-    index_bytes,
     latest,
-    listed,
-    placed,
+    list_files,
     read_sessions,
     readable,
+    segments_by_name,
     session_files,
     sessions_bytes,
     sessions_of,
@@ -45,10 +45,7 @@ class Compacted:
 def compact(ledger: StoragePath, now: float) -> Compacted:
     """Merge the small files of a ledger.
 
-    Raises:
-        FileNotFoundError: another compaction is running.
-        PeagleError: a file is damaged.
-        OSError, StorageError: the ledger cannot be written.
+    Raises FileNotFoundError if another compaction is running, and PeagleError if a file is damaged.
     """
     num_before = _num_files(ledger)
     sessions = {session.session_id: session for session in read_sessions(ledger)}
@@ -59,7 +56,7 @@ def compact(ledger: StoragePath, now: float) -> Compacted:
 
 
 def _num_files(ledger: StoragePath) -> int:
-    return sum(len(listed(ledger, kind)) for kind in (REQUESTS, BEATS, "session"))
+    return sum(len(list_files(ledger, kind)) for kind in (REQUESTS, BEATS, "session"))
 
 
 # --- lines
@@ -68,13 +65,12 @@ def _num_files(ledger: StoragePath) -> int:
 def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
     files = files_of(ledger, kind)
     _remove_leftovers(ledger, files)
-    there = placed(files)
     small = [path for path in files.merged if path.stat().st_size < _SMALL_BYTES]
     chosen = [
         segment
-        for segment in there.values()
+        for segment in segments_by_name(files).values()
         if segment.path in small
-        or (segment.size is None and segment.size_now() < _SMALL_BYTES and _has_ended(segment, kind, sessions, now))
+        or (segment.size is None and segment.current_size() < _SMALL_BYTES and _has_ended(segment, kind, sessions, now))
     ]
     if len({segment.path.name for segment in chosen}) < 2:
         return
@@ -84,7 +80,7 @@ def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSes
         written.add(name)
         copied += zip(group, sizes, strict=True)
     for segment, size in copied:
-        if segment.size is None and segment.size_now() == size:
+        if segment.size is None and segment.current_size() == size:
             remove(segment.path)
     for path in small:
         if path.name not in written:
@@ -93,14 +89,11 @@ def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSes
 
 
 def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
-    """Write the merged file of these segments.
-
-    Returns:
-        Its name, and the size of each segment, including a torn last line.
-    """
+    """Write the merged file; return its name and the size of each segment, including a torn last line."""
     parts = [segment.read() for segment in group]
     whole = [part[: part.rfind(b"\n") + 1] for part in parts]
-    index = index_bytes([(segment.name, len(part)) for segment, part in zip(group, whole, strict=True)])
+    members = [(segment.name, len(part)) for segment, part in zip(group, whole, strict=True)]
+    index = json.dumps({"version": 1, "members": members}).encode()
     data = b"".join(whole)
     name = f"{kind}-{MERGED}{hashlib.sha256(index + data).hexdigest()[:32]}.jsonl"
     write_atomic(ledger / (name + INDEX), index)
@@ -108,14 +101,14 @@ def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple
     return name, [len(part) for part in parts]
 
 
-def _remove_leftovers(ledger: StoragePath, files: Files) -> None:
+def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
             remove(orphan)
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):
         segment = merged.get(name)
-        if segment and path.stat().st_size == segment.size_now() and continues_segment(path, segment):
+        if segment and path.stat().st_size == segment.current_size() and continues_segment(path, segment):
             remove(path)
             del files.own[name]
 
@@ -125,7 +118,7 @@ def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
     num_bytes = 0
     for segment in chosen:
         group.append(segment)
-        num_bytes += segment.size_now()
+        num_bytes += segment.current_size()
         if num_bytes >= _SMALL_BYTES:
             yield group
             group, num_bytes = [], 0
@@ -152,11 +145,11 @@ def _is_over(session: EngineSession, now: float) -> bool:
 
 def _compact_sessions(ledger: StoragePath, now: float) -> None:
     before = {path: path.read_bytes() for path in session_files(ledger)}
-    found = {path: sessions_of(path) for path in before}
-    over = [path for path, sessions in found.items() if all(_is_over(session, now) for session in sessions)]
+    sessions_by_path = {path: sessions_of(path) for path in before}
+    over = [path for path, sessions in sessions_by_path.items() if all(_is_over(session, now) for session in sessions)]
     if len(over) < 2:
         return
-    data = sessions_bytes(latest(session for path in over for session in found[path]))
+    data = sessions_bytes(latest(session for path in over for session in sessions_by_path[path]))
     name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
     write_atomic(ledger / name, data)
     for path in over:

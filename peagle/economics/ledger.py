@@ -11,8 +11,7 @@ A bulk run has its ledger in the run directory, an endpoint in a separate folder
     requests-merged-HASH.jsonl.index     their names and lengths, in order
 
 The lines of a process are a segment, named after its own file. Readers keep their offset by that name, so lines that
-move are neither read twice nor missed. An index is written before its file and deleted before it, so a merged file
-without an index is ignored. `beats-*.jsonl` work in the same way.
+move are neither read twice nor missed. A merged file without an index is ignored. `beats-*.jsonl` work in the same way.
 """
 
 import contextlib
@@ -49,11 +48,10 @@ _RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The lines of one process.
+    """The lines of one process: `size` bytes from `begin` in a file.
 
-    Attributes:
-        begin: offset of the lines in the file.
-        size: length of the lines in bytes; None for the process's own file, which may grow.
+    `size` is None for the process's own file, which may grow. Methods raise FileNotFoundError if compaction moved the
+    file.
     """
 
     name: str
@@ -62,11 +60,7 @@ class Segment:
     size: int | None = None
 
     def lines(self, position: int) -> Iterator[bytes]:
-        """Yield the whole lines from an offset in the segment, without an unfinished last one.
-
-        Raises:
-            FileNotFoundError: compaction moved the segment.
-        """
+        """Yield the whole lines from an offset in the segment, without an unfinished last one."""
         with open_to_read(self.path) as file:
             file.seek(self.begin + position)
             while self.size is None or position < self.size:
@@ -77,45 +71,31 @@ class Segment:
                 yield line
 
     def read(self) -> bytes:
-        """Return the content.
-
-        Raises:
-            FileNotFoundError: compaction moved the segment.
-        """
         with open_to_read(self.path) as file:
             file.seek(self.begin)
             return file.read() if self.size is None else file.read(self.size)
 
     def mark(self, position: int) -> str:
-        """Return a checksum of the bytes before an offset, which identifies the offset.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return a checksum of the bytes before an offset, which identifies the offset."""
         with open_to_read(self.path) as file:
             start = max(0, position - _MARK_BYTES)
             file.seek(self.begin + start)
             return hashlib.sha256(file.read(position - start)).hexdigest()
 
-    def size_now(self) -> int:
+    def current_size(self) -> int:
         return self.path.stat().st_size if self.size is None else self.size
 
 
 @dataclass(slots=True)
-class Files:
+class LedgerFiles:
     own: dict[str, StoragePath] = field(default_factory=dict)
     merged: dict[StoragePath, list[Segment]] = field(default_factory=dict)
     orphans: list[StoragePath] = field(default_factory=list)
 
 
 def segments(folder: StoragePath, kind: str) -> list[Segment]:
-    """Return all segments of a ledger, sorted by name.
-
-    Raises:
-        OSError: the folder cannot be read.
-        PeagleError: an index is damaged.
-    """
-    return retry_if_moved(lambda: list(placed(files_of(folder, kind)).values()))
+    """Return all segments of a ledger, sorted by name. Raises PeagleError if an index is damaged."""
+    return retry_if_moved(lambda: list(segments_by_name(files_of(folder, kind)).values()))
 
 
 def retry_if_moved(read: Callable[[], T]) -> T:
@@ -126,101 +106,78 @@ def retry_if_moved(read: Callable[[], T]) -> T:
     return read()
 
 
-def files_of(folder: StoragePath, kind: str) -> Files:
-    """Return the files of a kind.
-
-    Raises:
-        FileNotFoundError: an index was deleted during the call.
-        PeagleError: an index is damaged.
-    """
-    found = Files()
-    there = listed(folder, kind)
-    for name, path in there.items():
+def files_of(folder: StoragePath, kind: str) -> LedgerFiles:
+    """Return the files of a kind. Raises FileNotFoundError if an index was deleted during the call."""
+    files = LedgerFiles()
+    listing = list_files(folder, kind)
+    for name, path in listing.items():
         if not name.endswith(".jsonl"):
             continue
         if not name.startswith(f"{kind}-{MERGED}"):
-            found.own[name] = path
-        elif name + INDEX in there:
-            found.merged[path] = _members(str(there[name + INDEX]), path)
+            files.own[name] = path
+        elif name + INDEX in listing:
+            index = _read_index(str(listing[name + INDEX]))
+            files.merged[path] = [Segment(member, path, begin, size) for member, begin, size in index]
         else:
-            found.orphans.append(path)
-    return found
+            files.orphans.append(path)
+    return files
 
 
-def placed(files: Files) -> dict[str, Segment]:
+def segments_by_name(files: LedgerFiles) -> dict[str, Segment]:
     """Return each segment once, by name.
 
     After a crash a segment may be in several files; the longest copy counts. If a process continued after its file was
     merged, its new file is a separate segment.
-
-    Raises:
-        FileNotFoundError: a file was deleted during the call.
     """
-    found: dict[str, Segment] = {}
+    by_name: dict[str, Segment] = {}
     for members in files.merged.values():
         for segment in members:
-            if segment.name not in found or found[segment.name].size_now() < segment.size_now():
-                found[segment.name] = segment
+            if segment.name not in by_name or by_name[segment.name].current_size() < segment.current_size():
+                by_name[segment.name] = segment
     for name, path in files.own.items():
-        while name in found and not continues_segment(path, found[name]):
+        while name in by_name and not continues_segment(path, by_name[name]):
             name += "+"
-        found[name] = Segment(name, path)
-    return dict(sorted(found.items()))
+        by_name[name] = Segment(name, path)
+    return dict(sorted(by_name.items()))
 
 
 def continues_segment(path: StoragePath, merged: Segment) -> bool:
     """Return whether a process's own file starts with the merged segment."""
-    size = merged.size_now()
+    size = merged.current_size()
     return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
 
 
 def segment_of(folder: StoragePath, name: str) -> Segment | None:
-    """Return a segment by name, from the process's own file if it exists.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return a segment by name, from the process's own file if it exists."""
     path = folder / name
     if path.exists():
         return Segment(name, path)
-    kind = name.partition("-")[0]
-    merged = (segment for segment in segments(folder, kind) if segment.name == name)
-    return next(merged, None)
+    return next((segment for segment in segments(folder, name.partition("-")[0]) if segment.name == name), None)
 
 
-def index_bytes(members: list[tuple[str, int]]) -> bytes:
-    return json.dumps({"version": 1, "members": members}).encode()
-
-
-def listed(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
-    """Return a consistent listing of the files of a kind.
-
-    A listing during compaction may miss both a new file and the old file that it replaces, so listing is repeated until
-    two consecutive listings are equal.
-    """
+def list_files(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
+    """Return a consistent listing of the files of a kind, sorted by name."""
+    # A listing during compaction may miss both a new file and the old file that it replaces, so listing is repeated
+    # until two consecutive listings are equal.
     before: set[str] | None = None
     for _ in range(_RETRIES):
-        there = {path.name: path for path in folder.glob(f"{kind}-*")}
-        if set(there) == before:
+        listing = {path.name: path for path in folder.glob(f"{kind}-*")}
+        if set(listing) == before:
             break
-        before = set(there)
-    return dict(sorted(there.items()))
-
-
-def _members(index: str, path: StoragePath) -> list[Segment]:
-    return [Segment(name, path, begin, size) for name, begin, size in _read_index(index)]
+        before = set(listing)
+    return dict(sorted(listing.items()))
 
 
 @lru_cache(maxsize=256)  # an index never changes
 def _read_index(index: str) -> list[tuple[str, int, int]]:
-    found, begin = [], 0
+    members, begin = [], 0
     try:
         for name, size in json.loads(storage_path(index).read_bytes())["members"]:
-            found.append((str(name), begin, int(size)))
+            members.append((str(name), begin, int(size)))
             begin += int(size)
     except (ValueError, TypeError, KeyError) as error:
         raise PeagleError(f"{index} is damaged: {error}") from error
-    return found
+    return members
 
 
 SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
@@ -248,17 +205,17 @@ def read_sessions(folder: StoragePath) -> list[EngineSession]:
 
 
 def session_files(folder: StoragePath) -> list[StoragePath]:
-    return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
+    return [path for name, path in list_files(folder, "session").items() if name.endswith(".parquet")]
 
 
 def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
     """Return the latest record of each session; during compaction a session may be in two files."""
-    found: dict[str, EngineSession] = {}
+    by_id: dict[str, EngineSession] = {}
     for session in sessions:
-        before = found.get(session.session_id)
+        before = by_id.get(session.session_id)
         if before is None or before.last_seen_at < session.last_seen_at:
-            found[session.session_id] = session
-    return list(found.values())
+            by_id[session.session_id] = session
+    return list(by_id.values())
 
 
 def sessions_of(path: StoragePath) -> list[EngineSession]:
@@ -272,11 +229,7 @@ def sessions_of(path: StoragePath) -> list[EngineSession]:
 
 
 def append_beat(folder: Path, session: EngineSession) -> None:
-    """Append a heartbeat to the history of its engine.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Append a heartbeat to the history of its engine."""
     append_line(folder / f"beats-{session.session_id}.jsonl", json.dumps(asdict(session)).encode())
 
 
@@ -286,9 +239,9 @@ class SessionReader:
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
 
     def all(self) -> list[EngineSession]:
-        return retry_if_moved(self._all)
+        return retry_if_moved(self._read_changed)
 
-    def _all(self) -> list[EngineSession]:
+    def _read_changed(self) -> list[EngineSession]:
         known = {}
         for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
@@ -303,18 +256,18 @@ class SessionReader:
 
     def since(self, moment: float) -> list[EngineSession]:
         """Return the usage of each session since a Unix time, without sessions that ended earlier."""
-        alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
             session if session.started_at >= moment else session_since(session, self.then(session, moment))
-            for session in alive
+            for session in self.all()
+            if session.last_seen_at > moment
         ]
 
 
 def session_at_time(folder: StoragePath, session: EngineSession, moment: float) -> EngineSession:
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
-    ends = [one for one in (later, session) if one is not None and one.last_seen_at > moment]
-    after = min(ends, key=lambda one: one.last_seen_at, default=session)
+    ends = [end for end in (later, session) if end is not None and end.last_seen_at > moment]
+    after = min(ends, key=lambda end: end.last_seen_at, default=session)
     return after if after.last_seen_at <= moment else session_at(moment, earlier, after)
 
 
@@ -323,7 +276,7 @@ def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, 
     earlier = later = None
     with open_to_read(beats.path) as file:
         # Lines that begin before `low` are at or before `moment`, lines from `high` on are later.
-        low, high = beats.begin, beats.begin + beats.size_now()
+        low, high = beats.begin, beats.begin + beats.current_size()
         while low < high:
             middle = (low + high) // 2
             start, end, beat = _beat_from(beats.path, file, middle)
@@ -371,9 +324,6 @@ def append_request(folder: Path, request: RequestUsage) -> None:
     """Append a request to the file of its process, in one write.
 
     A crash leaves at most a torn last line. A power failure may lose the line until the file is synced (`GroupSync`).
-
-    Raises:
-        OSError: it could not be written.
     """
     append_line(requests_file(folder, request.usage.session_id), request.to_json())
 
@@ -381,8 +331,7 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
     """Return whether another process has billed this request. Only the end of each file is read.
 
-    Args:
-        since: Unix time before which the request did not exist; older files are skipped.
+    Files that were last changed before the Unix time `since` are skipped.
     """
     own = requests_file(folder, session_id)
     return any(
@@ -421,11 +370,7 @@ class RequestReader:
         self._read_bytes: dict[str, int] = {}  # by segment
 
     def new(self) -> list[RequestUsage]:
-        """Return the requests since the last call.
-
-        Raises:
-            OSError: a file cannot be read; the next call returns the same requests again.
-        """
+        """Return the requests since the last call. After an OSError, the next call returns the same requests again."""
         before = dict(self._read_bytes)
         try:
             return list(self.each())
@@ -434,10 +379,7 @@ class RequestReader:
             raise
 
     def each(self) -> Iterator[RequestUsage]:
-        """Yield the requests since the last call, each once.
-
-        An unfinished line is left for the next call; an invalid line is logged and skipped.
-        """
+        """Yield the requests since the last call, each once, without an unfinished last line."""
         is_whole = False
         while not is_whole:
             is_whole = True
@@ -464,26 +406,20 @@ class RequestReader:
                     yield request
 
     def marks(self) -> dict[str, tuple[int, str]]:
-        """Return the offset read in each file, with a checksum that identifies the offset.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        there = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
-        gone = self._read_bytes.keys() - there.keys()
-        if gone:
-            raise FileNotFoundError(f"{self._folder}: {min(gone)} is gone")
-        return {name: (position, there[name].mark(position)) for name, position in self._read_bytes.items()}
+        """Return the offset read in each file, with a checksum that identifies the offset."""
+        by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
+        if missing := self._read_bytes.keys() - by_name.keys():
+            raise FileNotFoundError(f"{self._folder}: {min(missing)} is missing")
+        return {name: (position, by_name[name].mark(position)) for name, position in self._read_bytes.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
         """Continue at the offsets of another reader.
 
-        Returns:
-            False, and nothing changes, if a file is missing, shorter or different at its offset.
+        Returns False, and changes nothing, if a file is missing, shorter or different at its offset.
         """
         try:
-            there = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
-            if any(there[name].mark(position) != mark for name, (position, mark) in marks.items()):
+            by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
+            if any(by_name[name].mark(position) != mark for name, (position, mark) in marks.items()):
                 return False
         except (OSError, KeyError, PeagleError):
             return False

@@ -1,16 +1,25 @@
-"""Options for the price of the hardware: an instance type or a stated price."""
+"""Options for the price of the hardware (an instance type or a stated price), and the hardware that they name."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from peagle.economics.prices import PRICE_HINT, Basis, Device, Price, PriceTable, default_instance
-from peagle.errors import PriceError
-from peagle.hardware import Hardware
+from peagle.economics.prices import (
+    PRICE_HINT,
+    Basis,
+    Device,
+    Offer,
+    Price,
+    PriceTable,
+    default_instance,
+    is_accelerator,
+)
+from peagle.errors import ConfigError, PriceError
+from peagle.hardware import Hardware, detect_machine
 
 PRICE_OPTIONS = ("instance_type", "market", "provider", "region", "usd_per_hour", "prices")
 
@@ -67,7 +76,7 @@ def _of_table(keys: PriceOptions, accelerator: str | None, machine_names: Sequen
     if instance := keys.instance_type or detected:
         basis = "stated" if keys.instance_type else "detected"
     else:
-        instance = default_instance(accelerator, table, market=keys.market, called=machine_names)
+        instance = default_instance(accelerator, table, market=keys.market, machine_names=machine_names)
     regions = {offer.region for offer in table.offers if offer.instance_type == instance}
     region = keys.region or next((name for name in machine_names if name in regions), None)
     return replace(table.price(instance, market=keys.market, provider=keys.provider, region=region), basis=basis)
@@ -78,8 +87,8 @@ def require_same_price(
 ) -> None:
     """Require the original price when a run continues.
 
-    The original price is kept if the price table changed or the options are omitted. A different stated price, or
-    accelerators with a different price, are refused.
+    It is kept if the price table changed or the options are omitted. A different stated price, or accelerators with a
+    different price, are refused.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
@@ -117,3 +126,90 @@ def machine_of(hardware: Mapping[str, Any]) -> str:
 
 def _per_hour(price: Price) -> str:
     return f"${price.usd_per_device_s * 3600:.4g} per {price.device}-hour ({price.instance_type}, {price.market})"
+
+
+# --- hardware that is not available here, from its instance type or accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """An accelerator as `nvidia-smi --query-gpu=memory.total` reports it."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_mib: int
+
+
+CARDS = {
+    "L4": Card(name="L4", capability=(8, 9), memory_mib=23034),
+    "A10G": Card(name="A10G", capability=(8, 6), memory_mib=23028),
+    "L40S": Card(name="L40S", capability=(8, 9), memory_mib=46068),
+    "A100-40": Card(name="A100-SXM4-40GB", capability=(8, 0), memory_mib=40960),
+    "A100-80": Card(name="A100-SXM4-80GB", capability=(8, 0), memory_mib=81920),
+    "H100": Card(name="H100 80GB HBM3", capability=(9, 0), memory_mib=81559),
+    "H200": Card(name="H200", capability=(9, 0), memory_mib=143771),
+    "B200": Card(name="B200", capability=(10, 0), memory_mib=183359),
+    "RTX-PRO-6000": Card(
+        name="RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), memory_mib=97887
+    ),
+}  # fmt: skip
+
+
+def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
+    """Return the hardware of the configured machine, else of this machine, and whether it is this machine."""
+    machine = named_machine(keys, accelerator, num_accelerators=num_accelerators)
+    return (machine, False) if machine else (detect_machine(), True)
+
+
+def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
+    """Return the machine that a configuration names, or None.
+
+    `num_accelerators` is the number per machine if no instance type is named.
+    """
+    kind = None if accelerator == "any" else accelerator
+    offer = PriceTable.load(keys.prices).offer(keys.instance_type)
+    if offer is not None and offer.accelerator:
+        if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
+            raise ConfigError(
+                f"instance_type {offer.instance_type} has {offer.accelerator}, but accelerator_type is {kind}",
+                hint="use another instance type, or remove accelerator_type",
+            )
+        kind, num_accelerators, num_cpus = offer.accelerator, offer.num_accelerators, offer.num_vcpus
+    else:
+        num_cpus = num_accelerators  # an engine needs one CPU for placement
+    if kind is None:
+        return None
+    if card := _card(kind):
+        return _hardware_of_card(card, num_accelerators, num_cpus)
+    raise ConfigError(
+        f"unknown accelerator {kind}: its memory and precisions are not in the tables",
+        hint=f"known accelerators: {', '.join(CARDS)}; on the machine itself, peagle asks the driver",
+    )
+
+
+def names_accelerators(keys: PriceOptions) -> bool:
+    offer = PriceTable.load(keys.prices).offer(keys.instance_type)
+    return offer is not None and offer.accelerator is not None
+
+
+def hardware_of(offer: Offer) -> Hardware | None:
+    """Return the hardware of an offer, or None if it has no accelerator or an unknown one."""
+    card = _card(offer.accelerator) if offer.accelerator else None
+    return None if card is None else _hardware_of_card(card, offer.num_accelerators, offer.num_vcpus)
+
+
+def _card(accelerator: str) -> Card | None:
+    return next((card for card in CARDS.values() if is_accelerator(accelerator, card.name)), None)
+
+
+def _hardware_of_card(card: Card, num_accelerators: int, num_cpus: int) -> Hardware:
+    memory_gib = card.memory_mib / 1024
+    return Hardware(
+        platform="cuda",
+        accelerator=card.name,
+        num_accelerators=num_accelerators,
+        compute_capability=card.capability,
+        memory_gib=memory_gib,
+        free_memory_gib=memory_gib,
+        num_cpus=num_cpus,
+    )

@@ -8,6 +8,7 @@ The packaged prices.csv comes from a public catalogue of cloud prices: `source` 
 """
 
 import csv
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,30 +20,20 @@ from typing import Literal, Self, cast, get_args
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 
-COLUMNS = (
-    "provider",
-    "region",
-    "instance_type",
-    "accelerator",
-    "accelerator_count",
-    "vcpus",
-    "memory_gib",
-    "usd_per_hour_on_demand",
-    "usd_per_hour_spot",
-    "as_of",
-    "source",
-    "doubt_on_demand",
-)
 MARKETS = ("on_demand", "spot")
 PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
+COLUMNS = (
+    *("provider", "region", "instance_type", "accelerator", "accelerator_count", "vcpus", "memory_gib"),
+    *PRICE_COLUMNS,
+    *("as_of", "source", "doubt_on_demand"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """An instance type in one region, priced in USD per hour. A price is None if the market is not offered.
 
-    Attributes:
-        doubt_on_demand: why the on-demand price may be wrong; empty if nothing suggests it.
+    `doubt_on_demand` says why the on-demand price may be wrong; it is empty if nothing suggests it.
     """
 
     instance_type: str
@@ -76,14 +67,11 @@ class Offer:
         return f"{self.provider} {self.region}".strip()
 
     def usd_per_hour(self, market: str) -> float | None:
-        """Return the price in a market, or None.
-
-        Catalogues repeat the on-demand price if they have no spot price, so an equal spot price is None.
-        """
+        """Return the price in a market, or None."""
+        # Catalogues repeat the on-demand price if they have no spot price.
         if market == "spot" and self.usd_per_hour_spot == self.usd_per_hour_on_demand:
             return None
-        usd: float | None = getattr(self, f"usd_per_hour_{market}")
-        return usd
+        return cast("float | None", getattr(self, f"usd_per_hour_{market}"))
 
     def replaces(self, other: "Offer") -> bool:
         """Return whether this row of a user's table replaces `other`. An empty region means everywhere."""
@@ -92,10 +80,6 @@ class Offer:
             and self.provider in ("", other.provider)
             and self.region in ("", other.region)
         )
-
-
-def packaged_offers() -> list[Offer]:
-    return read_offers(Path(str(files("peagle.economics") / "prices.csv")))
 
 
 def read_offers(path: Path) -> list[Offer]:
@@ -141,8 +125,8 @@ def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer
             accelerator=cells.get("accelerator") or None,
             num_accelerators=int(cells.get("accelerator_count") or 0),
             num_vcpus=int(cells.get("vcpus") or 0),
-            memory_gib=_number(cells.get("memory_gib")),
-            **{name: _number(cells.get(name)) for name in PRICE_COLUMNS},
+            memory_gib=float(cells["memory_gib"]) if cells.get("memory_gib") else None,
+            **{name: float(cells[name]) for name in PRICE_COLUMNS if cells.get(name)},
             as_of=cells.get("as_of") or "undated",
             source=cells.get("source") or path.name,
             doubt_on_demand=cells.get("doubt_on_demand", ""),
@@ -151,17 +135,10 @@ def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer
         raise PriceError(f"{path}, line {line}: {error}") from error
 
 
-def _number(cell: str | None) -> float | None:
-    return float(cell) if cell else None
-
-
 # The same accelerators have different names in catalogues ("A100-80GB", "RTXPRO6000"), in drivers
 # ("NVIDIA A100-SXM4-80GB", "NVIDIA RTX PRO 6000 Blackwell") and in Ray ("A100-80G").
-_FORM = re.compile(r"SXM\d*")  # drivers put the form factor between model and memory
-_OTHER_FORMS = {"PCIE", "NVL"}
+_FORM_FACTOR = re.compile(r"SXM\d*")  # drivers put it between model and memory
 _MEMORY = re.compile(r"(\d+)GB?")
-# A name without memory means the variant that was released first.
-_PLAIN_MEMORY = {"A100": "40GB"}
 
 
 def is_accelerator(name: str | None, device_name: str) -> bool:
@@ -175,16 +152,18 @@ def is_accelerator(name: str | None, device_name: str) -> bool:
     if name is None:
         return False
     words = _words(device_name)
-    if _FORM.search(name.upper()) and not _OTHER_FORMS.isdisjoint(words):
+    if _FORM_FACTOR.search(name.upper()) and not {"PCIE", "NVL"}.isdisjoint(words):
         return False
     spelled = "".join(_words(name))
-    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    plain, memory = _PLAIN_MEMORY.get(spelled), [word for word in words if _MEMORY.fullmatch(word)]
-    return spelled in runs and (plain is None or not memory or plain in memory)
+    sequences = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    memory = [word for word in words if _MEMORY.fullmatch(word)]
+    # "A100" without memory is the variant that was released first.
+    is_larger_a100 = spelled == "A100" and bool(memory) and "40GB" not in memory
+    return spelled in sequences and not is_larger_a100
 
 
 def _words(name: str) -> list[str]:
-    words = [word for word in re.findall(r"[A-Z0-9]+", name.upper()) if not _FORM.fullmatch(word)]
+    words = [word for word in re.findall(r"[A-Z0-9]+", name.upper()) if not _FORM_FACTOR.fullmatch(word)]
     return [_MEMORY.sub(r"\1GB", word) if _MEMORY.fullmatch(word) else word for word in words]
 
 
@@ -194,8 +173,6 @@ Basis = Literal["stated", "detected", "assumed"]
 
 DEFAULT_CPU_INSTANCE = "c7a.large"
 PRICE_HINT = "set --usd-per-hour, or use a price table with --prices FILE.csv"
-# Prices closer than this are equal up to rounding (p4d.24xlarge: 21.957642 and 21.95764).
-_SAME_PRICE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,19 +183,19 @@ class Price:
         market: "fixed" if the user stated the price.
         accelerator: name in the price table; None for CPU instances.
         doubt: why the price may be wrong; empty if nothing suggests it.
-        basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
-            the table.
+        basis: the user stated the price or instance type, it was detected, or it is assumed; None for a row of the
+            table.
         on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.
     """
 
     instance_type: str
-    provider: str
-    region: str
+    provider: str = ""
+    region: str = ""
     market: Market
     usd_per_hour: float
     device: Device
     num_devices: int
-    accelerator: str | None
+    accelerator: str | None = None
     source: str
     as_of: str
     doubt: str = ""
@@ -242,13 +219,10 @@ class Price:
         """Return a price that the user stated for the whole machine with `--usd-per-hour`."""
         return cls(
             instance_type="custom",
-            provider="",
-            region="",
             market="fixed",
             usd_per_hour=usd_per_hour,
             device=device,
             num_devices=num_devices,
-            accelerator=None,
             source="stated by the user",
             as_of="undated",
             basis="stated",
@@ -288,9 +262,10 @@ class PriceTable:
 
         A row without provider and region replaces its instance type everywhere.
         """
-        own = read_offers(override) if override else []
-        kept = [offer for offer in packaged_offers() if not any(replacement.replaces(offer) for replacement in own)]
-        return cls(offers=tuple(sorted([*own, *kept], key=lambda offer: (offer.instance_type, offer.place))))
+        added = read_offers(override) if override else []
+        packaged = read_offers(Path(str(files("peagle.economics") / "prices.csv")))
+        remaining = [offer for offer in packaged if not any(row.replaces(offer) for row in added)]
+        return cls(offers=tuple(sorted([*added, *remaining], key=lambda offer: (offer.instance_type, offer.place))))
 
     def price(
         self,
@@ -302,8 +277,8 @@ class PriceTable:
     ) -> Price:
         """Return the price of an instance type.
 
-        If the price differs between regions and no region is given, spot uses the cheapest region and describes the
-        range in `doubt`; on demand raises.
+        If the price depends on the region and none is given, spot uses the cheapest region and describes the range in
+        `doubt`; on demand raises.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -311,16 +286,16 @@ class PriceTable:
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
             raise PriceError(
-                f"no {_market_words(market)} price for {instance_type}; known prices: {_listing(offers)}",
+                f"no {market.replace('_', '-')} price for {instance_type}; known prices: {_listing(offers)}",
                 hint=f"use another --market, {PRICE_HINT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
-        if highest - lowest <= _SAME_PRICE * lowest:
+        if math.isclose(lowest, highest, rel_tol=1e-4):  # up to rounding: 21.957642 and 21.95764 of p4d.24xlarge
             return _price(*priced[0], market)
         if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
-                f"the {_market_words(market)} price of {instance_type} depends on the region: {by_place} per hour",
+                f"the {market.replace('_', '-')} price of {instance_type} depends on the region: {by_place} per hour",
                 hint=f"set --region (and --provider), {PRICE_HINT}",
             )
         return replace(
@@ -344,23 +319,19 @@ class PriceTable:
     def _sold(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
         everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
         if not everywhere:
-            names = {offer.instance_type for offer in self.offers}
-            raise PriceError(
-                f"no price for the instance type {instance_type!r}",
-                hint=f"{did_you_mean(instance_type, names)}; or {PRICE_HINT}",
-            )
+            suggestion = did_you_mean(instance_type, {offer.instance_type for offer in self.offers})
+            message = f"no price for the instance type {instance_type!r}"
+            raise PriceError(message, hint=f"{suggestion}; or {PRICE_HINT}")
         here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
         if not here:
-            wanted = " ".join(part for part in (provider, region) if part)
-            raise PriceError(
-                f"no price for {instance_type} at {wanted}; known prices: {_listing(everywhere)}",
-                hint=PRICE_HINT,
-            )
+            place = " ".join(part for part in (provider, region) if part)
+            message = f"no price for {instance_type} at {place}; known prices: {_listing(everywhere)}"
+            raise PriceError(message, hint=PRICE_HINT)
         return here
 
 
 def default_instance(
-    accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
+    accelerator: str | None, table: PriceTable, *, market: str = "on_demand", machine_names: Sequence[str] = ()
 ) -> str:
     """Return the instance type to assume: c7a.large without an accelerator, else the only type that has it."""
     if accelerator is None:
@@ -370,7 +341,7 @@ def default_instance(
     if len(names) == 1:
         return names.pop()
     found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
-    unknown = f"; the table has no {', '.join(called)}, the type of this machine" if called else ""
+    unknown = f"; the table has no {', '.join(machine_names)}, the type of this machine" if machine_names else ""
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {found}{unknown}",
         hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *choices(offers, market)]),
@@ -378,28 +349,24 @@ def default_instance(
 
 
 def choices(offers: Iterable[Offer], market: str) -> list[str]:
-    """Return a line per instance type: devices, USD per hour, provider.
-
-    For example "p5.48xlarge  8 x H100  $55.04/h on demand  aws". Without a price in this market, the other market's
-    price is shown.
-    """
+    """Return a line per instance type, as "p5.48xlarge  8 x H100  $55.04/h on demand  aws"."""
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_type[offer.instance_type].append(offer)
     return aligned(
         [
-            (name, f"{one[0].num_accelerators} x {one[0].accelerator}", _dollars(one, market), one[0].provider)
-            for name, one in sorted(by_type.items())
+            (name, f"{same[0].num_accelerators} x {same[0].accelerator}", _price_range(same, market), same[0].provider)
+            for name, same in sorted(by_type.items())
         ]
     )
 
 
-def _dollars(offers: list[Offer], market: str) -> str:
-    for one in (market, *MARKETS):
-        found = [usd for offer in offers if (usd := offer.usd_per_hour(one)) is not None]
-        if found:
-            low, high = f"${min(found):,.2f}", f"${max(found):,.2f}"
-            return f"{low if low == high else f'{low} to {high}'}/h {one.replace('_', ' ')}"
+def _price_range(offers: list[Offer], market: str) -> str:
+    for candidate in (market, *MARKETS):
+        prices = [usd for offer in offers if (usd := offer.usd_per_hour(candidate)) is not None]
+        if prices:
+            low, high = f"${min(prices):,.2f}", f"${max(prices):,.2f}"
+            return f"{low if low == high else f'{low} to {high}'}/h {candidate.replace('_', ' ')}"
     raise AssertionError("an offer has a price")
 
 
@@ -420,15 +387,10 @@ def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
     )
 
 
-def _market_words(market: str) -> str:
-    return market.replace("_", "-")
-
-
 def _listing(offers: list[Offer]) -> str:
-    known = [
-        f"{offer.place} {_market_words(market)} ${usd:g}".strip()
+    return ", ".join(
+        f"{offer.place} {market.replace('_', '-')} ${usd:g}".strip()
         for offer in offers
         for market in MARKETS
         if (usd := offer.usd_per_hour(market)) is not None
-    ]
-    return ", ".join(known)
+    )

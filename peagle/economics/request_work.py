@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from peagle.economics.ledger import REQUESTS, Segment, readable, segments
 from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
-from peagle.economics.usage import VERSION, RequestUsage, Work
+from peagle.economics.usage import UNIT_COUNTS, VERSION, RequestUsage, Work
 from peagle.storage import StoragePath, open_to_read
 
 if TYPE_CHECKING:
@@ -20,20 +20,15 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 16 * 1024 * 1024
 _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
-_COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
-_SUMMED = ("num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
+_SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
 
 
 def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
-    """Return the work of all requests and batches of a ledger.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    found: defaultdict[SpendingGroup, Work] = defaultdict(Work)
+    """Return the work of all requests and batches of a ledger."""
+    total: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for group, work in WorkReader(folder).new():
-        found[group] += work
-    return found
+        total[group] += work
+    return total
 
 
 class WorkReader:
@@ -42,11 +37,7 @@ class WorkReader:
         self._read_bytes: defaultdict[str, int] = defaultdict(int)
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
-        """Yield the work since the last call, in parts.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Yield the work since the last call, in parts."""
         is_whole = False
         while not is_whole:
             is_whole = True
@@ -103,11 +94,10 @@ def _work_in(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]
     import pyarrow as pa
 
     try:
-        found = list(_sums(_columns(piece)))
+        return list(_sums(_columns(piece)))
     except (pa.ArrowException, ValueError):
         requests = readable(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
-        found = [_work_of(request) for request in requests]
-    return found
+        return [_work_of(request) for request in requests]
 
 
 def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
@@ -125,7 +115,7 @@ def _columns(piece: bytes) -> "pa.Table":
     options = json.ParseOptions(explicit_schema=_schema(), unexpected_field_behavior="error")
     table = json.read_json(pa.py_buffer(piece), parse_options=options)
     usage = table.column("usage").combine_chunks()
-    for name in ("session_id", "started_at", "finished_at", "busy_s", *_COUNTS):
+    for name in ("session_id", "started_at", "finished_at", "busy_s", *UNIT_COUNTS):
         table = table.append_column(name, usage.field(name))
     speculation = usage.field("speculation")
     table = table.append_column("num_drafts", speculation.field("num_drafts"))
@@ -146,31 +136,17 @@ def _sums_of_lists(lists: "pa.ListArray") -> "pa.Array":
 def _require_valid(table: "pa.Table") -> None:
     import pyarrow.compute as pc
 
-    needed = (
-        "version",
-        "request_id",
-        "key",
-        "model",
-        "usd",
-        "session_id",
-        "started_at",
-        "finished_at",
-        "busy_s",
-        "num_drafts",
-        *_COUNTS,
-    )
-    if any(table.column(name).null_count for name in needed):
+    numbers = ("usd", "busy_s", "started_at", "num_drafts", *UNIT_COUNTS)
+    required = ("version", "request_id", "key", "model", "session_id", "finished_at", *numbers)
+    if any(table.column(name).null_count for name in required):
         raise ValueError("a field is missing")
-    least = {
-        name: pc.min(table.column(name)).as_py() for name in ("usd", "busy_s", "started_at", "num_drafts", *_COUNTS)
-    }
     checks = (
         pc.all(pc.equal(table.column("version"), VERSION)),
         pc.all(pc.is_finite(table.column("usd"))),
         pc.all(pc.less_equal(table.column("started_at"), table.column("finished_at"))),
         pc.all(pc.less_equal(table.column("num_cached_tokens"), table.column("num_prompt_tokens"))),
     )
-    if not all(check.as_py() for check in checks) or min(least.values()) < 0:
+    if not all(check.as_py() for check in checks) or any(pc.min(table.column(name)).as_py() < 0 for name in numbers):
         raise ValueError("a field has an invalid value")
     for text in pc.unique(table.column("tags")).to_pylist():
         tags_from_text(NO_TAGS if text is None else text)
@@ -179,59 +155,37 @@ def _require_valid(table: "pa.Table") -> None:
 def _sums(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
     import pyarrow.compute as pc
 
-    days = pc.cast(pc.floor(pc.divide(table.column("finished_at"), float(DAY_S))), "int64")
-    table = table.append_column("day", days)
-    request_s = pc.subtract(table.column("finished_at"), table.column("started_at"))
-    table = table.append_column("request_s", request_s)
-    sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, *_SUMMED)])
+    finished_at = table.column("finished_at")
+    table = table.append_column("day", pc.cast(pc.floor(pc.divide(finished_at, float(DAY_S))), "int64"))
+    table = table.append_column("request_s", pc.subtract(finished_at, table.column("started_at")))
+    sums = table.group_by(list(_GROUP), use_threads=False).aggregate(
+        [(name, "sum") for name in (*UNIT_COUNTS[:2], *_SUMMED)]
+    )
     for row in sums.to_pylist():
         group = SpendingGroup(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
-        yield (
-            group,
-            Work(
-                num_requests=row["num_rows_sum"] + row["num_failed_rows_sum"],
-                num_prompt_tokens=row["num_prompt_tokens_sum"],
-                num_cached_tokens=row["num_cached_tokens_sum"],
-                num_output_tokens=row["num_output_tokens_sum"],
-                **{name: row[f"{name}_sum"] for name in _SUMMED},
-            ),
-        )
+        num_requests = row["num_rows_sum"] + row["num_failed_rows_sum"]
+        yield group, Work(num_requests=num_requests, **{name: row[f"{name}_sum"] for name in _SUMMED})
 
 
 def _schema() -> "pa.Schema":
     """Return the fields that `RequestUsage.to_json` writes."""
     import pyarrow as pa
 
-    def struct(**types: Any) -> Any:
+    def struct(types: dict[str, Any]) -> Any:
         return pa.struct(list(types.items()))
 
     text, number, whole = pa.string(), pa.float64(), pa.int64()
-    usage = struct(
-        version=whole,
-        session_id=text,
-        **dict.fromkeys(_COUNTS, whole),
-        busy_s=number,
-        speculation=struct(
-            num_drafts=whole,
-            num_draft_tokens=whole,
-            accepted_per_position=pa.list_(whole),
-            num_lookup_tokens=whole,
-        ),
-        started_at=number,
-        finished_at=number,
-    )
-    top = struct(
-        version=whole,
-        request_id=text,
-        key=text,
-        model=text,
-        drafter=text,
-        outcome=text,
-        ttft_s=number,
-        usd=number,
-        usage=usage,
-        num_choices=whole,
-        account=text,
-        tags=text,
-    )
-    return pa.schema(list(top))
+    speculation = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_lookup_tokens"), whole)
+    usage = {
+        **dict.fromkeys(("version", *UNIT_COUNTS), whole),
+        "session_id": text,
+        **dict.fromkeys(("busy_s", "started_at", "finished_at"), number),
+        "speculation": struct(speculation | {"accepted_per_position": pa.list_(whole)}),
+    }
+    request = {
+        **dict.fromkeys(("version", "num_choices"), whole),
+        **dict.fromkeys(("request_id", "key", "model", "drafter", "outcome", "account", "tags"), text),
+        **dict.fromkeys(("ttft_s", "usd"), number),
+        "usage": struct(usage),
+    }
+    return pa.schema(list(request.items()))

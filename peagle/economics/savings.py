@@ -86,16 +86,10 @@ class Savings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the savings for JSON; None is unknown or not applicable.
-
-        Returns:
-            `speculation` (`usd` saved, `error_usd`, `with_usd` and `without_usd` of generation, `acceptance_length`,
-            `break_even_acceptance_length`, `unknown_usd`), `spot` (`usd` saved, `spot_usd`, `on_demand_usd`,
-            `unknown_usd`), `prompt_usd`, `generation_usd`, `unsplit_usd` and `sources`.
-        """
+        """Return the savings for JSON. None is unknown or not applicable, `usd` is the amount saved."""
         is_compared, is_spot, is_split = self.drafted_usd > 0, self.spot_usd > 0, bool(self.sources)
 
-        def usd(amount: float, *, is_known: bool = True) -> float | None:
+        def usd(amount: float, *, is_known: bool) -> float | None:
             return round(amount, _DIGITS) if is_known else None
 
         return {
@@ -106,17 +100,17 @@ class Savings:
                 "without_usd": usd(self.undrafted_usd, is_known=is_compared),
                 "acceptance_length": self.acceptance_length,
                 "break_even_acceptance_length": self.break_even,
-                "unknown_usd": usd(self.uncompared_usd),
+                "unknown_usd": round(self.uncompared_usd, _DIGITS),
             },
             "spot": {
                 "usd": usd(self.on_demand_usd - self.spot_usd, is_known=is_spot),
                 "spot_usd": usd(self.spot_usd, is_known=is_spot),
                 "on_demand_usd": usd(self.on_demand_usd, is_known=is_spot),
-                "unknown_usd": usd(self.unpriced_spot_usd),
+                "unknown_usd": round(self.unpriced_spot_usd, _DIGITS),
             },
             "prompt_usd": usd(self.prompt_usd, is_known=is_split),
             "generation_usd": usd(self.generation_usd, is_known=is_split),
-            "unsplit_usd": usd(self.unsplit_usd),
+            "unsplit_usd": round(self.unsplit_usd, _DIGITS),
             "sources": sorted(self.sources),
         }
 

@@ -31,20 +31,14 @@ from peagle.records import read_list, record_of
 Every = Literal["day", "week", "month"]
 ByDay = dict[str, dict[int, float]]
 """USD by account and UTC day, counted from 1970-01-01."""
-ENDPOINT = "endpoint"
-"""The name of an endpoint's budget."""
+ENDPOINT = "endpoint"  # the name of an endpoint's budget
 ENDPOINT_ACCOUNT = "*"  # no key or tag has this name
 BUDGETS_NAME = "budgets.json"
-_DRAWS = "draw-*.json"
 _SILENT_S = 300.0  # a run without an update for this long has crashed, and reserves nothing
 
 
 class SharedBudget(BaseModel):
-    """A budget as it is stored.
-
-    Attributes:
-        name: a tag as KEY=VALUE, or `ENDPOINT`.
-    """
+    """A budget as it is stored. Its name is a tag as KEY=VALUE, or `ENDPOINT`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -121,9 +115,7 @@ def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
 class Draw:
     """The spending of a bulk run from the budgets of its tags.
 
-    Attributes:
-        usd_by_day: the cost of the run, by UTC day.
-        held_usd: the reserved cost of the remaining work.
+    `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work.
     """
 
     run: str
@@ -142,23 +134,21 @@ class Draw:
 
 
 def write_draw(ledger: Path, draw: Draw) -> None:
-    """Replace the draw of a run.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replace the draw of a run."""
     days = {day_text(day): usd for day, usd in draw.usd_by_day.items()}
     write_atomic(ledger / f"draw-{draw.run}.json", json.dumps({**asdict(draw), "usd_by_day": days}).encode())
 
 
 def read_draws(ledger: Path) -> list[Draw]:
     return [
-        draw for path in sorted(ledger.glob(_DRAWS)) for draw in readable(path, [path.read_bytes()], Draw.from_json)
+        draw
+        for path in sorted(ledger.glob("draw-*.json"))
+        for draw in readable(path, [path.read_bytes()], Draw.from_json)
     ]
 
 
 def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
-    """Return what runs have spent, by account and day, and what they reserve by account.
+    """Return the spend of runs by account and day, and their reservations by account.
 
     Runs without a recent update reserve nothing.
     """

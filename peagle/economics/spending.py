@@ -8,7 +8,7 @@ loading, idle or lost. Overhead belongs to no key. Work counts on the UTC day on
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, date, datetime
 from typing import Self
 
@@ -33,7 +33,6 @@ def day_of(moment: float) -> int:
 
 
 def day_number(day: date) -> int:
-    """Return the number of a date, counted from 1970-01-01."""
     return day.toordinal() - _EPOCH
 
 
@@ -70,11 +69,7 @@ class Days:
 
 @dataclass(frozen=True, slots=True)
 class SpendingGroup:
-    """The day, engine and payer of work.
-
-    Attributes:
-        key: empty for bulk runs and overhead.
-    """
+    """The day, engine and payer of work. The key is empty for bulk runs and overhead."""
 
     day: int
     session_id: str
@@ -84,15 +79,11 @@ class SpendingGroup:
     tags: str
 
 
-_NO_SAVINGS = Savings()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
     """Dollars by kind, and the work they paid for. Add them with `+`.
 
-    Attributes:
-        is_priced: False if some engine time has no price; then only `attributed_usd` is known.
+    `is_priced` is False if some engine time has no price; then only `attributed_usd` is known.
     """
 
     attributed_usd: float = 0.0
@@ -103,7 +94,7 @@ class Spend:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    savings: Savings = _NO_SAVINGS
+    savings: Savings = field(default_factory=Savings)
     is_priced: bool = True
 
     @classmethod
@@ -115,7 +106,7 @@ class Spend:
         return type(self)(**sums, is_priced=self.is_priced and other.is_priced)
 
 
-_ADDED = tuple(field.name for field in fields(Spend) if field.name != "is_priced")
+_ADDED = tuple(one.name for one in fields(Spend) if one.name != "is_priced")
 KINDS = ("attributed", "loading", "idle", "lost")
 
 
@@ -123,8 +114,7 @@ KINDS = ("attributed", "loading", "idle", "lost")
 class Ledger:
     """The ledger of a run or an endpoint.
 
-    Attributes:
-        work: committed work. The batches of an endpoint run on separate engines, without a session here.
+    The batches of an endpoint run on separate engines, so their `work` has no session here.
     """
 
     run: str
@@ -137,22 +127,21 @@ class Ledger:
 class Charge:
     """Spending of one engine process on one day.
 
-    Attributes:
-        drafter: "none" without a drafter; empty if the model is unknown.
-        instance, provider, region, market, usd_per_device_s: from the price; empty or 0 if unknown.
+    The drafter is "none" without a drafter, and empty if the model is unknown. Values of an unknown price are empty
+    or 0.
     """
 
     day: int
     run: str
-    instance: str
-    provider: str
-    region: str
+    instance: str = ""
+    provider: str = ""
+    region: str = ""
     market: str
     usd_per_device_s: float
-    model: str
-    drafter: str
-    key: str
-    tags: str
+    model: str = ""
+    drafter: str = ""
+    key: str = ""
+    tags: str = NO_TAGS
     spend: Spend
 
 
@@ -163,17 +152,17 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         work_of[group.session_id].append((group, work))
     for session in ledger.sessions:
         first_day = day_of(session.started_at)
-        own = [
+        committed = [
             (replace(group, day=max(group.day, first_day)), work) for group, work in work_of.pop(session.session_id, [])
         ]
-        last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in own)])
+        last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in committed)])
         if not days.overlap(first_day, last_day):
             continue
-        paid = [(group.day, work.usd) for group, work in own]
-        spends = [(group, _on_work(session, group, work)) for group, work in own]
+        paid = [(group.day, work.usd) for group, work in committed]
+        spends = [(group, _on_work(session, group, work)) for group, work in committed]
         spends += _overheads(session, ledger.then, range(first_day, last_day + 1), paid)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
-    for rest in work_of.values():
+    for rest in work_of.values():  # batches of an endpoint
         spends = [(group, _on_work(None, group, work)) for group, work in rest]
         yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 
@@ -220,9 +209,7 @@ def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend
         day=group.day,
         run=run,
         instance=session.instance_type if session else "",
-        provider=session.provider if session else "",
-        region=session.region if session else "",
-        market=session.market if session else "",
+        **{name: getattr(session, name, "") for name in ("provider", "region", "market")},
         usd_per_device_s=session.usd_per_device_s if session else 0.0,
         model=group.model,
         drafter=(group.drafter or "none") if group.model else "",
@@ -232,32 +219,17 @@ def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend
     )
 
 
-NAME = "head and CPU nodes"
+NODES = "head and CPU nodes"
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
     """Yield the charges for cluster nodes by day, for the hours with a live engine."""
+    usd_per_s = usd_per_hour / 3600
+    charge = Charge(day=0, run=NODES, market="fixed", usd_per_device_s=usd_per_s, spend=Spend())
     for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
-        yield from _charges(begin, end, days, usd_per_hour)
-
-
-def _charges(begin: float, end: float, days: Days, usd_per_hour: float) -> Iterator[Charge]:
-    while begin < end:
-        day = day_of(begin)
-        midnight = min((day + 1.0) * DAY_S, end)
-        if day in days:
-            yield Charge(
-                day=day,
-                run=NAME,
-                instance="",
-                provider="",
-                region="",
-                market="fixed",
-                usd_per_device_s=usd_per_hour / 3600,
-                model="",
-                drafter="",
-                key="",
-                tags=NO_TAGS,
-                spend=Spend(idle_usd=(midnight - begin) * usd_per_hour / 3600),
-            )
-        begin = midnight
+        while begin < end:
+            day = day_of(begin)
+            midnight = min((day + 1.0) * DAY_S, end)
+            if day in days:
+                yield replace(charge, day=day, spend=Spend(idle_usd=(midnight - begin) * usd_per_s))
+            begin = midnight

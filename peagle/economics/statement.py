@@ -7,7 +7,7 @@ Unknown amounts are None, never 0.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peagle.economics.savings import Savings
@@ -38,11 +38,9 @@ def dimensions(text: str) -> tuple[str, ...]:
 
 
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the spending of a period for JSON.
+    """Return the spending of a period for JSON. `start` and `end` are inclusive, and None if unbounded.
 
-    Returns:
-        `schema`, `currency`, `start` and `end` (inclusive; None if unbounded), `by`, `rows` (with their dimensions,
-        counts, `usd`, `usd_per_million_tokens` and `saved` as in `Savings.to_dict`), `total` and `notes`.
+    Each row has its dimensions, counts, `usd`, `usd_per_million_tokens` and `saved` (`Savings.to_dict`).
     """
     groups: dict[tuple[str, ...], Spend] = {}
     by_drafter: dict[tuple[str, str], Savings] = {}
@@ -52,23 +50,23 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
         drafted = (charge.drafter, charge.model)
         by_drafter[drafted] = by_drafter.get(drafted, Savings()) + charge.spend.savings
     ordered = sorted(groups.items())
-    whole = sum((spend for _, spend in ordered), Spend())
-    unpriced = [] if whole.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
+    total = sum((spend for _, spend in ordered), Spend())
+    unpriced = [] if total.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
+    losses = (savings.loss_note(f"{drafter} for {model}") for (drafter, model), savings in sorted(by_drafter.items()))
+    units = rounded([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
     return {
         "schema": SCHEMA,
         "currency": "USD",
         "start": None if days.first is None else day_text(days.first),
         "end": None if days.last is None else day_text(days.last),
         "by": list(by),
-        **_rows(by, ordered, whole),
-        "notes": [*notes, *unpriced, *_loss_notes(by_drafter)],
+        "rows": [
+            {**dict(zip(by, names, strict=True)), **_figures(spend, row)}
+            for (names, spend), row in zip(ordered, units, strict=True)
+        ],
+        "total": _figures(total, [sum(column) for column in zip(*units, strict=True)]),
+        "notes": [*notes, *unpriced, *filter(None, losses)],
     }
-
-
-def _loss_notes(by_drafter: Mapping[tuple[str, str], Savings]) -> Iterator[str]:
-    for (drafter, model), savings in sorted(by_drafter.items()):
-        if note := savings.loss_note(f"{drafter} for {model}"):
-            yield note
 
 
 def _value(charge: Charge, dimension: str) -> str:
@@ -77,19 +75,6 @@ def _value(charge: Charge, dimension: str) -> str:
     if dimension == "tag":
         return ", ".join(f"{key}={value}" for key, value in tags_from_text(charge.tags).items())
     return day_text(charge.day) if dimension == "day" else str(getattr(charge, dimension))
-
-
-def _rows(by: Sequence[str], groups: Sequence[tuple[tuple[str, ...], Spend]], whole: Spend) -> dict[str, Any]:
-    amounts = rounded([_amounts(spend) for _, spend in groups], DIGITS)
-    rows = [
-        {**dict(zip(by, names, strict=True)), **_figures(spend, units)}
-        for (names, spend), units in zip(groups, amounts, strict=True)
-    ]
-    return {"rows": rows, "total": _figures(whole, [sum(column) for column in zip(*amounts, strict=True)])}
-
-
-def _amounts(spend: Spend) -> list[float]:
-    return [getattr(spend, f"{kind}_usd") for kind in KINDS]
 
 
 def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
@@ -122,25 +107,20 @@ def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[st
 
 
 def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
-    """Round amounts to integer units of the last digit that add up to the rounded sum.
-
-    The column sums are rounded first, then each column, so that many small rows do not change a column's sum.
+    """Round amounts to integer units of the last digit that add up to the rounded sum, by column and in total.
 
     >>> rounded([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]
     """
     columns = [[amount * 10**digits for amount in column] for column in zip(*amounts, strict=True)]
     sums = [math.fsum(column) for column in columns]
-    totals = _apportioned(sums, round(math.fsum(sums)))
-    by_column = [_apportioned(column, total) for column, total in zip(columns, totals, strict=True)]
+    totals = _apportion(sums, round(math.fsum(sums)))
+    by_column = [_apportion(column, total) for column, total in zip(columns, totals, strict=True)]
     return [list(row) for row in zip(*by_column, strict=True)]
 
 
-def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
-    """Return integers near the amounts that add up to a total near their sum.
-
-    Each is rounded down; the rest goes to the largest remainders.
-    """
+def _apportion(amounts: Sequence[float], total: int) -> list[int]:
+    """Round each amount down, and give the rest of the total to the largest remainders."""
     units = [math.floor(amount) for amount in amounts]
     by_remainder = sorted(range(len(units)), key=lambda i: units[i] - amounts[i])
     for index in by_remainder[: total - sum(units)]:
@@ -148,25 +128,22 @@ def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
     return units
 
 
-def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
-    return _round_again(data, "usd", digits, 1.0)
-
-
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
     """Return a statement with amounts in another currency, as `converted` alongside `usd`."""
-    return {**_round_again(data, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
+    return {**round_amounts(data, digits, "converted", per_usd), "currency_beside": code, "per_usd": per_usd}
 
 
-def _round_again(data: Mapping[str, Any], name: str, digits: int, scale: float) -> dict[str, Any]:
+def round_amounts(data: Mapping[str, Any], digits: int, name: str = "usd", scale: float = 1.0) -> dict[str, Any]:
+    """Return a statement with scaled amounts `name`, rounded to `digits`."""
     rows = data["rows"] or [data["total"]]
     units = rounded([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
-    whole = [sum(column) for column in zip(*units, strict=True)]
+    total = [sum(column) for column in zip(*units, strict=True)]
 
-    def amended(row: Mapping[str, Any], own: Sequence[int]) -> dict[str, Any]:
-        return {**row, name: in_dollars(own, digits, is_priced=row["usd"]["total"] is not None)}
+    def with_amounts(row: Mapping[str, Any], amounts: Sequence[int]) -> dict[str, Any]:
+        return {**row, name: in_dollars(amounts, digits, is_priced=row["usd"]["total"] is not None)}
 
     return {
         **data,
-        "rows": [amended(row, own) for row, own in zip(data["rows"], units, strict=False)],
-        "total": amended(data["total"], whole),
+        "rows": [with_amounts(row, amounts) for row, amounts in zip(data["rows"], units, strict=False)],
+        "total": with_amounts(data["total"], total),
     }

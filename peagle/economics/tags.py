@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field, field_validator
 from peagle.key_values import parse_pairs
 
 NO_TAGS = "{}"
-"""The text that stands for no tags."""
 MAX_TAGS = 16
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _VALUE = re.compile(r"[A-Za-z0-9_.:/@+-][A-Za-z0-9_.:/@+ -]{0,127}")
@@ -40,11 +39,6 @@ class TagOptions(BaseModel):
 
 
 def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
-    """Parse KEY=VALUE pairs.
-
-    >>> parse_tags(["team=search", "project=x"])
-    {'team': 'search', 'project': 'x'}
-    """
     return validate_tags({key: value.strip() for key, value in parse_pairs(pairs).items()})
 
 

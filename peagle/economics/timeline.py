@@ -8,7 +8,7 @@ seconds at the end, and idle otherwise.
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,9 @@ class _SessionUnits:
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     busy_s: float = 0.0
 
+    def end(self, session: EngineSession) -> float:
+        return max(session.last_seen_at, max(self.ends, default=0.0))
+
 
 class UnitTimes:
     def __init__(self) -> None:
@@ -40,104 +43,89 @@ class UnitTimes:
 
     def keep(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
         for unit in units:
-            kept = self._by_session[unit.session_id]
-            kept.starts.append(unit.started_at)
-            kept.ends.append(unit.finished_at)
-            kept.tokens.append(unit.num_output_tokens)
-            kept.busy_s += unit.busy_s
+            units_of_session = self._by_session[unit.session_id]
+            units_of_session.starts.append(unit.started_at)
+            units_of_session.ends.append(unit.finished_at)
+            units_of_session.tokens.append(unit.num_output_tokens)
+            units_of_session.busy_s += unit.busy_s
             yield unit
 
     def timeline(self, sessions: Sequence[EngineSession], price: Price) -> dict[str, Any] | None:
         """Return the run over time for JSON, or None before the first engine.
 
-        Returns:
-            `started_at` (Unix seconds), `total_s`, `step_s`, `tokens_per_s` and `usd` (cumulative) at the end of each
-            step, `pauses` (`at_s`, `lasted_s`), `num_engines`, and `engines` for the first `MAX_ENGINES` (`engine`,
-            `num_starts`, `seconds` by state, `spans` of state, start and end).
+        `tokens_per_s` and `usd` (cumulative) have a value per step; `engines` are the first `MAX_ENGINES` of
+        `num_engines`.
         """
-        lives = {one.session_id: (one.started_at, self._end(one)) for one in sessions}
-        clock, seconds = _Clock(lives.values()), {one.session_id: self._seconds(one) for one in sessions}
+        units = {session.session_id: self._by_session[session.session_id] for session in sessions}
+        clock = _Clock((session.started_at, units[session.session_id].end(session)) for session in sessions)
         if not clock.total_s:
             return None
         step_s = clock.total_s / NUM_STEPS
         tokens, usd = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
-        lanes: defaultdict[int, list[EngineSession]] = defaultdict(list)
-        for one in sessions:
-            kept, life = self._by_session[one.session_id], lives[one.session_id]
-            for start, end, count in zip(kept.starts, kept.ends, kept.tokens, strict=True):
+        lanes: defaultdict[int, list[tuple[EngineSession, Shares]]] = defaultdict(list)
+        for session in sessions:
+            own = units[session.session_id]
+            for start, end, count in zip(own.starts, own.ends, own.tokens, strict=True):
                 _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, count / step_s)
-            paid = seconds[one.session_id].total * one.num_devices * price.usd_per_device_s
-            _spread(usd, clock.at(life[0]) / step_s, clock.at(life[1]) / step_s, paid)
-            lanes[one.engine_index].append(one)
+            (seconds,) = shares_by_period([session], [own.busy_s])
+            paid = seconds.total * session.num_devices * price.usd_per_device_s
+            _spread(usd, clock.at(session.started_at) / step_s, clock.at(own.end(session)) / step_s, paid)
+            lanes[session.engine_index].append((session, seconds))
         return {
-            "started_at": clock.began_at,
+            "started_at": clock.starts[0],
             "total_s": clock.total_s,
             "step_s": step_s,
             "tokens_per_s": [round(value, _DIGITS) for value in tokens],
             "usd": list(accumulate(usd)),
             "pauses": clock.pauses(),
             "num_engines": len(lanes),
-            "engines": [self._lane(index, lanes[index], clock, seconds) for index in sorted(lanes)[:MAX_ENGINES]],
+            "engines": [self._lane(index, lanes[index], clock) for index in sorted(lanes)[:MAX_ENGINES]],
         }
 
-    def _end(self, session: EngineSession) -> float:
-        return max(session.last_seen_at, max(self._by_session[session.session_id].ends, default=0.0))
-
-    def _seconds(self, session: EngineSession) -> Shares:
-        (seconds,) = shares_by_period([session], [self._by_session[session.session_id].busy_s])
-        return seconds
-
-    def _lane(
-        self, index: int, sessions: Sequence[EngineSession], clock: "_Clock", seconds: Mapping[str, Shares]
-    ) -> dict[str, Any]:
+    def _lane(self, index: int, sessions: Sequence[tuple[EngineSession, Shares]], clock: "_Clock") -> dict[str, Any]:
         spans = [
             (state, round(clock.at(start), _DIGITS), round(clock.at(end), _DIGITS))
-            for one in sorted(sessions, key=lambda one: one.started_at)
-            for state, (start, end) in self._states(one, seconds[one.session_id].lost, clock.total_s * _SHORTEST)
+            for session, seconds in sorted(sessions, key=lambda pair: pair[0].started_at)
+            for state, (start, end) in self._states(session, seconds.lost, clock.total_s * _SHORTEST)
         ]
         return {
             "engine": index,
             "num_starts": len(sessions),
-            "seconds": asdict(sum((seconds[one.session_id] for one in sessions), Shares())),
+            "seconds": asdict(sum((seconds for _, seconds in sessions), Shares())),
             "spans": [span for span in spans if span[2] > span[1]],
         }
 
     def _states(self, session: EngineSession, lost_s: float, shortest_s: float) -> list[tuple[str, Span]]:
-        kept = self._by_session[session.session_id]
-        loaded = session.started_at + session.load_s
-        up, end = loaded + session.compile_s, self._end(session)
-        open_units = ((max(start, up), stop) for start, stop in zip(kept.starts, kept.ends, strict=True))
+        units = self._by_session[session.session_id]
+        loaded_at = session.started_at + session.load_s
+        ready_at, end = loaded_at + session.compile_s, units.end(session)
+        open_units = ((max(start, ready_at), stop) for start, stop in zip(units.starts, units.ends, strict=True))
         busy = merged((span for span in open_units if span[1] > span[0]), shortest_s)
-        rest = list[tuple[str, Span]]()
-        for start, stop in reversed(_between(busy, up, end)):
+        states = [("load", (session.started_at, loaded_at)), ("compile", (loaded_at, ready_at))]
+        states += [("busy", span) for span in busy]
+        for start, stop in reversed(_between(busy, ready_at, end)):
             cut = max(start, stop - lost_s)
             lost_s -= stop - cut
-            rest += [("lost", (cut, stop)), ("idle", (start, cut))]
-        found = [("load", (session.started_at, loaded)), ("compile", (loaded, up)), *(("busy", span) for span in busy)]
-        return sorted([*found, *rest], key=lambda one: one[1])
+            states += [("lost", (cut, stop)), ("idle", (start, cut))]
+        return sorted(states, key=lambda pair: pair[1])
 
 
 class _Clock:
     def __init__(self, lives: Iterable[Span]) -> None:
         self._lives = merged(lives, 0.0)
-        self._starts = [start for start, _ in self._lives]
+        self.starts = [start for start, _ in self._lives]
         self._before = list(accumulate((end - start for start, end in self._lives), initial=0.0))
         self.total_s = self._before[-1]
 
-    @property
-    def began_at(self) -> float:
-        return self._starts[0]
-
     def at(self, moment: float) -> float:
-        index = max(bisect_right(self._starts, moment) - 1, 0)
+        index = max(bisect_right(self.starts, moment) - 1, 0)
         start, end = self._lives[index]
         return self._before[index] + min(max(moment, start), end) - start
 
     def pauses(self) -> list[dict[str, float]]:
-        ends = self._lives[:-1]
         return [
             {"at_s": at_s, "lasted_s": start - end}
-            for at_s, start, (_, end) in zip(self._before[1:], self._starts[1:], ends, strict=False)
+            for at_s, start, (_, end) in zip(self._before[1:], self.starts[1:], self._lives, strict=False)
         ]
 
 
@@ -147,13 +135,13 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
     >>> merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)], 0.0)
     [(0.0, 3.0), (5.0, 6.0)]
     """
-    found: list[Span] = []
+    joined: list[Span] = []
     for start, end in sorted(spans):
-        if found and start - found[-1][1] <= gap:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def _between(spans: Sequence[Span], first: float, last: float) -> list[Span]:

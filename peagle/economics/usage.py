@@ -30,6 +30,7 @@ UNIT_KEY = b"peagle.usage"
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
+UNIT_COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,9 @@ class UnitUsage:
     """The usage of a committed unit.
 
     Attributes:
-        num_rows: rows with a response.
-        num_failed_rows: dead letters; not included in `num_rows`.
+        num_rows: rows with a response; `num_failed_rows` are the dead letters.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
-        busy_s: the unit's share of the engine's busy seconds. Concurrent units divide them, so that all units,
-            committed or not, add up to the session's `busy_s`.
+        busy_s: the unit's share of the engine's busy seconds. All units, committed or not, add up to the session's.
     """
 
     session_id: str
@@ -66,11 +65,7 @@ class UnitUsage:
     def empty(cls, session_id: str, *, started_at: float, finished_at: float, busy_s: float = 0.0) -> Self:
         return cls(
             session_id=session_id,
-            num_rows=0,
-            num_failed_rows=0,
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
-            num_output_tokens=0,
+            **dict.fromkeys(UNIT_COUNTS, 0),
             busy_s=busy_s,
             speculation=SpeculationStats.empty(),
             started_at=started_at,
@@ -80,14 +75,13 @@ class UnitUsage:
     def __add__(self, other: "UnitUsage") -> "UnitUsage":
         if self.session_id != other.session_id:
             raise ValueError("cannot add units of different sessions")
-        counts = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
         return UnitUsage(
             session_id=self.session_id,
             busy_s=self.busy_s + other.busy_s,
             speculation=self.speculation + other.speculation,
             started_at=min(self.started_at, other.started_at),
             finished_at=max(self.finished_at, other.finished_at),
-            **{name: getattr(self, name) + getattr(other, name) for name in counts},
+            **{name: getattr(self, name) + getattr(other, name) for name in UNIT_COUNTS},
         )
 
     def to_json(self) -> bytes:
@@ -117,10 +111,8 @@ class RequestUsage:
     Attributes:
         key: name of the API key; "local" without keys.
         account: unique to the key, even if another key had the same name; empty in older records.
-        outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
-            answer.
-        ttft_s: time to first token in the engine; or None.
-        usage: usage like that of a unit with one row.
+        outcome: "cut" if the client disconnected, and `usage` covers the output until then; "failed" without a
+            response.
         usd: price of the request's busy seconds, without loading and idle time.
         tags: merged tags of the endpoint, the key and the request, as JSON (`tags.py`).
     """
@@ -173,8 +165,7 @@ class EngineFacts:
     Attributes:
         num_devices: number of accelerators, or of vCPUs.
         num_speculative_tokens: K; 0 without a drafter.
-        usd_per_device_s: 0 if unknown.
-        on_demand_usd_per_device_s: for spot machines; 0 if unknown.
+        usd_per_device_s, on_demand_usd_per_device_s: 0 if unknown; the second only for spot machines.
         baseline: measured step times as JSON (`baseline.py`); may be empty.
         price_basis: stated, detected or assumed; empty without a price.
         is_stand_in: whether this is the fake engine, whose speed and cost are meaningless.
@@ -207,15 +198,8 @@ class EngineFacts:
     ) -> Self:
         """Return the facts of an engine with this price (None if unknown)."""
         if price is not None:
-            facts |= {
-                "usd_per_device_s": price.usd_per_device_s,
-                "instance_type": price.instance_type,
-                "provider": price.provider,
-                "region": price.region,
-                "market": price.market,
-                "on_demand_usd_per_device_s": price.on_demand_usd_per_device_s,
-                "price_basis": price.basis or "",
-            }
+            names = ("usd_per_device_s", "instance_type", "provider", "region", "market", "on_demand_usd_per_device_s")
+            facts |= {name: getattr(price, name) for name in names} | {"price_basis": price.basis or ""}
         return cls(
             num_speculative_tokens=num_speculative_tokens or 0,
             baseline=baseline.to_text() if baseline else "",
@@ -315,18 +299,15 @@ _NAMES = {
 }
 
 
-COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
-"""Counts in a statement."""
+COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # in a statement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Committed work. Add with `+`.
 
-    Attributes:
-        busy_s: the work's share of the engine's busy seconds.
-        request_s: total seconds of the requests from start to end; `request_s / busy_s` is the concurrency. 0 if
-            unknown.
+    `busy_s` is the work's share of the engine's busy seconds. `request_s` is the sum of the requests' durations, or 0
+    if unknown; `request_s / busy_s` is the concurrency.
     """
 
     num_requests: int = 0
@@ -362,12 +343,10 @@ _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """Return a session's usage after an earlier heartbeat, as if it had started then.
-
-    All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
-    difference of load + compile is used, so that no second counts twice.
-    """
+    """Return a session's usage after an earlier heartbeat, as if it had started then."""
     passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    # All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
+    # difference of load + compile is used, so that no second counts twice.
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
     passed["compile_s"] = min(passed["compile_s"], start_s)
     passed["load_s"] = start_s - passed["compile_s"]

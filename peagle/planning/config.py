@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
@@ -91,7 +90,8 @@ def parse_amount(text: str) -> float:
     match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None:
         raise ValueError("not a number of tokens, as 2e9, 500M or 1.5B")
-    return float(match.group(1)) * _SCALES[match.group(2).lower()]
+    scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match.group(2).lower()]
+    return float(match.group(1)) * scale
 
 
 def parse_duration_s(text: str) -> float:

@@ -19,27 +19,26 @@ class Speed:
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
+    """Return the speed from the engine's profile, else the published speed at the nearest smaller concurrency."""
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen
         source = f"measured, {profile.made_at}, {profile.hardware}"
         return Speed(tokens_per_s=cell.output_tokens_per_s, concurrency=cell.concurrency, source=source)
-    found = _published(engine, hardware, concurrency)
-    return max(found, key=lambda speed: speed.concurrency, default=None)
-
-
-def _published(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> list[Speed]:
     spec, card, accelerator = engine.spec, engine.model.card, hardware.accelerator
     if card is None or accelerator is None:
-        return []
+        return None
     drafting = (spec.drafter.method, spec.drafter.num_speculative_tokens) if spec.drafter else (NONE, 0)
-    return [
-        Speed(tokens_per_s=tokens_per_s, concurrency=at_once, source=f"{table.label}, {table.dataset}; {table.source}")
-        for table in card.published
-        if is_accelerator(table.accelerator, accelerator)
-        and (table.num_accelerators, table.precision) == (spec.num_accelerators, engine.precision.weights)
-        for row in table.speeds
-        if (row.method, row.num_speculative_tokens) == drafting
-        for at_once, tokens_per_s in zip(table.concurrency, row.output_tokens_per_s, strict=True)
-        if at_once <= concurrency
-    ]
+    published = []
+    for table in card.published:
+        is_same_engine = (table.num_accelerators, table.precision) == (spec.num_accelerators, engine.precision.weights)
+        if not is_same_engine or not is_accelerator(table.accelerator, accelerator):
+            continue
+        source = f"{table.label}, {table.dataset}; {table.source}"
+        for row in table.speeds:
+            if (row.method, row.num_speculative_tokens) == drafting:
+                speeds = zip(table.concurrency, row.output_tokens_per_s, strict=True)
+                published += [
+                    Speed(tokens_per_s=s, concurrency=n, source=source) for n, s in speeds if n <= concurrency
+                ]
+    return max(published, key=lambda speed: speed.concurrency, default=None)

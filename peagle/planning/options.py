@@ -17,42 +17,40 @@ u = exp(-0.00139) * (1 - 0.00083) = 0.9978; 3,708 s are paid, and 3,708 * (1 + 0
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
 
 from peagle.economics.account import Shares
-from peagle.economics.prices import Offer, Price, PriceTable, is_accelerator
+from peagle.economics.prices import MARKETS, Price, PriceTable, is_accelerator
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.sweeps import Sweep
 from peagle.profiles.measurements import Cell
-
-Market = Literal["on_demand", "spot"]
 
 
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
     """Return each sweep with the prices of its machines."""
-    found: list[tuple[Sweep, Price]] = []
-    misfits: dict[str, list[str]] = {}
+    applicable: list[tuple[Sweep, Price]] = []
+    mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
         for price in _prices(config, sweep, table, reasons):
-            if (why := _why_other(sweep, price, table)) is None:
-                found.append((sweep, price))
+            if (mismatch := _mismatch(sweep, price, table)) is None:
+                applicable.append((sweep, price))
             else:
-                misfits.setdefault(price.instance_type, []).append(why)
-    fitting = {price.instance_type for _, price in found}
-    for name, whys in misfits.items():
-        if name not in fitting:
+                mismatches.setdefault(price.instance_type, []).append(mismatch)
+    known_types = {price.instance_type for _, price in applicable}
+    for name, whys in mismatches.items():
+        if name not in known_types:
             raise ConfigError(
                 "\n  ".join(dict.fromkeys(whys)),
                 hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
                 "or use instance types with the same accelerator",
             )
         reasons += whys
-    return found
+    return applicable
 
 
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
@@ -64,65 +62,43 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
                 hint="set --instance-types to the machine, or leave --market out",
             )
         return [sweep.stated]
-    names = config.instance_types or _machines_of(config, sweep, table)
+    allowed = [
+        offer
+        for offer in table.offers
+        if config.provider in (None, offer.provider) and config.region in (None, offer.region)
+    ]
+    names = list(config.instance_types)
+    if not names and sweep.is_published:
+        carrying = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
+        names = list(dict.fromkeys(offer.instance_type for offer in carrying))
+    elif not names and sweep.instance_type:
+        names = [sweep.instance_type]
     if not names:
         why = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
             f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
             hint="set --instance-types to the machine",
         )
-    found: list[Price] = []
+    prices: list[Price] = []
     errors: list[PriceError] = []
+    markets = MARKETS if config.market == "both" else (config.market,)
     for name in names:
-        for market in ("on_demand", "spot") if config.market == "both" else (config.market,):
-            for provider, region in _places(config, name, table):
-                try:
-                    price = table.price(name, market=market, provider=provider, region=region)
-                except PriceError as error:
-                    errors.append(error)
-                    continue
-                found.append(price)
-    if not found:
+        places: list[tuple[str | None, str | None]] = [
+            (offer.provider, offer.region) for offer in allowed if offer.instance_type == name
+        ]
+        for market, (provider, region) in product(markets, places or [(config.provider, config.region)]):
+            try:
+                prices.append(table.price(name, market=market, provider=provider, region=region))
+            except PriceError as error:
+                errors.append(error)
+    if not prices:
         raise errors[0]
     if config.instance_types or sweep.instance_type:  # missing markets matter only for named machines
         reasons += [error.message for error in errors]
-    return found
+    return prices
 
 
-def _machines_of(config: PlanConfig, sweep: Sweep, table: PriceTable) -> list[str]:
-    if not sweep.is_published:
-        return [sweep.instance_type] if sweep.instance_type else []
-    kind = sweep.accelerator or ""
-    carrying = [offer for offer in _allowed(config, table) if is_accelerator(offer.accelerator, kind)]
-    return list(dict.fromkeys(offer.instance_type for offer in carrying))
-
-
-def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[tuple[str | None, str | None]]:
-    """Return providers and regions that offer it, within the user's choice."""
-    offers = [offer for offer in _allowed(config, table) if offer.instance_type == instance_type]
-    return [(offer.provider, offer.region) for offer in offers] or [(config.provider, config.region)]
-
-
-def _allowed(config: PlanConfig, table: PriceTable) -> list[Offer]:
-    return [
-        offer
-        for offer in table.offers
-        if config.provider in (None, offer.provider) and config.region in (None, offer.region)
-    ]
-
-
-def require_other(sweep: Sweep, price: Price) -> None:
-    """Refuse a named machine that cannot run the measured engine; others are only left out."""
-    if sweep.instance_type == price.instance_type:
-        raise ConfigError(
-            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, but its engines "
-            f"use {sweep.devices_per_engine}: it was measured on another machine",
-            hint="repeat `peagle bench` with --usd-per-hour, which measures nothing again; in a sweep file, correct "
-            "instance_type or devices_per_engine",
-        )
-
-
-def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
+def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
     """Return why the measured speed does not apply to a machine, or None."""
     if sweep.instance_type == price.instance_type or price is sweep.stated:
         return None
@@ -145,12 +121,9 @@ def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine with its engines.
+    """A machine with its engines. Unused devices are paid as well.
 
-    Attributes:
-        devices_per_engine: unused devices of the machine are paid as well.
-        lost_s: engine time lost per interruption.
-        replace_s: from an interruption to a new machine.
+    `lost_s` is the engine time lost per interruption, `replace_s` the time from an interruption to a new machine.
     """
 
     price: Price
@@ -178,19 +151,12 @@ class Machine:
         """Long-run tokens per second of the machine, including interruptions."""
         return self.num_engines * self.tokens_per_s * self.useful_share / self.wall_per_paid
 
-    @property
-    def usd_per_sustained_h(self) -> float:
-        """USD per hour of a sustained service, without the time of replacements."""
-        return self.price.usd_per_hour / self.wall_per_paid
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The run of a fleet.
 
-    Attributes:
-        wall_s: from requesting machines to the last token.
-        device_s: paid device-seconds, as in a run's account.
+    `wall_s` is from requesting machines to the last token; `device_s` are paid device-seconds, as in a run's account.
     """
 
     num_machines: int
@@ -218,13 +184,12 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
         return None
     work_s = num_tokens / (num_machines * machine.num_engines * machine.tokens_per_s)
     paid_s = machine.start_s + work_s / machine.useful_share
-    held = machine.num_engines * machine.devices_per_engine * num_machines
-    unused = machine.price.num_devices * num_machines - held
+    used = machine.num_engines * machine.devices_per_engine * num_machines
     device_s = Shares(
-        load=held * machine.start_s,
-        busy=held * work_s,
-        idle=unused * paid_s,
-        lost=held * (paid_s - machine.start_s - work_s),
+        load=used * machine.start_s,
+        busy=used * work_s,
+        idle=(machine.price.num_devices * num_machines - used) * paid_s,
+        lost=used * (paid_s - machine.start_s - work_s),
     )
     return Estimate(
         num_machines=num_machines,
@@ -242,11 +207,6 @@ def machines_for(machine: Machine, num_tokens: float, within_s: float, *, provis
         return None
     per_machine = machine.num_engines * machine.tokens_per_s * machine.useful_share * work_left_s
     return max(1, math.ceil(num_tokens / per_machine - 1e-9))
-
-
-# Rows in open units per concurrent request (peagle/corpus/cutting.py); on average half of their work is lost.
-_OPEN_ROWS_PER_REQUEST = 3
-_UNKNOWN_LOST_S = 60.0  # without response lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +227,7 @@ class Option:
 
     @property
     def usd_per_h(self) -> float:
-        return self.num_machines * self.machine.usd_per_sustained_h
+        return self.num_machines * self.machine.price.usd_per_hour / self.machine.wall_per_paid
 
     @property
     def usd(self) -> float:
@@ -288,7 +248,13 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
     reasons: list[str] = []
     for sweep, price in pairs(config, sweeps, table, reasons):
         if price.num_devices < sweep.devices_per_engine:
-            require_other(sweep, price)
+            if sweep.instance_type == price.instance_type:
+                raise ConfigError(
+                    f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, but its "
+                    f"engines use {sweep.devices_per_engine}: it was measured on another machine",
+                    hint="repeat `peagle bench` with --usd-per-hour, which measures nothing again; in a sweep file, "
+                    "correct instance_type or devices_per_engine",
+                )
             reasons.append(
                 f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
                 f"{sweep.devices_per_engine}"
@@ -315,7 +281,7 @@ def _within_limits(config: PlanConfig, cell: Cell) -> bool:
     return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
-def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterable[Option]:
+def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterator[Option]:
     fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         has_latencies = any(cell.tpot_s or cell.ttft_s for cell in sweep.cells)
@@ -332,28 +298,26 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
 
 
 def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
-    machine = machine_of(config, sweep, cell, price)
-    num, found = _fewest(config, machine), None
-    if num is None:
-        return None
-    if config.tokens is not None:
-        found = estimate(machine, num, config.tokens, provision_s=config.provision_s)
-        if found is None:
-            return None
-    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=found)
-
-
-def _fewest(config: PlanConfig, machine: Machine) -> int | None:
+    machine = _machine_of(config, sweep, cell, price)
     if config.tokens_per_s is not None:
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
-        return max(1, -int(-config.tokens_per_s // sustained)) if sustained > 0 else None
+        if sustained <= 0:
+            return None
+        num = max(1, -int(-config.tokens_per_s // sustained))
+        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=None)
     assert config.tokens is not None, "a plan is of a job or of a service"
-    if config.within is None:
-        return 1
-    return machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
+    fewest: int | None = 1
+    if config.within is not None:
+        fewest = machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
+    if fewest is None:
+        return None
+    job = estimate(machine, fewest, config.tokens, provision_s=config.provision_s)
+    if job is None:
+        return None
+    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=fewest, estimate=job)
 
 
-def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
+def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
     """Return a machine with as many engines as fit."""
     start_s = cell.start_s if config.start_s is None else config.start_s
     if start_s is None:
@@ -375,12 +339,8 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 
 def scaled(cell: Cell, factor: float) -> Cell:
-    """Return the cell at another acceptance length.
-
-    The time of a step and the time to the first token stay; tokens per step change by `factor`.
-    """
-    assert cell.acceptance_length is not None, "it drafts"
-    assert cell.drafts_each_step, "its speed follows its length"
+    """Return the cell at another acceptance length: tokens per step change by `factor`, step times stay."""
+    assert cell.acceptance_length is not None, "the cell has a drafter"
     return cell.model_copy(
         update={
             "acceptance_length": cell.acceptance_length * factor,
@@ -392,5 +352,6 @@ def scaled(cell: Cell, factor: float) -> Cell:
 
 def _lost_s(cell: Cell) -> float:
     if cell.response_tokens is None:
-        return _UNKNOWN_LOST_S
-    return _OPEN_ROWS_PER_REQUEST / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s
+        return 60.0  # an assumption
+    # Open units have 3 rows per concurrent request (peagle/corpus/cutting.py); on average half of their work is lost.
+    return 3 / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s

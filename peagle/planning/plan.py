@@ -15,8 +15,6 @@ from peagle.speculation import break_even_acceptance_length
 from peagle.tables import aligned
 
 SCHEMA = 1
-_FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-_AS_EXACT = 1e-4  # of an acceptance length
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
             f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
-            hint="plan for one model at a time",
+            hint="plan for option model at a time",
         )
     found, reasons = options(config, sweeps, PriceTable.load(config.prices))
     if not found:
@@ -33,13 +31,17 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = found[0]
+    # The cheapest option for each machine, market, and with or without a drafter.
+    best: dict[tuple[str, str, bool], Option] = {}
+    for option in found:
+        best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
         "wanted": config.model_dump(mode="json"),
         "labels": [label for sweep in sweeps for label in sweep.labels],
         "chosen": option_dict(chosen, config),
-        "options": [option_dict(option, config) for option in _best_of_each(found)],
+        "options": [option_dict(option, config) for option in best.values()],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
@@ -77,21 +79,13 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def _best_of_each(found: Sequence[Option]) -> list[Option]:
-    """Return the cheapest option for each machine, market, and with or without a drafter."""
-    best: dict[tuple[str, str, bool], Option] = {}
-    for option in found:
-        best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
-    return list(best.values())
-
-
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
     """Return the same machine and cell at other acceptance lengths; empty if speed does not depend on it."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
     rows = []
-    for factor in _FACTORS:
+    for factor in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         if not 1 <= length * factor <= chosen.cell.k + 1:
             continue
         option = with_cell(chosen, scaled(chosen.cell, factor), config)
@@ -110,7 +104,7 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Per engine; a step without drafts yields one token in 1 / speed.
+    # Per engine; a step without drafts yields option token in 1 / speed.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
@@ -126,7 +120,7 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
     beyond, within = 1.0, length
     if is_possible(beyond):
         return None
-    while within - beyond > _AS_EXACT:
+    while within - beyond > 1e-4:
         between = (beyond + within) / 2
         beyond, within = (beyond, between) if is_possible(between) else (between, within)
     return within
@@ -147,7 +141,6 @@ def _doubts(chosen: Option) -> list[str]:
     return notes
 
 
-Rows = list[list[str]]
 _OPTION_COLUMNS = (
     *("machine", "place", "market", "machines", "replicas", "method", "at once"),
     *("hours", "dollars", "$/M tokens", "lost"),
@@ -165,74 +158,70 @@ def text_plan(plan: Mapping[str, Any]) -> str:
             lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
         if (length := plan["least_acceptance_length"]) is not None:
             lines.append(f"Below an acceptance length of {length:.2f} the choice is beyond a limit that was given.")
-    lines += ["", _assumed(plan["wanted"])]
-    return "\n".join([*lines, *plan["notes"]])
-
-
-def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
-    fleet = f"{one['num_machines']} x {one['instance_type']} {one['market'].replace('_', '-')}"
-    how = f"{one['num_engines']} engines, {one['label']}, {one['concurrency']} requests at once on each"
-    how += f", as measured in {_measured(one)}" if has_several else ""
-    price = f"{format_usd(one['usd_per_million_tokens'])} per million tokens"
-    if one["usd"] is None:
-        return f"{fleet}: {how}; {format_usd(one['usd_per_h'])} an hour, {price}."
-    return f"{fleet}: {how}; {format_duration(one['hours'] * 3600)}, {format_usd(one['usd'])}, {price}."
-
-
-def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> Rows:
-    rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
-    return rows + [
-        [
-            one["instance_type"],
-            one["place"] or "-",
-            one["market"].replace("_", "-"),
-            f"{one['num_machines']:,}",
-            f"{one['num_engines']:,}",
-            one["label"],
-            str(one["concurrency"]),
-            *_cost(one),
-            format_share(one["lost_share"]),
-            *([_measured(one)] if has_several else []),
-        ]
-        for one in options
-    ]
-
-
-def _measured(one: Mapping[str, Any]) -> str:
-    return f"{one['measured']} ({one['precision']})" if one["precision"] else str(one["measured"])
-
-
-def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
-    has_beyond = any(one["beyond"] for one in plan["sensitivity"])
-    columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
-    rows = [[*columns, *(["not possible"] if has_beyond else [])]]
-    for one in plan["sensitivity"]:
-        measured = " (measured)" if one["factor"] == 1 else f" ({one['factor'] - 1:+.0%})"
-        rows.append(
-            [
-                f"{one['acceptance_length']:.2f}{measured}",
-                f"{one['output_tokens_per_s']:,.1f}",
-                f"{one['num_machines']:,}",
-                *_cost(one),
-                *([one["beyond"] or "-"] if has_beyond else []),
-            ]
-        )
-    return rows
-
-
-def _cost(one: Mapping[str, Any]) -> list[str]:
-    if one["usd"] is None:
-        return ["-", f"{format_usd(one['usd_per_h'])}/h", format_usd(one["usd_per_million_tokens"])]
-    return [f"{one['hours']:,.2f}", format_usd(one["usd"]), format_usd(one["usd_per_million_tokens"])]
-
-
-def _assumed(wanted: Mapping[str, Any]) -> str:
-    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of their capacity"]
-    parts = [
-        *(of_service if wanted["tokens_per_s"] is not None else []),
+    wanted = plan["wanted"]
+    assumed = [
         f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
         f"{wanted['failures_per_h']:g} failures",
         f"{wanted['provision_s']:g} s until machines are available",
         f"{wanted['replace_s']:g} s to replace one",
     ]
-    return f"Assumed, not measured: {', '.join(parts)}."
+    if wanted["tokens_per_s"] is not None:
+        assumed.insert(0, f"machines used to {wanted['target_utilisation']:.0%} of their capacity")
+    return "\n".join([*lines, "", f"Assumed, not measured: {', '.join(assumed)}.", *plan["notes"]])
+
+
+def _sentence(option: Mapping[str, Any], *, has_several: bool) -> str:
+    fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
+    how = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} requests at once on each"
+    how += f", as measured in {_measured(option)}" if has_several else ""
+    price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
+    if option["usd"] is None:
+        return f"{fleet}: {how}; {format_usd(option['usd_per_h'])} an hour, {price}."
+    return f"{fleet}: {how}; {format_duration(option['hours'] * 3600)}, {format_usd(option['usd'])}, {price}."
+
+
+def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> list[list[str]]:
+    rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
+    return rows + [
+        [
+            option["instance_type"],
+            option["place"] or "-",
+            option["market"].replace("_", "-"),
+            f"{option['num_machines']:,}",
+            f"{option['num_engines']:,}",
+            option["label"],
+            str(option["concurrency"]),
+            *_cost(option),
+            format_share(option["lost_share"]),
+            *([_measured(option)] if has_several else []),
+        ]
+        for option in options
+    ]
+
+
+def _measured(option: Mapping[str, Any]) -> str:
+    return f"{option['measured']} ({option['precision']})" if option["precision"] else str(option["measured"])
+
+
+def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
+    has_beyond = any(option["beyond"] for option in plan["sensitivity"])
+    columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
+    rows = [[*columns, *(["not possible"] if has_beyond else [])]]
+    for option in plan["sensitivity"]:
+        measured = " (measured)" if option["factor"] == 1 else f" ({option['factor'] - 1:+.0%})"
+        rows.append(
+            [
+                f"{option['acceptance_length']:.2f}{measured}",
+                f"{option['output_tokens_per_s']:,.1f}",
+                f"{option['num_machines']:,}",
+                *_cost(option),
+                *([option["beyond"] or "-"] if has_beyond else []),
+            ]
+        )
+    return rows
+
+
+def _cost(option: Mapping[str, Any]) -> list[str]:
+    if option["usd"] is None:
+        return ["-", f"{format_usd(option['usd_per_h'])}/h", format_usd(option["usd_per_million_tokens"])]
+    return [f"{option['hours']:,.2f}", format_usd(option["usd"]), format_usd(option["usd_per_million_tokens"])]

@@ -28,7 +28,6 @@ class Sweep:
         instance_type: where it was measured; None if the price was stated.
         accelerator: the device name; None on CPUs, or if only the instance type is known.
         stated: the price if the user stated it.
-        labels: shown with every figure.
         is_published: it applies to any machine with the accelerator.
         remeasure: the command to measure the same on another machine.
     """
@@ -53,14 +52,10 @@ def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
 
 
 def read_sweep(path: Path, name: str | None = None) -> Sweep:
-    """Read a file, or the published speeds of a model.
-
-    Args:
-        path: a file, or a model's catalog name or hub id.
-    """
+    """Read a file, or the published speeds of a model by its catalog name or hub id."""
     name = name or path.name
     if not user_path(path).exists():
-        return _of_model(path)
+        return _published_sweep(path)
     try:
         data = json.loads(user_path(path).read_bytes())
     except OSError as error:
@@ -68,13 +63,13 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
     except ValueError as error:
         raise ConfigError(f"measured {path}: not JSON: {error}", hint=_HINT) from error
     if isinstance(data, Mapping) and "peagle_sweep" in data:
-        return _others(path, name, data)
+        return _external_sweep(path, name, data)
     if isinstance(data, Mapping) and {"cells", "hardware", "engine"} <= set(data):
-        return _ours(path, name, data)
+        return _benchmark_sweep(path, name, data)
     raise ConfigError(f"measured {path}: neither a benchmark report nor a sweep", hint=_HINT)
 
 
-def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
+def _benchmark_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     try:
         price = Price.from_dict(data["price"]) if data["price"] else None
         on_gpu = data["hardware"]["platform"] == "cuda"
@@ -99,7 +94,7 @@ def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     )
 
 
-def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
+def _external_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     if data["peagle_sweep"] != 1:
         raise ConfigError(f"measured {path}: peagle_sweep must be 1, not {data['peagle_sweep']!r}", hint=_HINT)
     if unknown := [key for key in data if key not in SWEEP_KEYS]:
@@ -121,7 +116,7 @@ def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     )
 
 
-def _of_model(path: Path) -> Sweep:
+def _published_sweep(path: Path) -> Sweep:
     """Return the published table with the highest concurrency."""
     catalog = load_catalog()
     card = catalog.find(str(path))
@@ -133,16 +128,11 @@ def _of_model(path: Path) -> Sweep:
         )
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"
-    cells = [
-        {
-            "method": row.method,
-            "k": row.num_speculative_tokens,
-            "concurrency": concurrency,
-            "output_tokens_per_s": speed,
-        }
-        for row in table.speeds
-        for concurrency, speed in zip(table.concurrency, row.output_tokens_per_s, strict=True)
-    ]
+    cells = []
+    for row in table.speeds:
+        common = {"method": row.method, "k": row.num_speculative_tokens}
+        for concurrency, speed in zip(table.concurrency, row.output_tokens_per_s, strict=True):
+            cells.append(common | {"concurrency": concurrency, "output_tokens_per_s": speed})
     return Sweep(
         name=name,
         model=card.name,

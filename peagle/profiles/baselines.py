@@ -17,9 +17,9 @@ _HINT = "use the report.json of `peagle bench` with method none and the drafter'
 
 
 def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -> Baseline | None:
-    """Return the baseline of a method and K, or None.
+    """Return the baseline of a method and K at the concurrencies that were also measured without speculation.
 
-    It has the concurrencies that were also measured without speculation. None if the method skips drafts.
+    Returns None without such concurrencies, or if the method does not draft in every step.
     """
     plain, own = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
     steps = tuple(
@@ -38,7 +38,7 @@ def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -
 def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
     """Return the acceptance lengths below which no speculation is faster than the choice, by concurrency.
 
-    A concurrency is left out unless both were measured. Empty if the method does not draft in every step.
+    Concurrencies without both measurements are left out. Empty if the method does not draft in every step.
     """
     plain = {cell.concurrency: cell.output_tokens_per_s for cell in cells if not cell.drafts}
     return {
@@ -54,9 +54,9 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
-    found = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
-    found = [cell for cell in found if cell.drafts_each_step or not cell.drafts]
-    return {cell.concurrency: cell for cell in sorted(found, key=lambda cell: cell.output_tokens_per_s)}
+    same = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
+    comparable = [cell for cell in same if cell.drafts_each_step or not cell.drafts]
+    return {cell.concurrency: cell for cell in sorted(comparable, key=lambda cell: cell.output_tokens_per_s)}
 
 
 def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
@@ -85,7 +85,7 @@ class Benchmark:
     def baseline(self, session: EngineSession) -> Baseline | None:
         """Return the baseline for an engine with one of the benchmark's heads, or with its model and no head.
 
-        Return None for other engines, and if the head was measured with several K and the ledger does not contain K.
+        Returns None for other engines, and if the head was measured with several K and the ledger does not contain K.
         """
         k = session.num_speculative_tokens
         found = [

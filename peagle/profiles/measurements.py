@@ -65,7 +65,7 @@ class Cell(BaseModel):
 
     @property
     def drafts_each_step(self) -> bool:
-        """Whether its speed is proportional to its acceptance length; lookups skip many steps."""
+        """Whether the speed is proportional to the acceptance length; lookups skip many steps."""
         return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
@@ -87,18 +87,21 @@ def method_label(method: str, k: int) -> str:
 def read_cells(entries: Any, where: str) -> list[Cell]:
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
-    return [_cell(entry, f"{where}, cell {number}") for number, entry in enumerate(entries, start=1)]
+    cells = []
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{where}, cell {number}: must be a mapping", hint="docs/planning.md shows one")
+        try:
+            cells.append(Cell(**entry))
+        except ValidationError as error:
+            hint = "see docs/planning.md for the keys of a cell"
+            raise ConfigError(f"{where}, cell {number}: {describe_invalid(error)}", hint=hint) from None
+    return cells
 
 
-def _cell(entry: Any, where: str) -> Cell:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: must be a mapping", hint="docs/planning.md shows one")
-    try:
-        return Cell(**entry)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(
-            f"{where}: {f'{name}: ' if name else ''}{message}", hint="see docs/planning.md for the keys of a cell"
-        ) from None
+def describe_invalid(error: ValidationError) -> str:
+    """Return the name of the first invalid key, and why it is invalid."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{name}: {message}" if name else message

@@ -20,7 +20,7 @@ from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
-from peagle.profiles.measurements import Cell
+from peagle.profiles.measurements import Cell, describe_invalid
 
 SCHEMA = 1
 ENGINE_KEYS = (
@@ -28,7 +28,6 @@ ENGINE_KEYS = (
     *("max_num_seqs", "max_num_batched_tokens"),
     *TARGET_SIZES,
 )
-_TOGETHER = ({"drafter", "num_speculative_tokens"}, {"max_num_seqs", "max_num_batched_tokens"})
 
 
 class _Strict(BaseModel):
@@ -36,11 +35,7 @@ class _Strict(BaseModel):
 
 
 class MeasuredCell(Cell):
-    """A cell with more of its configuration.
-
-    Attributes:
-        head_fingerprint: changes with the head; None without a head, and in older profiles.
-    """
+    """A cell with more of its configuration. Older profiles have no `head_fingerprint`."""
 
     precision: str = "auto"
     max_num_batched_tokens: int | None = None
@@ -95,10 +90,9 @@ class Profile(_Strict):
 
     def _is_chosen(self, cell: MeasuredCell) -> bool:
         engine = self.engine
-        wanted = (engine["drafter"], engine.get("num_speculative_tokens") or 0, engine.get("precision", "auto"))
-        sizes = (self.tuned.concurrency, engine.get("max_num_batched_tokens"))
-        found = (cell.drafter, cell.k, cell.precision)
-        return found == wanted and (cell.concurrency, cell.max_num_batched_tokens) == sizes
+        k, precision = engine.get("num_speculative_tokens") or 0, engine.get("precision", "auto")
+        chosen = (engine["drafter"], k, precision, self.tuned.concurrency, engine.get("max_num_batched_tokens"))
+        return chosen == (cell.drafter, cell.k, cell.precision, cell.concurrency, cell.max_num_batched_tokens)
 
 
 def read_profile(path: Path) -> Profile:
@@ -117,10 +111,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return Profile(**data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"profile {path}: {f'{where}: ' if where else ''}{message}", hint=again) from None
+        raise ConfigError(f"profile {path}: {describe_invalid(error)}", hint=again) from None
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -135,8 +126,8 @@ def write_profile(path: Path, profile: Profile) -> None:
 def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a command, completed by its profile.
 
-    If the user sets the drafter or K, neither comes from the profile. The same is true of `max_num_seqs` and its
-    token slots.
+    If the user sets the drafter or K, neither comes from the profile; the same is true of `max_num_seqs` and token
+    slots.
     """
     path = values.get("profile")
     if path is None:
@@ -148,7 +139,9 @@ def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
             f"profile {path} is for {profile.engine['model']}, but the model is {model}",
             hint=f"run peagle tune --model {model}, or leave --model out",
         )
-    user_keys = {key for key, value in values.items() if value is not None}
-    left_out = {key for together in _TOGETHER if together & user_keys for key in together}
-    known = {key: value for key, value in profile.engine.items() if value is not None and key not in left_out}
-    return known | {key: values[key] for key in user_keys}
+    user_values = {key: value for key, value in values.items() if value is not None}
+    completed = {key: value for key, value in profile.engine.items() if value is not None}
+    for pair in ({"drafter", "num_speculative_tokens"}, {"max_num_seqs", "max_num_batched_tokens"}):
+        if pair & user_values.keys():
+            completed = {key: value for key, value in completed.items() if key not in pair}
+    return completed | user_values

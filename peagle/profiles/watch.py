@@ -5,20 +5,17 @@ from collections.abc import Mapping
 
 from peagle.speculation import note
 
-MIN_DRAFTS = 200
-"""The number of drafts below which an acceptance length is not reliable."""
-
 
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
     """Return the acceptance length, or None until there are enough drafts."""
-    return acceptance_length if num_drafts >= MIN_DRAFTS else None
+    return acceptance_length if num_drafts >= 200 else None
 
 
 def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
     """Return the break-even acceptance length of the nearest measured concurrency, by ratio."""
     if not break_even or concurrency is None:
         return None
-    # Below one concurrent request an engine idles between requests, and runs each one alone.
+    # Below a concurrency of 1 an engine idles between requests.
     nearest = min(break_even, key=lambda measured: abs(math.log(measured / max(concurrency, 1.0))))
     return break_even[nearest]
 
@@ -27,8 +24,8 @@ class DrafterWatch:
     """Warns once if a drafter costs more than it saves.
 
     Args:
-        break_even: by concurrency, the acceptance length below which it does. If it is empty, the warning only comes
-            when nearly all drafts are rejected.
+        break_even: break-even acceptance length by concurrency. If it is empty, the warning only comes when nearly all
+            drafts are rejected.
         concurrency: of the engine, for callers that cannot measure it.
     """
 

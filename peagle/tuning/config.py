@@ -11,13 +11,12 @@ from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.profiles.measurements import NONE
 
-Objective = Literal["tokens-per-dollar", "throughput"]
 METHODS = (NONE, *DRAFT_METHODS)
 AUTO = "auto"
 
 
 class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
-    objective: Objective = Field(
+    objective: Literal["tokens-per-dollar", "throughput"] = Field(
         "tokens-per-dollar",
         description="maximise output tokens per dollar, or output tokens/s of an engine",
     )

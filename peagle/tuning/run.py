@@ -6,8 +6,7 @@
     logs/          output of the engines
 
 An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and serves all
-of them, so one start measures several configurations. Passes run as in a benchmark. Repeats use other prompts; all
-engines use the same ones.
+of them, so one start measures several configurations. Repeats use other prompts; all engines use the same prompts.
 """
 
 import time
@@ -43,7 +42,7 @@ from peagle.tuning.search import P95, WORTH, Candidate, Score, Search, Turn, exc
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 
 
-def answer(
+def make_profile(
     config: TuneConfig,
     plan: BenchPlan,
     dataset: Dataset,
@@ -63,7 +62,7 @@ def answer(
         objective=config.goal(),
         engine=_engine_keys(config, cells[0]),
         tuned=Tuned(concurrency=cells[0].concurrency, acceptance_length=cells[0].acceptance_length),
-        target=TunedTarget(name=plan.model.name, revision=_revision(plan.model)),
+        target=TunedTarget(name=plan.model.name, revision=plan.model.fingerprint or "unknown"),
         hardware=plan.hardware.describe(),
         versions=versions(),
         dataset={"name": dataset.name, "content": dataset.fingerprint, "num_prompts": len(dataset.prompts)}
@@ -77,9 +76,8 @@ def answer(
 
 
 def text_table(profile: Profile) -> str:
-    rows = [
-        ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
-    ]
+    heads = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
+    rows = [["", *heads]]
     for cell in profile.measurements:
         rows.append(
             [
@@ -114,25 +112,17 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
         **summary,
         precision=setup.spec.precision,
         max_num_batched_tokens=setup.spec.max_num_batched_tokens,
-        drafter=_drafter(config, setup),
+        drafter=setup.drafter.model if setup.drafter and setup.method in config.heads else setup.method,
         head_fingerprint=setup.fingerprint or None,
     )
 
 
-def _drafter(config: TuneConfig, setup: Setup) -> str:
-    return setup.drafter.model if setup.drafter and setup.method in config.heads else setup.method
-
-
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
-    others = [
-        cell
-        for cell in cells[1:]
-        if cell.drafts != chosen.drafts
-        and cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
-    ]
+    limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
+    others = (cell for cell in cells[1:] if cell.drafts != chosen.drafts and cell.is_within(**limits))
+    other = next(others, None)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{_limits(config)}"
-    other = others[0] if others else None
     if chosen.drafts:
         label = method_label(chosen.method, chosen.k)
         if other is None:
@@ -193,18 +183,11 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     left = [turn.candidate for turn in search.pending() if not turn.repeat]
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
-        notes.append(
-            f"Not measured within the budget: {'; '.join(engines)}. Increase --budget-min to continue with them."
-        )
+        names = "; ".join(engines)
+        notes.append(f"Not measured within the budget: {names}. Increase --budget-min to continue with them.")
     return notes
 
 
-def _revision(model: ResolvedModel) -> str:
-    return model.fingerprint or "unknown"
-
-
-_DEFAULT_SIZES = {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}
-_MIN_PROMPTS = 6  # per pass
 _SPENT = "engine-time"
 
 
@@ -215,10 +198,10 @@ def tune(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
-    """Search until the answer is found or the budget is spent, and return the profile and its path."""
+    """Search until everything is measured or the budget is spent, and return the profile and its path."""
     run = Tuning.prepare(config, listener, start, tokenizer_of)
     run.measure()
-    profile = answer(config, run.plan, run.dataset, run.search, run.records)
+    profile = make_profile(config, run.plan, run.dataset, run.search, run.records)
     path = config.profile_output or run.folder.root / "profile.yaml"
     write_profile(path, profile)
     return profile, path
@@ -245,7 +228,7 @@ class Tuning(Measurement):
         """Return a benchmark's engines for each precision and number of token slots, checked."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
-        sizes = config.max_num_seqs or _DEFAULT_SIZES[hardware.platform]
+        sizes = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
         varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
         plans = [
             make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
@@ -278,7 +261,12 @@ class Tuning(Measurement):
         self.spent_s = self.folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0
         self.search = Search(candidates, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s)
         for candidate in candidates:
-            self._load(candidate)
+            for repeat in count():
+                one = self._pass(Turn(candidate=candidate, repeat=repeat))
+                record = self.find(one)
+                if record is None:
+                    break
+                self.accept(one, record)
 
     def next(self, up: Setup | None = None) -> Pass | None:
         turn = self.search.next(up.name if up else None)
@@ -289,7 +277,9 @@ class Tuning(Measurement):
 
     def accept(self, one: Pass, record: PassRecord) -> None:
         super().accept(one, record)
-        turn = _turn(one)
+        setup = one.setup
+        candidate = Candidate(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
+        turn = Turn(candidate=candidate, repeat=one.repeat)
         self.records.setdefault(turn.candidate, []).append(record)
         self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
 
@@ -309,21 +299,12 @@ class Tuning(Measurement):
         )
 
     def words(self, one: Pass, record: PassRecord) -> str:
-        left_s = max(self._budget_s - self.spent_s, 0.0)
-        rest_s = min(self.search.pending_s(one.setup.name), left_s)
+        rest_s = min(self.search.pending_s(one.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
             f"{spent}: {one.setup.label}, {one.concurrency} at once, pass {one.repeat + 1}: "
             f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(rest_s)} left"
         )
-
-    def _load(self, candidate: Candidate) -> None:
-        for repeat in count():
-            one = self._pass(Turn(candidate=candidate, repeat=repeat))
-            record = self.find(one)
-            if record is None:
-                return
-            self.accept(one, record)
 
     def _pass(self, turn: Turn) -> Pass:
         candidate = turn.candidate
@@ -336,11 +317,5 @@ class Tuning(Measurement):
 
 def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, repeat: int) -> list[BenchPrompt]:
     """Return the prompts of a pass. Each repeat continues where the previous one ended, cyclically."""
-    num = max(concurrency * waves, _MIN_PROMPTS)
+    num = max(concurrency * waves, 6)
     return [prompts[(repeat * num + index) % len(prompts)] for index in range(num)]
-
-
-def _turn(one: Pass) -> Turn:
-    setup = one.setup
-    candidate = Candidate(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
-    return Turn(candidate=candidate, repeat=one.repeat)

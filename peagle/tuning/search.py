@@ -1,24 +1,22 @@
 """The order of measurements in a tuning: a grid within a time budget, then the finalists again.
 
 Every configuration is measured in one pass. The two best, and the best of the other kind (with or without a drafter)
-if it is close, are then measured again, so that luck in one pass does not decide. A configuration names the engine that
-serves it; one engine serves several concurrencies, so everything on the engine that is up comes first. No pass and no
-engine is started that is known to end beyond the budget. The same passes lead to the same search, so nothing else is
-stored.
+if it is close, are then measured again, so that luck in one pass does not decide. One engine serves several
+concurrencies, so everything on the running engine comes first. No pass or engine is started that is known to end beyond
+the budget. The same passes lead to the same search, so nothing else is stored.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from peagle.tuning.config import TuneConfig
 
-WORTH = 0.02
-"""A drafter must win by this share over no speculation, since it is one more part that can fail."""
+WORTH = 0.02  # a drafter must win by this share over no speculation, since it is one more part that can fail
 FINAL_PASSES = 3
-_CLOSE = 0.2  # the best of the other kind is a finalist within this share of the best
 P95 = "p95"
 
 
@@ -39,11 +37,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The score of a candidate.
-
-    Attributes:
-        excess: relative excess over a limit; 0 within all limits.
-    """
+    """The score of a candidate. `excess` is the relative excess over a limit; 0 within all limits."""
 
     value: float
     excess: float = 0.0
@@ -54,8 +48,8 @@ class Score:
         return (True, self.excess) if self.excess > 0 else (False, -self.value)
 
 
-class Costs:
-    """Seconds of engine starts and passes. An unknown one is estimated from similar ones; at first it is 0."""
+class Durations:
+    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or 0."""
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -68,29 +62,23 @@ class Costs:
     def of(self, turns: Sequence[Turn], up: str | None) -> float:
         """Return the seconds of these passes, and of starting their engines unless one is up."""
         engines = {turn.candidate.engine for turn in turns} - {up}
-        return sum(map(self._start_of, engines)) + sum(self._pass_of(turn.candidate) for turn in turns)
+        mean_start_s = _mean(chain.from_iterable(self._start_s.values()))
+        starts_s = sum(_mean(self._start_s.get(engine, [])) or mean_start_s for engine in engines)
+        return starts_s + sum(self._pass_s_of(turn.candidate) for turn in turns)
 
-    def _start_of(self, engine: str) -> float:
-        return _mean(self._start_s.get(engine, [])) or _mean(s for known in self._start_s.values() for s in known)
-
-    def _pass_of(self, candidate: Candidate) -> float:
-        """Return the mean time of its own passes, else at the same concurrency, else of all."""
-        same_concurrency = (
-            seconds
-            for other, known in self._pass_s.items()
-            if other.concurrency == candidate.concurrency
-            for seconds in known
-        )
-        every = (seconds for known in self._pass_s.values() for seconds in known)
-        return _mean(self._pass_s.get(candidate, [])) or _mean(same_concurrency) or _mean(every)
+    def _pass_s_of(self, candidate: Candidate) -> float:
+        """Return the mean time of the candidate's passes, else at the same concurrency, else of all."""
+        same = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
+        mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same))
+        return mean_s or _mean(chain.from_iterable(self._pass_s.values()))
 
 
 class Search:
-    """Decides what to measure next, and knows the best candidate.
+    """Decides what to measure next, and returns the best candidate.
 
     Args:
         candidates: in the order in which their engines are to be started.
-        score: returns a candidate's score from its first `num_passes` passes (None: from all), or None without any.
+        score: returns a candidate's score from its first `num_passes` passes (None: from all), or None without passes.
 
     Attributes:
         spent_s: engine time; updated by the caller.
@@ -109,12 +97,12 @@ class Search:
         self.spent_s = spent_s
         self.failed: dict[str, str] = {}
         self._score, self._budget_s = score, budget_s
-        self._costs = Costs()
+        self._durations = Durations()
         self._num_passes: dict[Candidate, int] = {}
 
     def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
         self._num_passes[turn.candidate] = self._num_passes.get(turn.candidate, 0) + 1
-        self._costs.add(turn.candidate, start_s=start_s, pass_s=pass_s)
+        self._durations.add(turn.candidate, start_s=start_s, pass_s=pass_s)
 
     def fail(self, engine: str, reason: str) -> None:
         self.failed[engine] = reason
@@ -136,23 +124,27 @@ class Search:
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, up: str | None = None) -> float:
-        return self._costs.of(self.pending(), up)
+        return self._durations.of(self.pending(), up)
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
         chosen = self.candidates if candidates is None else candidates
-        scores = {one: score for one in chosen if (score := self._score(one, num_passes)) is not None}
-        return sorted(scores, key=lambda one: scores[one].rank)
+        scores = {}
+        for candidate in chosen:
+            if (score := self._score(candidate, num_passes)) is not None:
+                scores[candidate] = score
+        return sorted(scores, key=lambda candidate: scores[candidate].rank)
 
     def best(self) -> Candidate | None:
-        """Return the best candidate within the limits, if any.
+        """Return the best candidate within the limits, if any. Finalists come before candidates measured once.
 
-        Finalists come before candidates measured once. A drafter that does not win by `WORTH` loses.
+        A drafter that does not win by `WORTH` loses.
         """
-        within = [one for one in [*self.ranked(self._finalists()), *self.ranked()] if self._is_within(one)]
+        ranked = [*self.ranked(self._finalists()), *self.ranked()]
+        within = [candidate for candidate in ranked if self._is_within(candidate)]
         if not within:
             return None
         best = within[0]
-        plain = next((one for one in within if not one.drafts), None)
+        plain = next((candidate for candidate in within if not candidate.drafts), None)
         if best.drafts and plain is not None and self._value(best) < (1 + WORTH) * self._value(plain):
             return plain
         return best
@@ -161,22 +153,22 @@ class Search:
         """Return the candidates to measure again, by their first pass so that they do not change."""
         ranked = self.ranked(num_passes=1)
         finalists = ranked[:2]
-        others = [one for one in ranked if one.drafts != ranked[0].drafts]
+        others = [candidate for candidate in ranked if candidate.drafts != ranked[0].drafts]
         if others and self._is_within(others[0], 1) and self._is_within(ranked[0], 1):
-            is_close = self._value(others[0], 1) >= (1 - _CLOSE) * self._value(ranked[0], 1)
+            is_close = self._value(others[0], 1) >= 0.8 * self._value(ranked[0], 1)
             finalists += [others[0]] if is_close and others[0] not in finalists else []
         return finalists if len(finalists) > 1 else []
 
     def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[Turn]:
         return [
-            Turn(candidate=one, repeat=repeat)
-            for one in candidates
-            if one.engine not in self.failed
-            for repeat in range(self._num_passes.get(one, 0), num_passes)
+            Turn(candidate=candidate, repeat=repeat)
+            for candidate in candidates
+            if candidate.engine not in self.failed
+            for repeat in range(self._num_passes.get(candidate, 0), num_passes)
         ]
 
     def _fits(self, turns: Sequence[Turn], up: str | None) -> bool:
-        return self.spent_s < self._budget_s and self.spent_s + self._costs.of(turns, up) <= self._budget_s
+        return self.spent_s < self._budget_s and self.spent_s + self._durations.of(turns, up) <= self._budget_s
 
     def _value(self, candidate: Candidate, num_passes: int | None = None) -> float:
         score = self._score(candidate, num_passes)
@@ -189,10 +181,7 @@ class Search:
 
 
 def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
-    """Return the score of a summary (`peagle.bench.record.summarise`).
-
-    A limit that cannot be checked, because the engine reports no times, counts as exceeded by 100 %.
-    """
+    """Return the score of a summary. A limit without measured times counts as exceeded by 100 %."""
     value = summary["output_tokens_per_s"]
     if config.objective == "tokens-per-dollar":
         value = summary["tokens_per_usd"]
@@ -211,5 +200,5 @@ def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return statistics.mean(known) if known else 0.0
+    seconds = list(values)
+    return statistics.mean(seconds) if seconds else 0.0

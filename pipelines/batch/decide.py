@@ -9,8 +9,7 @@ from typing import Literal
 from peagle.economics.price_options import require_price
 from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
-from peagle.machine import detect_machine
+from peagle.hardware import Hardware, detect_machine
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
 from peagle.storage import require_usable

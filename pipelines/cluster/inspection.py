@@ -7,8 +7,7 @@ from dataclasses import replace
 import psutil
 
 from peagle.errors import CapacityError
-from peagle.hardware import Hardware
-from peagle.machine import detect_machine
+from peagle.hardware import Hardware, detect_machine
 from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import node_to_ask, on_accelerators
 from pipelines.cluster.ray import NO_RAY

@@ -13,8 +13,7 @@ from typing import Any
 
 from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
-from peagle.economics.machines import names_accelerators
-from peagle.economics.price_options import require_device, resolve_price
+from peagle.economics.price_options import names_accelerators, require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text

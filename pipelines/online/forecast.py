@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.economics.machines import machine_for
-from peagle.economics.price_options import resolve_price_defaults
+from peagle.economics.price_options import machine_for, resolve_price_defaults
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_price, format_usd
 from peagle.engine_options import ResolvedDefaults, resolve_defaults

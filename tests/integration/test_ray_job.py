@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.deploying import read_workload
-from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, manifests
-from peagle.deploy.pods import PodOptions
+from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, PodOptions, manifests
 from peagle.ports import free_port
 from peagle.runs.directory import RunDirectory
 from tests.chaos import processes

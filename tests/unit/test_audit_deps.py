@@ -20,10 +20,8 @@ def audit(tmp_path, script):
 def test_both_lock_files_are_audited(tmp_path):
     completed = audit(tmp_path, "echo 'No known vulnerabilities found'")
     assert completed.returncode == 0, completed.stderr
-    assert [line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()] == [
-        f"{tmp_path}/audit/cpu.txt",
-        f"{tmp_path}/audit/cuda.txt",
-    ]
+    files = [line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert files == [f"{tmp_path}/audit/{lock}.txt" for lock in ("cpu", "cuda")]
     for name in ("cpu", "cuda"):
         locked = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
         audited = (tmp_path / "audit" / f"{name}.txt").read_text().splitlines()

@@ -5,6 +5,7 @@ import pytest
 
 from peagle.charts import HEIGHT, Axes, drawing, grid_step, line_chart, standalone, text
 
+SVG = "{http://www.w3.org/2000/svg}"
 AXES = Axes(name="speed", x_name="requests", y_name="tokens/s", x_prefix="concurrency ", decimals=0, is_even=True)
 
 
@@ -16,19 +17,12 @@ def test_grid_step(span: float, step: float) -> None:
 
 
 def test_even_axis() -> None:
-    root = ElementTree.fromstring(line_chart([("a", [(1, 40.0), (2, 60.0), (32, 1500.0)])], AXES))
-    (line,) = root.iter("{http://www.w3.org/2000/svg}polyline")
+    chart = line_chart([("a", [(1, 40.0), (2, 60.0), (32, 1500.0)])], AXES)
+    (line,) = ElementTree.fromstring(chart).iter(f"{SVG}polyline")
     first, second, third = (float(point.split(",")[0]) for point in line.attrib["points"].split())
     assert second - first == pytest.approx(third - second, abs=0.11)
-
-
-def test_points_and_axis() -> None:
-    chart = line_chart([("a", [(1, 40.0), (32, 1500.0)])], AXES)
     assert "<title>a, concurrency 32: 1500</title>" in chart
     assert {">500<", ">1500<"} <= set(re.findall(">[^<>]+<", chart))
-
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_standalone_chart() -> None:

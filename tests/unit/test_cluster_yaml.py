@@ -1,18 +1,14 @@
-"""`cluster.yaml` is the output of `peagle deploy cluster`, and matches the schema of Ray's autoscaler."""
+"""`cluster.yaml` is the output of `peagle deploy cluster`; test_cluster.py compares such files with Ray's schema."""
 
-import json
 import re
 from pathlib import Path
 
-import jsonschema
 import pytest
-import ray.autoscaler
 import yaml
 
 from jobs import cli
 from jobs.configurations import read_configuration
-from peagle.economics.machines import machine_for
-from peagle.economics.price_options import resolve_price
+from peagle.economics.price_options import machine_for, resolve_price
 from pipelines.batch.request import ending_s
 from pipelines.cluster.placement import on_accelerators, room_on
 
@@ -35,11 +31,6 @@ def test_cluster_yaml_is_up_to_date(monkeypatch, capsys):
     command = re.search(r"^# Written by: peagle (.*)$", TEXT, re.MULTILINE)[1]
     assert cli.run(command.split()) == 0
     assert capsys.readouterr().out == TEXT
-
-
-def test_cluster_yaml_matches_rays_schema(cluster):
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    jsonschema.validate(cluster, schema)
 
 
 def test_gpu_workers_are_autoscaled(cluster):
@@ -105,12 +96,6 @@ def test_jobs_have_path_and_grace_period(cluster, job):
         assert "PATH=/home/ubuntu/peagle/.venv/bin:$PATH" in exported
         (stop_s,) = (word.partition("=")[2] for word in exported if word.startswith("RAY_JOB_STOP_WAIT_TIME_S"))
         assert float(stop_s) > ending_s(job.grace_s)
-
-
-def test_job_commands_use_the_token():
-    assert re.findall(r"^#   (.*)ray job submit", TEXT, re.MULTILINE) == [
-        "RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 "
-    ]
 
 
 def test_instance_credentials_are_not_reachable_from_containers(node_configs):

@@ -21,10 +21,8 @@ def test_serve_yaml_is_valid():
     (application,) = schema.applications
     module, _, name = application.import_path.partition(":")
     assert (module, name) == ("pipelines.online.app", "build")
-    assert [model.served_name for model in ServeConfig(**application.args).served] == [
-        "smollm2-135m",
-        "smollm2-135m-plain",
-    ]
+    served = [model.served_name for model in ServeConfig(**application.args).served]
+    assert served == ["smollm2-135m", "smollm2-135m-plain"]
 
 
 def test_ray_env_matches_peagle_serve():

@@ -46,10 +46,8 @@ def test_checkpoint_with_fp8_cache():
 
 
 def test_unsupported_checkpoint_is_refused():
-    w8a8 = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"g": {"input_activations": {"num_bits": 8, "type": "int"}}},
-    }
+    groups = {"g": {"input_activations": {"num_bits": 8, "type": "int"}}}
+    w8a8 = {"quant_method": "compressed-tensors", "config_groups": groups}
     published = replace(MODEL, config={**MODEL.config, "quantization_config": w8a8})
     with pytest.raises(PrecisionError, match="needs a CPU with VNNI"):
         compose_engine(EngineOptions(), CPU, published, NO_HEAD)
@@ -127,27 +125,19 @@ def test_revision():
 
 
 def test_precision_is_equal_on_every_node():
-    def gpu(*capability):
-        return Hardware(
-            platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=capability, memory_gib=80,
-            free_memory_gib=80, num_cpus=8,
-        )  # fmt: skip
-
-    hopper = compose_engine(EngineOptions(), gpu(9, 0), MODEL, NO_HEAD)
-    ampere = compose_engine(EngineOptions(), gpu(8, 0), MODEL, NO_HEAD)
+    old_gpu = replace(GPU, compute_capability=(8, 0))
+    hopper = compose_engine(EngineOptions(), GPU, MODEL, NO_HEAD)
+    ampere = compose_engine(EngineOptions(), old_gpu, MODEL, NO_HEAD)
     assert (hopper.spec.precision, hopper.spec.kv_cache_precision) == ("fp8", "bf16")
     assert (ampere.spec.precision, ampere.spec.kv_cache_precision) == ("bf16", "bf16")
-    assert spec_precision(ampere.spec, gpu(9, 0)) == ampere.precision
+    assert spec_precision(ampere.spec, GPU) == ampere.precision
     with pytest.raises(PrecisionError, match="fp8 needs CUDA compute capability"):
-        spec_precision(hopper.spec, gpu(8, 0))
+        spec_precision(hopper.spec, old_gpu)
 
 
-def test_drafter_with_pipeline_stages_is_refused():
+def test_unsupported_pipeline_stages_are_refused():
     with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
         compose_engine(EngineOptions(pipeline_parallel_size=2), CPU, MODEL, HEAD)
-
-
-def test_eager_pipeline_stages_on_cpu_are_refused():
     with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
         compose_engine(EngineOptions(pipeline_parallel_size=2, enforce_eager=True), CPU, MODEL, NO_HEAD)
     assert compose_engine(EngineOptions(pipeline_parallel_size=2), CPU, MODEL, NO_HEAD).spec.num_accelerators == 2

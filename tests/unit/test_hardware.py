@@ -1,12 +1,14 @@
 import json
 import subprocess
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from peagle import hardware
-from peagle.hardware import Hardware, detect
+from peagle.hardware import Hardware, detect, detect_machine, instance_type
 
 CPUINFO = """processor : 0
 model name : Testium 9000
@@ -42,11 +44,7 @@ def test_detect_cpu_node(root: Path) -> None:
     assert (detected.platform, detected.cpu_name, detected.num_cpus) == ("cpu", "Testium 9000", 4)
     assert detected.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
     assert (detected.memory_gib, detected.free_memory_gib) == (8.0, 6.0)
-    assert not detected.is_cpu_quota
-
-
-def test_core_ids(root: Path) -> None:
-    assert detect(root=root).core_ids == (3, 2)
+    assert (detected.is_cpu_quota, detected.core_ids) == (False, (3, 2))
 
 
 def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +59,7 @@ def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
         ({"sys/fs/cgroup/cpu.max": "max 100000"}, 4),
         ({"sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
-        (
-            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-            3,
-        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3),
         ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, 4),
         ({"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": "100000 100000"}, 1),
     ],
@@ -155,17 +150,11 @@ def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", old)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (detected,) = hardware._nvidia_smi()
-    assert (detected.name, detected.capability, detected.is_sliced, detected.driver) == (
-        "Tesla T4",
-        (0, 0),
-        False,
-        "440.33.01",
-    )
-
-
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (detected.name, detected.capability, detected.is_sliced) == ("Tesla T4", (0, 0), False)
+    assert detected.driver == "440.33.01"
+    monkeypatch.undo()
     monkeypatch.setenv("PATH", "")
-    assert hardware._nvidia_smi() == []
+    assert hardware._nvidia_smi() == [], "no driver"
 
 
 @pytest.mark.parametrize(
@@ -186,19 +175,13 @@ def test_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, 
     assert gpu.supports_int8 == int8
 
 
-def test_fp8_kv_cache_needs_avx512() -> None:
-    plain = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2)
-    wide = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({"avx512f"}))
-    assert (plain.supports_fp8_kv_cache, wide.supports_fp8_kv_cache) == (False, True)
-    assert not wide.supports_fp8_weights
-
-
 @pytest.mark.parametrize(
-    ("flags", "int8"), [(("avx2",), False), (("avx512f",), False), (("avx512_vnni",), True), (("avx_vnni",), True)]
+    ("flag", "int8", "fp8_kv_cache"),
+    [("avx2", False, False), ("avx512f", False, True), ("avx512_vnni", True, False), ("avx_vnni", True, False)],
 )
-def test_int8_needs_vnni(flags: tuple[str, ...], int8: bool) -> None:
-    cpu = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset(flags))
-    assert cpu.supports_int8 == int8
+def test_formats_by_cpu_flag(flag: str, int8: bool, fp8_kv_cache: bool) -> None:
+    cpu = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({flag}))
+    assert (cpu.supports_int8, cpu.supports_fp8_kv_cache, cpu.supports_fp8_weights) == (int8, fp8_kv_cache, False)
 
 
 def test_detect_this_machine() -> None:
@@ -218,3 +201,103 @@ def test_hardware_json_round_trip() -> None:
     del values["free_memory_gib"]
     assert Hardware.from_dict(values) == replace(h100, free_memory_gib=80)
     assert Hardware.from_dict(detect().to_dict()).platform == detect().platform
+
+
+# --- the instance type, from replaced firmware tables and a local metadata server
+
+NOWHERE = "http://127.0.0.1:9"  # nothing listens there
+
+
+@pytest.fixture
+def firmware(tmp_path):
+    def write(vendor, product):
+        folder = tmp_path / "sys/class/dmi/id"
+        folder.mkdir(parents=True)
+        (folder / "sys_vendor").write_text(f"{vendor}\n")
+        (folder / "product_name").write_text(f"{product}\n")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def metadata():
+    """Start a metadata server with responses (path -> required header, status, text) that records requests."""
+    started = []
+
+    def start(responses):
+        requests = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                requests.append(self.path)
+                header, status, text = responses.get(self.path, ("Host", 404, ""))
+                self.send_response(status if self.headers[header] else 403)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}", requests
+
+    yield start
+    for server, thread in started:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+GOOGLE, AZURE = ("Google", "Google Compute Engine"), ("Microsoft Corporation", "Virtual Machine")
+GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
+AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
+
+
+def test_ec2_instance_type(firmware, tmp_path):
+    assert instance_type(root=tmp_path, metadata=NOWHERE) is None
+    assert instance_type(root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
+
+
+@pytest.mark.parametrize(("name", "names"), [("p5.48xlarge", ("p5.48xlarge",)), (None, ())])
+def test_detect_machine(monkeypatch, name, names):
+    monkeypatch.setattr(hardware, "instance_type", lambda: name)
+    assert detect_machine().machine_names == names
+
+
+@pytest.mark.parametrize(
+    ("system", "path", "header", "text", "expected"),
+    [
+        (GOOGLE, GOOGLE_PATH, "Metadata-Flavor", "projects/12/machineTypes/a3-highgpu-8g", "a3-highgpu-8g"),
+        (AZURE, AZURE_PATH, "Metadata", "Standard_ND96isr_H100_v5", "Standard_ND96isr_H100_v5"),
+    ],
+)
+def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, text, expected):
+    monkeypatch.setenv("http_proxy", NOWHERE)
+    url, requests = metadata({path: (header, 200, text)})
+    assert instance_type(root=firmware(*system), metadata=url) == expected
+    assert requests == [path]
+
+
+@pytest.mark.parametrize("response", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
+def test_invalid_metadata_response(firmware, metadata, response):
+    url, _ = metadata({GOOGLE_PATH: ("Host", *response)})
+    assert instance_type(root=firmware(*GOOGLE), metadata=url) is None
+
+
+@pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
+def test_other_machines_are_not_queried(firmware, metadata, system):
+    url, requests = metadata({})
+    assert instance_type(root=firmware(*system), metadata=url) is None
+    assert requests == []
+
+
+def test_metadata_server_timeout(monkeypatch, firmware):
+    root = firmware(*AZURE)
+    assert instance_type(root=root, metadata=NOWHERE) is None
+    monkeypatch.setattr(hardware, "_TIMEOUT_S", 0.05)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # accepts connections and never responds
+        assert instance_type(root=root, metadata=f"http://127.0.0.1:{silent.server_port}") is None

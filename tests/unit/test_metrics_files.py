@@ -47,10 +47,8 @@ def series():
             labels_by_series[PREFIX + metric.name] = labels
     for rule in RULES:
         if "record" in rule:
-            labels_by_series[rule["record"]] = labels_by_series.get(rule["record"], set()) | {
-                "model_name",
-                *rule.get("labels", {}),
-            }
+            labels = labels_by_series.setdefault(rule["record"], set())
+            labels |= {"model_name", *rule.get("labels", {})}
     return labels_by_series
 
 
@@ -88,17 +86,11 @@ def test_every_alert_has_a_test():
 
 
 def test_docs_list_every_metric():
-    rows = [
-        (
-            f"`{metric.name}`",
-            metric.kind,
-            ", ".join(f"`{label}`" for label in metric.labels),
-            metric.unit,
-            metric.description,
-        )
-        for metric in METRICS.values()
-    ]
-    table = markdown([("metric", "type", "labels", "unit", "what"), *rows])
+    rows = [("metric", "type", "labels", "unit", "what")]
+    for metric in METRICS.values():
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append((f"`{metric.name}`", metric.kind, labels, metric.unit, metric.description))
+    table = markdown(rows)
     assert "\n".join(table) in (ROOT / "docs" / "metrics.md").read_text()
 
 

@@ -140,7 +140,7 @@ class DrivenRun:
                 list(run.letters(unit))
 
 
-def drive_and_cut(disk, images, monkeypatch):
+def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
     """Cut the power before and after each step that changes a name."""
     driven_run, num_checks = DrivenRun(disk.root), 0
 
@@ -163,10 +163,6 @@ def drive_and_cut(disk, images, monkeypatch):
     driven_run.all()
     check_images()
     assert num_checks > 30
-
-
-def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
-    drive_and_cut(disk, images, monkeypatch)
 
 
 # --- the endpoint
@@ -215,15 +211,12 @@ def require_batch_and_one_file(image):
 def answer_a_request(root):
     files.make_folder(root / "ledger")
     for name in ("r1", "r2"):
-        append_request(root / "ledger", record(name))
+        record = RequestUsage(
+            request_id=name, key="alice", model="m", drafter=None, outcome="ok", ttft_s=0.1, usd=0.5,
+            usage=replace(USAGE, num_failed_rows=0),
+        )  # fmt: skip
+        append_request(root / "ledger", record)
         GroupSync(requests_file(root / "ledger", "s")).sync().result(20)
-
-
-def record(name):
-    return RequestUsage(
-        request_id=name, key="alice", model="m", drafter=None, outcome="ok", ttft_s=0.1, usd=0.5,
-        usage=replace(USAGE, num_failed_rows=0),
-    )  # fmt: skip
 
 
 def require_both_requests(image):

@@ -21,25 +21,13 @@ HOMES = (
 OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
 # Names in these modules change without notice. vLLM marks nothing as private; only its documented modules are public.
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
-PUBLIC_OF_VLLM = {
-    "vllm",
-    "vllm.config",
-    "vllm.exceptions",
-    "vllm.platforms",
-    "vllm.reasoning",
-    "vllm.sampling_params",
-    "vllm.tool_parsers",
-}
+_PUBLIC_MODULES = ("config", "exceptions", "platforms", "reasoning", "sampling_params", "tool_parsers")
+PUBLIC_OF_VLLM = {"vllm", *(f"vllm.{module}" for module in _PUBLIC_MODULES)}
 # Documented despite the underscore: Python's, and jinja2's for subclasses of `Undefined`.
 DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
 PUBLIC_VARIABLES = {
-    "RAY_ADDRESS",
-    "RAY_AUTH_MODE",
-    "RAY_AUTH_TOKEN",
-    "RAY_AUTH_TOKEN_PATH",
-    "RAY_JOB_STOP_WAIT_TIME_S",
-    "RAY_TMPDIR",
-    "RAY_USE_TLS",
+    *("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("RAY_JOB_STOP_WAIT_TIME_S", "RAY_TMPDIR", "RAY_USE_TLS"),
 }
 
 

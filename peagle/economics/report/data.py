@@ -1,7 +1,6 @@
 """The report of a run, or of several side by side, as data.
 
-The terminal summary, report.json and report.html are all made from `report_dict`, so they can be recreated from the
-file.
+The terminal summary, report.json and report.html are made from `report_dict`, so they can be recreated from the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 from peagle import speculation
 from peagle.economics.account import Account
 from peagle.economics.baseline import recorded_baseline
-from peagle.economics.prices import Price
 from peagle.economics.report.figures import FIGURES, SHARES, format_share
 from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.usage import Work
@@ -23,10 +21,7 @@ from peagle.errors import PeagleError
 class RunInfo:
     """Facts about a run. Only the model is required.
 
-    Attributes:
-        label: the name of the run; by default the model and its drafter.
-        started_at, finished_at: Unix seconds or ISO 8601; stored as ISO 8601 in UTC.
-        break_even_acceptance_length: break-even for this hardware and concurrency, if measured.
+    The default label is the model and its drafter. Times are Unix seconds or ISO 8601, and stored as ISO 8601 in UTC.
     """
 
     model: str
@@ -52,39 +47,27 @@ class RunInfo:
         for name in ("started_at", "finished_at"):
             object.__setattr__(self, name, _utc(name, getattr(self, name)))
         if self.label is None:
-            object.__setattr__(self, "label", self._default_label())
-
-    def _default_label(self) -> str:
-        if self.drafter is None:
-            return f"{self.model}, no drafter"
-        draft = f" K={self.num_speculative_tokens}" if self.num_speculative_tokens else ""
-        return f"{self.model} with {self.drafter}{draft}"
+            k = f" K={self.num_speculative_tokens}" if self.num_speculative_tokens else ""
+            label = f"{self.model} with {self.drafter}{k}" if self.drafter else f"{self.model}, no drafter"
+            object.__setattr__(self, "label", label)
 
 
 def _utc(name: str, moment: str | float | None) -> str | None:
     if moment is None:
         return None
     try:
-        if isinstance(moment, str):
-            return datetime.fromisoformat(moment).astimezone(UTC).isoformat(timespec="seconds")
-        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+        time = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment, UTC)
+        return time.astimezone(UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError) as error:
         raise PeagleError(f"{name} of the run is not a time: {moment!r} ({error})") from error
 
 
 SCHEMA = 1
-# Shares of the cost above these get a note.
-LARGE_WASTE = 0.10
-LARGE_START = 0.50
+LARGE_WASTE = 0.10  # larger shares of the cost get a note
 
 
 def report_dict(account: Account, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a report for JSON.
-
-    Returns:
-        `schema`, `run`, `account` (with derived figures), `shares` (fractions of the cost), `saved` (as in
-        `Savings.to_dict`) and `notes` (sentences for the reader).
-    """
+    """Return the content of a report for JSON. `shares` are fractions of the cost, `notes` sentences for the reader."""
     info = RunInfo(**run)
     total_usd = account.total_usd
     shares = {name: getattr(account.usd, name) / total_usd if total_usd else 0.0 for name in SHARES}
@@ -125,37 +108,17 @@ def check_report(report: object) -> dict[str, Any]:
 
 
 def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list[str]:
-    candidates = (
-        _completeness_note(account, info),
-        f"{account.num_failed_rows:,} rows failed; see failed/." if account.num_failed_rows else None,
+    notes: list[str | None] = []
+    if info.complete is False:
+        of_all = f" of {info.num_input_rows:,}" if info.num_input_rows is not None else ""
+        done = account.num_rows + account.num_failed_rows
+        notes.append(f"The run is not finished: {done:,}{of_all} rows so far. The same command continues it.")
+    if account.num_failed_rows:
+        notes.append(f"{account.num_failed_rows:,} rows failed; see failed/.")
+    notes += [
         speculation.note(account.speculation.acceptance_length, break_even=info.break_even_acceptance_length),
         speculation.sources_note(account.speculation),
-        *_share_notes(shares, account),
-        f"The price may be wrong: {account.price.doubt}." if account.price.doubt else None,
-        _assumption_note(account.price),
-    )
-    return [note for note in candidates if note]
-
-
-def _assumption_note(price: Price) -> str | None:
-    if price.basis != "assumed":
-        return None
-    return (
-        f"Assuming a {price.instance_type}: the machine could not be identified or has no known price. "
-        "Set --instance-type or --usd-per-hour."
-    )
-
-
-def _completeness_note(account: Account, info: RunInfo) -> str | None:
-    if info.complete is not False:
-        return None
-    of_all = f" of {info.num_input_rows:,}" if info.num_input_rows is not None else ""
-    done = account.num_rows + account.num_failed_rows
-    return f"The run is not finished: {done:,}{of_all} rows so far. The same command continues it."
-
-
-def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
-    notes = []
+    ]
     if shares["lost"] > LARGE_WASTE:
         notes.append(
             f"{format_share(shares['lost'])} of the cost was lost work: {account.num_lost_tokens:,} tokens "
@@ -164,12 +127,19 @@ def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
     if shares["idle"] > LARGE_WASTE:
         notes.append(f"{format_share(shares['idle'])} of the cost was idle time. Use fewer engines or more rows.")
     start = shares["load"] + shares["compile"]
-    if start > LARGE_START:
+    if start > 0.5:
         notes.append(
             f"{format_share(start)} of the cost was loading and compiling. "
             "Each engine loads once, so longer runs have a smaller share."
         )
-    return notes
+    if account.price.doubt:
+        notes.append(f"The price may be wrong: {account.price.doubt}.")
+    if account.price.basis == "assumed":
+        notes.append(
+            f"Assuming a {account.price.instance_type}: the machine could not be identified or has no known price. "
+            "Set --instance-type or --usd-per-hour."
+        )
+    return [note for note in notes if note]
 
 
 # Runs that differ only in their drafter have the same values of all of these.
@@ -179,9 +149,7 @@ _CONDITIONS = ("model", "precision", "concurrency", "num_engines", "sampling", "
 def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare several reports. The baseline is the first run without a drafter, else the first run.
 
-    Returns:
-        `schema`, `labels`, `baseline` (an index), `figures` (with `name`, `label`, `values`, and `ratios` to the
-        baseline or None) and `notes`.
+    `baseline` in the result is an index; each of the `figures` has `values`, and `ratios` to the baseline or None.
     """
     checked = [check_report(report) for report in reports]
     if not checked:
@@ -230,13 +198,8 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> li
         if is_drafter_tried and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
             notes.append(f"{label}: the drafter costs more than it saves, {ratio:.2f} x the tokens per busy dollar.")
         if differing:
-            notes.append(f"{label} differs from the baseline also in {_conditions(differing)}.")
+            conditions = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
+            if "num_input_rows" in differing:
+                conditions += "; loading is a larger share of the shorter run, so compare busy time"
+            notes.append(f"{label} differs from the baseline also in {conditions}.")
     return notes
-
-
-def _conditions(differing: Sequence[str]) -> str:
-    named = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
-    advice = (
-        "; loading is a larger share of the shorter run, so compare busy time" if "num_input_rows" in differing else ""
-    )
-    return named + advice

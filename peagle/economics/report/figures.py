@@ -66,17 +66,9 @@ def _decimals(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _length(value: float) -> str:
-    return f"{value:.2f}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of a report.
-
-    Attributes:
-        is_ratio: whether the ratio of two runs is meaningful.
-    """
+    """One figure of a report; `is_ratio` if the ratio of two runs is meaningful."""
 
     name: str
     label: str
@@ -85,10 +77,10 @@ class Figure:
     is_ratio: bool = True
 
     def value(self, report: Mapping[str, Any]) -> float | None:
-        found: Any = report
+        value: Any = report
         for key in self.path:
-            found = found[key]
-        return None if found is None else float(found)
+            value = value[key]
+        return None if value is None else float(value)
 
     def text(self, report: Mapping[str, Any]) -> str:
         value = self.value(report)
@@ -111,15 +103,9 @@ FIGURES = {
             name="acceptance_length",
             label="acceptance length",
             path=("account", "speculation", "acceptance_length"),
-            words=_length,
+            words="{:.2f}".format,
         ),
-        Figure(
-            name="total_usd",
-            label="cost",
-            path=("account", "usd", "total"),
-            words=format_usd,
-            is_ratio=False,
-        ),
+        Figure(name="total_usd", label="cost", path=("account", "usd", "total"), words=format_usd, is_ratio=False),
         _account("wall_s", "engines up", format_duration, is_ratio=False),
         _account("num_rows", "rows committed", format_count, is_ratio=False),
         _account("num_failed_rows", "rows failed", format_count, is_ratio=False),
@@ -146,20 +132,17 @@ ASSUMED = "price assumed"
 
 def money_labels(report: Mapping[str, Any]) -> list[str]:
     """Return why the cost in a report is not a real bill, as short labels."""
-    labels = {
-        FAKE_ENGINE: report["run"].get("is_stand_in"),
-        ASSUMED: report["account"]["price"].get("basis") == "assumed",
-    }
-    return [label for label, applies in labels.items() if applies]
+    return _labels(report["run"].get("is_stand_in"), report["account"]["price"].get("basis") == "assumed")
 
 
 def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
     sessions = list(sessions)
-    labels = {
-        FAKE_ENGINE: any(one.is_stand_in for one in sessions),
-        ASSUMED: any(one.price_basis == "assumed" for one in sessions),
-    }
-    return [label for label, applies in labels.items() if applies]
+    is_fake = any(session.is_stand_in for session in sessions)
+    return _labels(is_fake, any(session.price_basis == "assumed" for session in sessions))
+
+
+def _labels(is_fake: bool, is_assumed: bool) -> list[str]:
+    return [FAKE_ENGINE] * bool(is_fake) + [ASSUMED] * is_assumed
 
 
 def format_price(price: Mapping[str, Any]) -> str:
@@ -195,42 +178,43 @@ def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in lines if name != "cached"]
 
 
-def format_drafter_savings(one: Mapping[str, Any]) -> str | None:
-    """Return a drafter's savings with the error, as "$0.0250 ± $0.0013 saved", or None if unknown."""
-    if one["usd"] is None:
-        return None
-    verb = "saved" if one["usd"] >= 0 else "lost"
-    error = "(error unknown)" if one["error_usd"] is None else f"± {format_usd(one['error_usd'])}"
-    return f"{format_usd(abs(one['usd']))} {error} {verb}"
+def _speculation(savings: Mapping[str, Any]) -> str:
+    known = ""
+    if savings["usd"] is not None:
+        error = "(error unknown)" if savings["error_usd"] is None else f"± {format_usd(savings['error_usd'])}"
+        cost, plain_cost = format_usd(savings["with_usd"]), format_usd(savings["without_usd"])
+        known = (
+            f"{format_usd(abs(savings['usd']))} {error} {_saved_or_lost(savings['usd'])}: "
+            f"generation cost {cost}, without a drafter {plain_cost}; "
+            f"acceptance length {savings['acceptance_length']:.2f}, "
+            f"break-even {savings['break_even_acceptance_length']:.2f}"
+        )
+    reason = "its step times were not measured, or its drafts were not counted"
+    return _with_unknown(known, savings["unknown_usd"], reason)
 
 
-def _speculation(one: Mapping[str, Any]) -> str:
-    rest = one["unknown_usd"]
-    known = format_drafter_savings(one)
-    if known is None:
-        return "unknown: its step times were not measured, or its drafts were not counted" if rest else ""
-    lengths = (
-        f"{known}: generation cost {format_usd(one['with_usd'])}, without a drafter "
-        f"{format_usd(one['without_usd'])}; "
-        f"acceptance length {one['acceptance_length']:.2f}, break-even {one['break_even_acceptance_length']:.2f}"
-    )
-    return f"{lengths}; unknown for {format_usd(rest)}" if rest else lengths
-
-
-def _spot(one: Mapping[str, Any]) -> str:
-    rest = one["unknown_usd"]
-    if one["usd"] is None:
-        return "unknown: there is no on-demand price" if rest else ""
-    verb = "saved" if one["usd"] >= 0 else "lost"
-    known = (
-        f"{format_usd(abs(one['usd']))} {verb}, net of lost work: spot {format_usd(one['spot_usd'])}, "
-        f"on demand {format_usd(one['on_demand_usd'])}"
-    )
-    return f"{known}; unknown for {format_usd(rest)}" if rest else known
+def _spot(savings: Mapping[str, Any]) -> str:
+    known = ""
+    if savings["usd"] is not None:
+        known = (
+            f"{format_usd(abs(savings['usd']))} {_saved_or_lost(savings['usd'])}, net of lost work: "
+            f"spot {format_usd(savings['spot_usd'])}, on demand {format_usd(savings['on_demand_usd'])}"
+        )
+    return _with_unknown(known, savings["unknown_usd"], "there is no on-demand price")
 
 
 def _split(saved: Mapping[str, Any]) -> str:
-    if saved["prompt_usd"] is None:
-        return "unknown: no step times were measured" if saved["unsplit_usd"] else ""
-    known = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"
-    return f"{known}; unknown for {format_usd(rest)}" if (rest := saved["unsplit_usd"]) else known
+    known = ""
+    if saved["prompt_usd"] is not None:
+        known = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"
+    return _with_unknown(known, saved["unsplit_usd"], "no step times were measured")
+
+
+def _saved_or_lost(usd: float) -> str:
+    return "saved" if usd >= 0 else "lost"
+
+
+def _with_unknown(known: str, unknown_usd: float, reason: str) -> str:
+    if not unknown_usd:
+        return known
+    return f"{known}; unknown for {format_usd(unknown_usd)}" if known else f"unknown: {reason}"

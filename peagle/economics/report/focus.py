@@ -37,7 +37,6 @@ COLUMNS = (
     "ServiceSubcategory", "SubAccountId", "SubAccountName", "Tags", "x_Kind", "x_Model", "x_Drafter",
     "x_InstanceType", "x_InstanceProvider",
 )  # fmt: skip
-_CATEGORIES = {"spot": "Dynamic", "": "Other"}  # by market; all others are Standard
 
 
 def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float = 1.0) -> str:
@@ -88,7 +87,7 @@ def _row(group: Charge, spend: Spend, kind: str, cost: float, per_usd: float) ->
         "ConsumedQuantity": spend.num_output_tokens if has_tokens else _number(quantity),
         "ConsumedUnit": "Tokens" if has_tokens else unit,
         **dict.fromkeys(("ContractedUnitPrice", "ListUnitPrice"), _number(unit_price)),
-        "PricingCategory": _CATEGORIES.get(group.market, "Standard"),
+        "PricingCategory": {"spot": "Dynamic", "": "Other"}.get(group.market, "Standard"),
         "PricingQuantity": _number(quantity),
         "PricingUnit": unit,
         **dict.fromkeys(("InvoiceIssuerName", "ProviderName", "PublisherName"), "peagle"),

@@ -50,32 +50,29 @@ class Panel:
     is_money: bool = False
 
 
-_PAID = "Includes the cost of loading, compiling, idle time and lost work."
-
-
 def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
     """Return output tokens per dollar of each run, or of one run with and without its drafter."""
-    bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
-    without, lead = _without(reports[0]) if len(reports) == 1 else ([], _PAID)
-    bars += without
+    bars = []
+    for report, label in zip(reports, labels, strict=True):
+        value = report["account"]["tokens_per_usd"]
+        bars.append(plain_bar(label, value or 0.0, "no output yet" if value is None else format_count(value)))
+    lead = "Includes the cost of loading, compiling, idle time and lost work."
+    has_drafter_and_output = reports[0]["run"]["drafter"] is not None and reports[0]["account"]["tokens_per_usd"]
+    if len(reports) == 1 and has_drafter_and_output:
+        without, lead = _without_drafter(reports[0])
+        bars += without
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars))
     return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
 
 
-def _with(report: Mapping[str, Any], label: str) -> Bar:
-    value = report["account"]["tokens_per_usd"]
-    return plain_bar(label, value or 0.0, "no output yet" if value is None else format_count(value))
-
-
-def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
+def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     """Return the bar of the same work without the drafter, and the text of the panel."""
     saved, account = report.get("saved") or {"speculation": {"usd": None}}, report["account"]
-    if report["run"]["drafter"] is None or account["tokens_per_usd"] is None:
-        return [], _PAID
-    one = saved["speculation"]
-    if one["usd"] is None:
+    savings = saved["speculation"]
+    if savings["usd"] is None:
         return [], "Without the drafter: unknown, because its step times were not measured."
-    tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
+    tokens, total_usd = account["num_output_tokens"], account["usd"]["total"] + savings["usd"]
+    error_usd = savings["error_usd"]
     value, low, high = tokens / total_usd, None, None
     words = f"{format_count(value)} (error unknown)"
     if error_usd is not None and error_usd < total_usd:
@@ -83,7 +80,7 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
         words = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
-    rest = f" Unknown for {format_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
+    rest = f" Unknown for {format_usd(savings['unknown_usd'])} of it." if savings["unknown_usd"] else ""
     lead = f"Without the drafter: estimated from step times ({sources}); loading, idle and lost time unchanged.{rest}"
     return [bar], lead
 
@@ -93,8 +90,8 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
     if not timeline:
         return []
     peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
-    shown, num = len(timeline["engines"]), timeline["num_engines"]
-    rest = f" Showing the first {shown} of {num} engines." if num > shown else ""
+    num_shown, num = len(timeline["engines"]), timeline["num_engines"]
+    rest = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
     cut = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
     speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; tokens are spread evenly over a unit."
     paid = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
@@ -123,54 +120,44 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
     ]
 
 
+_MEASURES = {
+    "Lengths": {"num_prompt_tokens": "prompt tokens", "num_output_tokens": "output tokens"},
+    "Latency and time to first token": {
+        "ttft_s": "seconds to the first token",
+        "latency_s": "seconds of a row in its engine",
+    },
+}
+
+
 def of_rows(report: Mapping[str, Any]) -> list[Panel]:
-    return [*_measured(report), *_ends(report)]
-
-
-_LENGTHS = (("num_prompt_tokens", "prompt tokens"), ("num_output_tokens", "output tokens"))
-_TIMES = (("ttft_s", "seconds to the first token"), ("latency_s", "seconds of a row in its engine"))
-
-
-def _measured(report: Mapping[str, Any]) -> list[Panel]:
-    rows = report.get("rows")
-    if not rows:
-        return []
-    read, num = rows["num_read"], report["account"]["num_rows"]
-    of_all = f"A sample of {read:,} of {num:,} rows." if read < num else f"All {num:,} rows."
-    panels = []
-    for heading, kinds in (("Lengths", _LENGTHS), ("Latency and time to first token", _TIMES)):
-        plots = [
-            (_percentiles(measure, name), histogram_svg(measure["histogram"], _percentiles(measure, name), name))
-            for column, name in kinds
-            if (measure := rows["measures"].get(column))
-        ]
-        if plots:
-            panels.append(Panel(heading=heading, lead=of_all, plots=plots))
-    return panels
-
-
-def _percentiles(measure: Mapping[str, Any], name: str) -> str:
-    values = ", ".join(f"p{percent} {measure[f'p{percent}']:,.3g}" for percent in (50, 95, 99))
-    return f"{name[0].upper()}{name[1:]}: {values}"
-
-
-def _ends(report: Mapping[str, Any]) -> list[Panel]:
-    plots, rows, failed = [], report.get("rows"), report.get("failures")
+    panels, plots, rows, failed = [], [], report.get("rows"), report.get("failures")
     if rows:
+        read, num = rows["num_read"], report["account"]["num_rows"]
+        of_all = f"A sample of {read:,} of {num:,} rows." if read < num else f"All {num:,} rows."
+        for heading, names in _MEASURES.items():
+            measures = [(rows["measures"].get(column), name) for column, name in names.items()]
+            histograms = [_histogram(measure, name) for measure, name in measures if measure]
+            if histograms:
+                panels.append(Panel(heading=heading, lead=of_all, plots=histograms))
         reasons = [
-            plain_bar(reason, count, f"{count:,} ({format_share(count / rows['num_read'])})")
+            plain_bar(reason, count, f"{count:,} ({format_share(count / read)})")
             for reason, count in rows["finish_reasons"].items()
         ]
-        plots.append((f"Finish reasons of {rows['num_read']:,} rows", _bars("Finish reasons", reasons)))
+        plots.append((f"Finish reasons of {read:,} rows", _bars("Finish reasons", reasons)))
     if failed:
         reasons = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
         first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
         plots.append((first, _bars("Failures by reason", reasons)))
-    return (
-        [Panel(heading="How rows ended", lead="Each row has an answer, or a dead letter in failed/.", plots=plots)]
-        if plots
-        else []
-    )
+    if plots:
+        lead = "Each row has an answer, or a dead letter in failed/."
+        panels.append(Panel(heading="How rows ended", lead=lead, plots=plots))
+    return panels
+
+
+def _histogram(measure: Mapping[str, Any], name: str) -> tuple[str, str]:
+    values = ", ".join(f"p{percent} {measure[f'p{percent}']:,.3g}" for percent in (50, 95, 99))
+    title = f"{name[0].upper()}{name[1:]}: {values}"
+    return title, histogram_svg(measure["histogram"], title, name)
 
 
 def _bars(name: str, bars: Sequence[Bar]) -> str:
@@ -178,21 +165,15 @@ def _bars(name: str, bars: Sequence[Bar]) -> str:
 
 
 _CARDS = (
-    "usd_per_million_tokens",
-    "output_tokens_per_s",
-    "acceptance_length",
-    "total_usd",
-    "num_rows",
-    "num_failed_rows",
-    "wall_s",
+    *("usd_per_million_tokens", "output_tokens_per_s", "acceptance_length", "total_usd"),
+    *("num_rows", "num_failed_rows", "wall_s"),
 )
 
 
 def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    several = [reports] if isinstance(reports, Mapping) else list(reports)
-    checked = [check_report(report) for report in several]
+    checked = [check_report(report) for report in ([reports] if isinstance(reports, Mapping) else reports)]
     source = (files("peagle.economics.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(source).render(_contents(checked))
@@ -201,11 +182,20 @@ def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str
 def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     compared = compare(reports)
     labels = compared["labels"]
-    drafting = _drafting(reports, labels)
+    all_rates = [report["account"]["speculation"]["acceptance_rates"] for report in reports]
+    drafting = [(index, rates) for index, rates in enumerate(all_rates) if rates]
+    curves = [
+        Rates(label=labels[index], rates=rates, series=number % MAX_SERIES)
+        for number, (index, rates) in enumerate(drafting)
+    ]
     is_single = len(reports) == 1
     first = reports[0]
+    notes = compared["notes"] + [
+        f"{label}: {note}" for label, report in zip(labels, reports, strict=True) for note in report["notes"]
+    ]
+    models = dict.fromkeys(report["run"]["model"] for report in reports)
     return {
-        "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {_models(reports)}",
+        "title": first["run"]["label"] if is_single else f"{len(reports)} runs of {' and '.join(models)}",
         "is_single": is_single,
         "svg_style": {
             "light": f"{LIGHT} {SHARE_LIGHT}",
@@ -221,12 +211,29 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "hero": FIGURES["tokens_per_usd"].text(first),
         "cards": [(FIGURES[name].label, FIGURES[name].text(first)) for name in _CARDS],
         "comparison": None if is_single else _comparison(compared),
-        "notes": _all_notes(reports, compared),
-        "acceptance_svg": acceptance_svg(drafting[:MAX_SERIES]) if drafting else None,
-        "acceptance": _acceptance(reports, labels, drafting),
-        "num_unplotted": max(len(drafting) - MAX_SERIES, 0),
+        "notes": first["notes"] if is_single else notes,
+        "acceptance_svg": acceptance_svg(curves[:MAX_SERIES]) if curves else None,
+        "acceptance": [
+            {
+                "label": curve.label,
+                "series": curve.series,
+                "length": FIGURES["acceptance_length"].text(reports[index]),
+                "rates": [format_share(rate) for rate in curve.rates],
+            }
+            for curve, (index, _) in zip(curves, drafting, strict=True)
+        ],
+        "num_unplotted": max(len(curves) - MAX_SERIES, 0),
         "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
-        "money": [_money_row(name, reports) for name in SHARES],
+        "money": [
+            {
+                "name": name,
+                "meaning": SHARE_MEANINGS[name],
+                "cells": [
+                    (format_share(one["shares"][name]), format_usd(one["account"]["usd"][name])) for one in reports
+                ],
+            }
+            for name in SHARES
+        ],
         "saved": savings_of_run(first) if is_single else [],
         **_configuration(reports),
     }
@@ -248,74 +255,23 @@ def _status(report: Mapping[str, Any]) -> str:
     return " · ".join(part for part in (state, when, run["path"]) if part)
 
 
-def _models(reports: Sequence[Mapping[str, Any]]) -> str:
-    return " and ".join(dict.fromkeys(report["run"]["model"] for report in reports))
-
-
-def _drafting(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Rates]:
-    measured = [
-        (label, report["account"]["speculation"]["acceptance_rates"])
-        for label, report in zip(labels, reports, strict=True)
-    ]
-    with_rates = [(label, rates) for label, rates in measured if rates]
-    return [
-        Rates(label=label, rates=rates, series=index % MAX_SERIES) for index, (label, rates) in enumerate(with_rates)
-    ]
-
-
-def _acceptance(
-    reports: Sequence[Mapping[str, Any]], labels: Sequence[str], drafting: Sequence[Rates]
-) -> list[dict[str, Any]]:
-    lengths = {label: FIGURES["acceptance_length"].text(report) for label, report in zip(labels, reports, strict=True)}
-    return [
-        {
-            "label": run.label,
-            "series": run.series,
-            "length": lengths[run.label],
-            "rates": [format_share(rate) for rate in run.rates],
-        }
-        for run in drafting
-    ]
-
-
-def _money_row(name: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cells = [(format_share(report["shares"][name]), format_usd(report["account"]["usd"][name])) for report in reports]
-    return {"name": name, "meaning": SHARE_MEANINGS[name], "cells": cells}
-
-
 def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for figure in compared["figures"]:
         if figure["name"].startswith("share_"):
             continue  # in another table
         form = FIGURES[figure["name"]].words
-        cells = [
-            (
-                UNKNOWN if value is None else form(value),
-                None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}",
-            )
-            for value, ratio in zip(figure["values"], figure["ratios"], strict=True)
-        ]
-        rows.append((figure["label"], cells))
+        texts = [UNKNOWN if value is None else form(value) for value in figure["values"]]
+        ratios = [None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}" for ratio in figure["ratios"]]
+        rows.append((figure["label"], list(zip(texts, ratios, strict=True))))
     return {"baseline": compared["baseline"], "rows": rows}
-
-
-def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]) -> list[str]:
-    if len(reports) == 1:
-        return list(reports[0]["notes"])
-    own = [
-        f"{label}: {note}"
-        for label, report in zip(compared["labels"], reports, strict=True)
-        for note in report["notes"]
-    ]
-    return [*compared["notes"], *own]
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the keys that are equal in all runs, and the keys that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
-    known = [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]
+    known = [(name, cells) for name, cells in rows if set(cells) != {UNKNOWN}]
     return {
         "same": [(name, cells[0]) for name, cells in known if len(set(cells)) == 1],
         "differing": [(name, cells) for name, cells in known if len(set(cells)) > 1],

@@ -36,12 +36,10 @@ SHARE_RULES = "".join(
     f"svg .on-{name} {{ fill: var(--on-{name}); }}\n"
     for name in SHARES
 )
-_LABELLED_BAR = 18  # labels of narrower bars would overlap
 _LABEL_LETTERS = 64
-_SLIVER = 3  # minimum width of a nonzero share
-_BAR_ROOM = 240  # longest bar; the rest of the width is for text
+_MIN_WIDTH = 3  # of a nonzero share
+_MAX_BAR_WIDTH = 240  # the rest of the width is for text
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
-_MOST_LABELS = 7  # below columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +52,7 @@ class Rates:
 
 
 def acceptance_svg(runs: Sequence[Rates]) -> str:
-    """Plot the share of accepted drafts for each draft position, as grouped bars.
-
-    Args:
-        runs: at most `MAX_SERIES`, each with at least one rate.
-    """
+    """Plot the share of accepted drafts by position of at most `MAX_SERIES` runs with rates, as grouped bars."""
     num_positions = max(len(run.rates) for run in runs)
     ceiling = next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if max(max(run.rates) for run in runs) <= ceiling)
     plot_height = HEIGHT - TOP - BOTTOM
@@ -68,17 +62,19 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
     def y(share: float) -> float:
         return TOP + plot_height * (1 - share / ceiling)
 
-    parts = [grid_line(y(ceiling * step / 4), _grid_label(ceiling * step / 4)) for step in range(5)]
+    shares = [ceiling * step / 4 for step in range(5)]
+    parts = [grid_line(y(share), f"{100 * share:.3g}%" if share else "0") for share in shares]
     for position in range(num_positions):
         centre = LEFT + group * (position + 0.5)
         parts.append(text(centre, HEIGHT - BOTTOM + 16, str(position + 1), "tick", "middle"))
         for index, run in enumerate(runs):
             if position < len(run.rates):
-                x = centre + bar * (index - len(runs) / 2)
-                words = f"{run.label}, position {position + 1}: {run.rates[position]:.1%}"
-                parts.append(_column(x, bar, y(run.rates[position]), y(0), run.series, words))
-                if bar >= _LABELLED_BAR:
-                    parts.append(_value_label(x + bar / 2, y(run.rates[position]), run.rates[position], bar))
+                x, rate = centre + bar * (index - len(runs) / 2), run.rates[position]
+                words = f"{run.label}, position {position + 1}: {rate:.1%}"
+                parts.append(_column(x, bar, y(rate), y(0), run.series, words))
+                if bar >= 18:  # labels of narrower bars would overlap
+                    label = format_share(rate) if bar >= 26 else format_share(rate).rstrip("%")
+                    parts.append(text(x + bar / 2, y(rate) - 5, label, "value", "middle"))
     parts += [x_axis_name("position in the draft"), y_axis_name("share of drafts", at_right=True)]
     return drawing(HEIGHT, "Acceptance by position", parts)
 
@@ -103,7 +99,7 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
         if end <= start:
             continue
         # Leave a gap of 2 between neighbours, and keep slivers visible on a phone.
-        width = max(end - start - 2, _SLIVER)
+        width = max(end - start - 2, _MIN_WIDTH)
         words = title(f"{label}: {name} {shares[name]:.1%}")
         parts.append(
             f'<rect class="share-{name}" x="{start:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
@@ -123,15 +119,6 @@ def _column(x: float, width: float, top: float, base: float, series: int, words:
         f"h{width - 2 * radius:.1f} q{radius:.1f},0 {radius:.1f},{radius:.1f} V{base:.1f} Z"
     )
     return f'<path class="series-{series}" d="{path}">{title(words)}</path>'
-
-
-def _value_label(x: float, y: float, rate: float, width: float) -> str:
-    share = format_share(rate)
-    return text(x, y - 5, share if width >= 26 else share.rstrip("%"), "value", "middle")
-
-
-def _grid_label(share: float) -> str:
-    return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +145,12 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
         drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_LETTERS), "label", "start"))
         x = 0.0
         for kind, amount, tooltip in bar.parts:
-            width = _BAR_ROOM * amount / most
+            width = _MAX_BAR_WIDTH * amount / most
             if amount > 0:
-                drawn.append(_rect(kind, x, y + 17, max(width, _SLIVER), _BAR_HEIGHT, tooltip))
+                drawn.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
             x += width
         if bar.low is not None and bar.high is not None:
-            low, high = (_BAR_ROOM * max(value, 0.0) / most for value in (bar.low, bar.high))
+            low, high = (_MAX_BAR_WIDTH * max(value, 0.0) / most for value in (bar.low, bar.high))
             middle, x = y + 17 + _BAR_HEIGHT / 2, max(x, high)
             tips = "".join(f"M{tip:.1f},{middle - 5:g}v10" for tip in (low, high))
             drawn.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
@@ -173,11 +160,7 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
 
 
 def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
-    """Plot a histogram.
-
-    Args:
-        histogram: `first` (the lower end), `step`, `counts`, and `has_more` if the last column has all larger values.
-    """
+    """Plot a histogram: `counts` from `first` in steps of `step`; the last has all larger values if `has_more`."""
     counts, first, step = histogram["counts"], histogram["first"], histogram["step"]
     columns = []
     for index, count in enumerate(counts):
@@ -190,16 +173,13 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
-    stacked = [
-        (
-            label,
-            [
-                (kind, amount, f"{label}, {layer}: {format_usd(amount)}")
-                for (layer, kind), amount in zip(layers, amounts, strict=True)
-            ],
-        )
-        for label, amounts in columns
-    ]
+    stacked = []
+    for label, amounts in columns:
+        parts = [
+            (kind, amount, f"{label}, {layer}: {format_usd(amount)}")
+            for (layer, kind), amount in zip(layers, amounts, strict=True)
+        ]
+        stacked.append((label, parts))
     return drawing(HEIGHT - 14, name, _columns(stacked, 0.8, usd_tick))
 
 
@@ -207,7 +187,7 @@ def _columns(
     columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, words: Callable[[float], str]
 ) -> list[str]:
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
-    width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // _MOST_LABELS)
+    width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
     drawn = [grid_line(y(value), words(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
         middle, below = LEFT + (index + 0.5) * width, 0.0
@@ -250,18 +230,16 @@ def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: s
     return f'<rect class="{kind}" {place} rx="1.5">{title(tooltip)}</rect>'
 
 
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
-_TICKS_S = (
-    *(1, 2, 5, 10, 20),
-    *(minutes * _MINUTE_S for minutes in (1, 2, 5, 10, 20)),
-    *(hours * _HOUR_S for hours in (1, 2, 4, 8)),
-    *(days * _DAY_S for days in (1, 2, 7, 14)),
+# Seconds and name of a unit, and numbers of units between ticks.
+_UNITS = (
+    (86_400, "d", (1, 2, 7, 14)),
+    (3600, "h", (1, 2, 4, 8)),
+    (60, "min", (1, 2, 5, 10, 20)),
+    (1, "s", (1, 2, 5, 10, 20)),
 )
-_UNITS = ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
-_MOST_TICKS = 6
+_TICKS_S = sorted(unit_s * number for unit_s, _, numbers in _UNITS for number in numbers)
+_MAX_TICKS = 6
 _LANE, _LANE_HEIGHT = 46, 18
-_LABELLED_STATES = ("busy", "idle", "lost")  # in the label of a lane; the rest is startup
-_THINNEST = 1.5  # minimum width of a state
 
 
 def series_svg(
@@ -272,12 +250,7 @@ def series_svg(
     *,
     is_sum: bool = False,
 ) -> str:
-    """Plot a value for each step of a timeline.
-
-    Args:
-        words: formats axis labels.
-        is_sum: the values are cumulative, at the end of each step.
-    """
+    """Plot a value for each step of a timeline. With `is_sum`, values are cumulative, at the end of each step."""
     ticks, y = vertical_axis(max(values))
     x = _place(timeline, LEFT)
     step_s = timeline["step_s"]
@@ -299,7 +272,11 @@ def series_svg(
 def engines_svg(timeline: Mapping[str, Any]) -> str:
     x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
-        labels.append(_label(engine))
+        starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
+        life_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
+        shares = {state: format_share(engine["seconds"][state] / life_s) for state in ("busy", "idle", "lost")}
+        states = ", ".join(f"{state} {share}" for state, share in shares.items())
+        labels.append(f"engine {engine['engine']}{starts}: {states}")
         drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
         drawn += _lane(engine, x, y + 17)
         y += _LANE
@@ -307,18 +284,11 @@ def engines_svg(timeline: Mapping[str, Any]) -> str:
     return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
 
 
-def _label(engine: Mapping[str, Any]) -> str:
-    starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
-    lived_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
-    shares = ", ".join(f"{state} {format_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
-    return f"engine {engine['engine']}{starts}: {shares}"
-
-
 def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
     drawn = []
     for state in SHARES:
         path = "".join(
-            f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
+            f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), 1.5):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
             for kind, begin, end in engine["spans"]
             if kind == state
         )
@@ -335,8 +305,8 @@ def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]
 
 def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
     total_s = timeline["total_s"]
-    step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
-    unit_s, unit = next((unit for unit in _UNITS if step_s >= unit[0]), (1, "s"))
+    step_s = next((step for step in _TICKS_S if total_s <= _MAX_TICKS * step), total_s / _MAX_TICKS)
+    unit_s, unit, _ = next(unit for unit in _UNITS if step_s >= unit[0])
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
     drawn = [
         text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")

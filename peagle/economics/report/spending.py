@@ -12,35 +12,42 @@ from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
 from peagle.economics.report.figures import format_count, format_usd, saved_lines
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
 from peagle.economics.spending import KINDS
-from peagle.economics.statement import DIGITS, convert_currency, shown
+from peagle.economics.statement import DIGITS, convert_currency, round_amounts
 from peagle.economics.usage import COUNTS
 from peagle.tables import aligned
 
 UNKNOWN = "unknown"
-_EMPTY = "-"
 _COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
-_CENTS, _SMALL = 2, 6  # digits, and digits for sums below a dollar
-_NAME_WIDTH = 10
 
 
-def text_statement(one: Mapping[str, Any]) -> str:
+def text_statement(statement: Mapping[str, Any]) -> str:
     """Return the statement for a terminal: a line per group, then totals and savings."""
-    one = round_for_display(one)
-    lines = [format_period(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
-    saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in saved_rows(one)]
-    return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
+    statement = round_for_display(statement)
+    lines = [
+        format_period(statement),
+        "",
+        *aligned(statement_table(statement)),
+        "",
+        *aligned(summary_rows(statement)),
+        "",
+        "saved",
+    ]
+    saved = [f"  {name:<10}{text}" for name, text in saved_rows(statement)]
+    return "\n".join([*lines, *saved, *(f"! {note}" for note in statement["notes"])])
 
 
-def csv_statement(one: Mapping[str, Any]) -> str:
+def csv_statement(statement: Mapping[str, Any]) -> str:
     """Return a CSV line per group; the lines add up to the total."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    beside = [f"{kind}_{code.lower()}" for code in _beside(one) for kind in _COLUMNS]
-    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *beside, "usd_per_million_tokens"])
-    for row in one["rows"]:
+    converted = [f"{kind}_{code.lower()}" for code in _other_currency(statement) for kind in _COLUMNS]
+    writer.writerow(
+        [*statement["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *converted, "usd_per_million_tokens"]
+    )
+    for row in statement["rows"]:
         amounts = [decimal(row[name][kind]) for name in ("usd", "converted") if name in row for kind in _COLUMNS]
-        names = [row[dimension] for dimension in one["by"]]
+        names = [row[dimension] for dimension in statement["by"]]
         writer.writerow([*names, *(row[name] for name in COUNTS), *amounts, decimal(row["usd_per_million_tokens"])])
     return sink.getvalue().rstrip("\n")
 
@@ -49,30 +56,30 @@ def decimal(usd: float | None) -> str:
     return UNKNOWN if usd is None else f"{usd:.{DIGITS}f}"
 
 
-def round_for_display(one: Mapping[str, Any]) -> dict[str, Any]:
+def round_for_display(statement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
-    known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
-    digits = _CENTS if known >= 1 else _SMALL
-    for code in _beside(one):
-        one = convert_currency(one, code, one["per_usd"], digits)
-    return {**shown(one, digits), "digits": digits}
+    known = statement["total"]["usd"]["total"] or statement["total"]["usd"]["attributed"]
+    digits = 2 if known >= 1 else 6
+    for code in _other_currency(statement):
+        statement = convert_currency(statement, code, statement["per_usd"], digits)
+    return {**round_amounts(statement, digits), "digits": digits}
 
 
-def format_period(one: Mapping[str, Any]) -> str:
-    start, end = one["start"], one["end"]
+def format_period(statement: Mapping[str, Any]) -> str:
+    start, end = statement["start"], statement["end"]
     if start is None and end is None:
         return "Spending, all time"
     return f"Spending from {start or 'the beginning'} to {end or 'now'}, both included (UTC)"
 
 
-def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the header, a row per group and the total. `one` is a result of `round_for_display`."""
-    heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
-    beside = [f"total, {code}" for code in _beside(one)]
-    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *beside, "per million tokens")]
-    for row in one["rows"] if one["by"] else []:
-        rows.append(_line([row[name] or _EMPTY for name in one["by"]], row, one["digits"]))
-    return [*rows, _line(["total", *[""] * (len(heads) - 1)], one["total"], one["digits"])]
+def statement_table(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the header, a row per group and the total. `statement` is a result of `round_for_display`."""
+    heads = [_LABELS.get(name, name) for name in statement["by"]] or [""]
+    converted = [f"total, {code}" for code in _other_currency(statement)]
+    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
+    for row in statement["rows"] if statement["by"] else []:
+        rows.append(_line([row[name] or "-" for name in statement["by"]], row, statement["digits"]))
+    return [*rows, _line(["total", *[""] * (len(heads) - 1)], statement["total"], statement["digits"])]
 
 
 def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[str, ...]:
@@ -87,29 +94,32 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
     )
 
 
-def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def summary_rows(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the names and amounts of the kinds of cost."""
-    usd, digits = one["total"]["usd"], one["digits"]
+    usd, digits = statement["total"]["usd"], statement["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
     names = {"attributed": "attributed", "overhead": f"overhead (loading {loading}, idle {idle})"}
     return [
         (
             names.get(kind, kind),
             _dollars(usd[kind], digits),
-            *(f"{_amount(one['total']['converted'][kind], digits)} {code}" for code in _beside(one)),
+            *(
+                f"{_amount(statement['total']['converted'][kind], digits)} {code}"
+                for code in _other_currency(statement)
+            ),
         )
         for kind in ("attributed", "overhead", "lost", "total")
     ]
 
 
-def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    total = one["total"]
+def saved_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total = statement["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]
 
 
-def _beside(one: Mapping[str, Any]) -> list[str]:
-    return [one["currency_beside"]] if "currency_beside" in one else []
+def _other_currency(statement: Mapping[str, Any]) -> list[str]:
+    return [statement["currency_beside"]] if "currency_beside" in statement else []
 
 
 def _dollars(usd: float | None, digits: int) -> str:
@@ -120,7 +130,7 @@ def _amount(amount: float | None, digits: int) -> str:
     return UNKNOWN if amount is None else f"{amount:,.{digits}f}"
 
 
-MAX_COLUMNS = 62  # days; above, columns are months
+MAX_COLUMNS = 62  # days; with more, columns are months
 MAX_BARS = 12
 _OTHERS = "all others"
 _KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # with the colour of a share
@@ -142,18 +152,18 @@ _STYLE = (
 )
 
 
-def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
-    shown = round_for_display(one)
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
+def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
+    rounded = round_for_display(statement)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in statement["notes"])
     noted = f'<ul class="notes">{notes}</ul>' if notes else ""
-    title = html.escape(format_period(one))
+    title = html.escape(format_period(statement))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
-        f'{noted}\n<div class="plots">{_by_day(daily)}{_by_group(one)}</div>\n'
-        f"{_table(statement_table(shown), has_head=True)}\n{_table(summary_rows(shown), has_head=False)}\n"
-        f"{_table([('saved', ''), *saved_rows(shown)], has_head=True, kind='words')}\n"
+        f'{noted}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
+        f"{_table(statement_table(rounded), has_head=True)}\n{_table(summary_rows(rounded), has_head=False)}\n"
+        f"{_table([('saved', ''), *saved_rows(rounded)], has_head=True, kind='words')}\n"
         "</main></body></html>"
     )
 
@@ -178,11 +188,11 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
         return ""
     columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
-    drawn = [(words, kind) for _, words, kind in layers]
-    name = "Spending by day, in dollars: " + ", ".join(
-        f"{words} {format_usd(sum(amounts[index] for _, amounts in columns))}" for index, (words, _) in enumerate(drawn)
-    )
-    return _figure(f"By day and {dimension}", dollars_svg(columns, drawn, name), drawn)
+    legend = [(words, kind) for _, words, kind in layers]
+    totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
+    sums = ", ".join(f"{words} {format_usd(usd)}" for (words, _), usd in zip(legend, totals, strict=True))
+    plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {sums}")
+    return _figure(f"By day and {dimension}", plot, legend)
 
 
 def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -198,22 +208,22 @@ def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, M
     yield from sums.items()
 
 
-def _by_group(one: Mapping[str, Any]) -> str:
-    if not one["by"] or list(one["by"]) == ["day"]:
+def _by_group(statement: Mapping[str, Any]) -> str:
+    if not statement["by"] or list(statement["by"]) == ["day"]:
         return ""
-    amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in one["rows"]]
+    amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in statement["rows"]]
     ordered = sorted(amounts, key=lambda pair: -sum(pair[0]))
     bars = [
-        _bar(", ".join(row[dimension] or f"no {dimension}" for dimension in one["by"]), usd)
+        _bar(", ".join(row[dimension] or f"no {dimension}" for dimension in statement["by"]), usd)
         for usd, row in ordered[:MAX_BARS]
     ]
     if rest := [usd for usd, _ in ordered[MAX_BARS:]]:
         bars.append(_bar(f"{len(rest):,} others", [sum(column) for column in zip(*rest, strict=True)]))
     if not any(bar.value > 0 for bar in bars):
         return ""
-    name = f"Spending by {', '.join(one['by'])}: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars)
+    name = f"Spending by {', '.join(statement['by'])}: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars)
     legend = [(kind, f"share-{colour}") for kind, colour in _KINDS]
-    return _figure(f"By {', '.join(one['by'])}", bars_svg(bars, name), legend)
+    return _figure(f"By {', '.join(statement['by'])}", bars_svg(bars, name), legend)
 
 
 def _bar(label: str, usd: Sequence[float]) -> Bar:

@@ -18,15 +18,12 @@ from peagle.economics.report.figures import (
 )
 from peagle.tables import aligned
 
-_WIDTH = 100
-_NAME_WIDTH = 14
-
 
 def text_summary(report: Mapping[str, Any]) -> str:
     check_report(report)
     run, account = report["run"], report["account"]
     of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
-    num_starts = account["num_sessions"]
+    starts = f"{account['num_sessions']} engine start{'s' if account['num_sessions'] != 1 else ''}"
     speed, value = UNKNOWN, "no output yet"
     busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
     if busy is not None and wall is not None:
@@ -43,10 +40,7 @@ def text_summary(report: Mapping[str, Any]) -> str:
         ),
         ("speed", speed),
         *_acceptance(account["speculation"]),
-        (
-            "engines up",
-            f"{format_duration(account['wall_s'])}, {num_starts} engine start{'s' if num_starts != 1 else ''}",
-        ),
+        ("engines up", f"{format_duration(account['wall_s'])}, {starts}"),
         ("price", format_price(account["price"])),
         ("price source", f"{account['price']['source']}, {account['price']['as_of']}"),
         ("cost", _labelled(FIGURES["total_usd"].text(report), report)),
@@ -56,7 +50,7 @@ def text_summary(report: Mapping[str, Any]) -> str:
     ]
     concurrency = f"concurrency {run['concurrency']}" if run["concurrency"] else ""
     title = " · ".join(part for part in (run["label"], run["precision"], concurrency) if part)
-    body = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines]
+    body = [f"  {name:<14}{text}" for name, text in lines]
     return "\n".join([title, *body, *_wrapped_notes(report["notes"])])
 
 
@@ -66,10 +60,13 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
     heads = [f"[{number}]" for number in range(1, len(reports) + 1)]
     rows = [("", *heads)]
     for figure in compared["figures"]:
-        form = FIGURES[figure["name"]].words
-        values = [UNKNOWN if value is None else form(value) for value in figure["values"]]
-        ratios = [_ratio(i == compared["baseline"], ratio) for i, ratio in enumerate(figure["ratios"])]
-        rows.append((figure["label"], *(f"{value}{ratio}" for value, ratio in zip(values, ratios, strict=True))))
+        cells = []
+        for index, (report, ratio) in enumerate(zip(reports, figure["ratios"], strict=True)):
+            text = FIGURES[figure["name"]].text(report)
+            if index != compared["baseline"]:
+                text += f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"
+            cells.append(text)
+        rows.append((figure["label"], *cells))
     names = [
         _labelled(f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}", report)
         for index, (head, label, report) in enumerate(zip(heads, compared["labels"], reports, strict=True))
@@ -82,27 +79,18 @@ def _labelled(words: str, report: Mapping[str, Any]) -> str:
     return f"{words} ({'; '.join(labels)})" if labels else words
 
 
-def _ratio(is_baseline: bool, ratio: float | None) -> str:
-    if is_baseline:
-        return ""
-    return f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"
-
-
 def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if speculation["acceptance_length"] is None:
         return []
-    rates = " ".join(format_share(rate) for rate in speculation["acceptance_rates"])
+    length, rates = speculation["acceptance_length"], " ".join(map(format_share, speculation["acceptance_rates"]))
     return [
-        (
-            "acceptance",
-            f"{speculation['acceptance_length']:.2f} tokens per step, over {speculation['num_drafts']:,} steps",
-        ),
+        ("acceptance", f"{length:.2f} tokens per step, over {speculation['num_drafts']:,} steps"),
         ("by position", f"{rates} of the drafts"),
     ]
 
 
 def _wrapped_notes(notes: Sequence[str]) -> list[str]:
     return [
-        textwrap.fill(note, _WIDTH, initial_indent="  ! ", subsequent_indent="    ", break_on_hyphens=False)
+        textwrap.fill(note, 100, initial_indent="  ! ", subsequent_indent="    ", break_on_hyphens=False)
         for note in notes
     ]

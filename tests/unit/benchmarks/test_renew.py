@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from benchmarks.prices.renew import offers_csv, renew
-from peagle.economics.prices import packaged_offers, read_offers
+from peagle.economics.prices import PriceTable, read_offers
 
 HEAD = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone\n"
 DAY = "2027-01-02"
@@ -34,7 +34,9 @@ def clone(tmp_path):
 
 def test_prices_come_from_the_newest_version(clone):
     (offer,) = (
-        offer for offer in packaged_offers() if offer.place == "aws us-east-1" and offer.instance_type == "c7a.large"
+        offer
+        for offer in list(PriceTable.load().offers)
+        if offer.place == "aws us-east-1" and offer.instance_type == "c7a.large"
     )
     (new,), missing = renew([offer], clone)
     assert (new.usd_per_hour_on_demand, new.usd_per_hour_spot, missing) == (0.2, 0.045, [])
@@ -46,11 +48,15 @@ def test_prices_come_from_the_newest_version(clone):
 
 def test_offers_that_are_not_in_the_catalogue_stay(clone, tmp_path):
     (tmp_path / "own.csv").write_text("instance_type,vcpus,usd_per_hour_on_demand\nrack-7,64,1.5\n")
-    missing = [offer for offer in packaged_offers() if offer.provider == "aws" and offer.instance_type != "c7a.large"]
+    missing = [
+        offer
+        for offer in list(PriceTable.load().offers)
+        if offer.provider == "aws" and offer.instance_type != "c7a.large"
+    ]
     offers = [*missing, *read_offers(tmp_path / "own.csv")]
     assert renew(offers, clone) == (offers, missing)
 
 
 def test_the_csv_is_a_price_table(tmp_path):
-    (tmp_path / "again.csv").write_text(offers_csv(packaged_offers()))
-    assert read_offers(tmp_path / "again.csv") == packaged_offers()
+    (tmp_path / "again.csv").write_text(offers_csv(list(PriceTable.load().offers)))
+    assert read_offers(tmp_path / "again.csv") == list(PriceTable.load().offers)

@@ -38,12 +38,6 @@ def test_machine_type_selects_vllm_build(workload, machine, lock):
     assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
 
 
-def test_job_stop_waits_for_grace_period(workload):
-    settings = cluster(workload(f"{S3}instance_type: g7e.2xlarge\ngrace_s: 300\n"), AwsNames())
-    for commands in (settings["head_start_ray_commands"], settings["worker_start_ray_commands"]):
-        assert "RAY_JOB_STOP_WAIT_TIME_S=360; " in commands[-1]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,36 +2,34 @@ import pytest
 from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 
 from jobs.deploying import read_workload
-from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable
+from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable, require_room
 from peagle.economics.price_options import PriceOptions
-from peagle.economics.prices import Offer
-from peagle.errors import ConfigError, PriceError
+from peagle.economics.prices import Offer, PriceTable
+from peagle.engine.keys import TargetOptions
+from peagle.errors import CapacityError, ConfigError, PrecisionError, PriceError
 
 EIGHT = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_hour_spot=1.0)
 
 
+CPU = Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0)
+
+
 @pytest.mark.parametrize(
-    ("parts", "num"),
+    ("machine", "parts", "num"),
     [
-        ([(1, 8)], 1),
-        ([(1, 9)], 2),
-        ([(4, 3), (8, 1)], 3),
-        ([(5, 2), (3, 2)], 2),
-        ([(5, 2), (2, 2), (1, 2)], 2),
-        ([(1, 0)], 0),
+        (EIGHT, [(1, 8)], 1),
+        (EIGHT, [(1, 9)], 2),
+        (EIGHT, [(4, 3), (8, 1)], 3),
+        (EIGHT, [(5, 2), (3, 2)], 2),
+        (EIGHT, [(5, 2), (2, 2), (1, 2)], 2),
+        (EIGHT, [(1, 0)], 0),
+        (CPU, [(1, 3)], 3),
     ],
 )
-def test_engines_are_packed_onto_machines(parts, num):
-    assert machines_for(EIGHT, parts) == num
-
-
-def test_engine_larger_than_a_machine_is_refused():
+def test_engines_are_packed_onto_machines(machine, parts, num):
+    assert machines_for(machine, parts) == num
     with pytest.raises(ConfigError, match="needs 9 accelerators of one machine, and eight has 8"):
         machines_for(EIGHT, [(9, 1)])
-
-
-def test_cpu_engine_needs_its_own_machine():
-    assert machines_for(Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0), [(1, 3)]) == 3
 
 
 def test_machine_of_a_configuration(tmp_path):
@@ -75,12 +73,8 @@ def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile
         f"grace_s: 40\nprofile: {tmp_path / 'profile.yaml'}\n"
     )
     workload = read_workload(path, None, max_name_length=20)
-    assert (workload.name, workload.command, workload.num_machines, workload.grace_s) == (
-        "peagle-my-run",
-        "generate",
-        (2, 5),
-        100,
-    )
+    assert (workload.name, workload.command) == ("peagle-my-run", "generate")
+    assert (workload.num_machines, workload.grace_s) == ((2, 5), 100)
     assert (workload.keys["max_num_seqs"], workload.keys["max_tokens"]) == (4, 5)
     assert {"top_k", "profile"}.isdisjoint(workload.keys)
 
@@ -92,3 +86,60 @@ def test_endpoint_has_machines_for_all_models(tmp_path):
         "- {name: b, min_replicas: 0, max_replicas: 3}\n"
     )
     assert read_workload(path, "team", max_name_length=20).num_machines == (4, 4)
+
+
+MODEL = "qwen3-coder-30b-a3b-instruct"
+
+
+def offer(instance_type):
+    return PriceTable.load().offer(instance_type)
+
+
+def keys(**options):
+    return TargetOptions.model_validate({"model": MODEL, **options})
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "options", "message"),
+    [
+        ("g6.xlarge", {}, r"g6\.xlarge: .*weights 28\.4.*1 x L4 at 90%"),
+        ("g5.xlarge", {}, r"weights 56\.8.*1 x A10G"),  # Ampere has no FP8
+        ("g6.xlarge", {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}, "1 x L4"),
+        ("p5.4xlarge", {"model": "gpt-oss-120b", "gpu_memory_utilization": 0.5}, "1 x H100 80GB HBM3 at 50%"),
+        ("c7a.large", {}, r"are 56\.8 GiB, and c7a\.large has 4 GiB of memory and no accelerator"),
+    ],
+)
+def test_too_small_machine_is_refused(instance_type, options, message):
+    with pytest.raises(CapacityError, match=message) as refused:
+        require_room(offer(instance_type), keys(**options))
+    assert "name a larger instance type" in refused.value.hint
+    with pytest.raises(PrecisionError, match="fp8"):
+        require_room(offer("p4d.24xlarge"), keys(precision="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "options"),
+    [
+        ("g7e.2xlarge", {}),
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two is checked elsewhere
+        ("g6.xlarge", {"model": "org/nobody-knows"}),
+        ("c7a.large", {"model": "smollm2-135m"}),
+    ],
+)
+def test_large_enough_or_unknown_machine_passes(instance_type, options):
+    require_room(offer(instance_type), keys(**options))
+    require_room(Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), keys())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"input: s3://b/in\noutput: s3://b/out\nmodel: {MODEL}\ninstance_type: g6.xlarge\n",
+        f"keys: k.json\ninstance_type: g6.xlarge\nmodels:\n- model: smollm2-135m\n- model: {MODEL}\n",
+    ],
+)
+def test_each_model_of_a_configuration_is_checked(text, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(CapacityError, match="1 x L4"):
+        read_workload(path, None, max_name_length=40)

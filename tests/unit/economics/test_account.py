@@ -100,31 +100,25 @@ def test_shares_add_up_to_the_duration_of_sessions():
 def test_an_account_without_output():
     result = account([], [], PRICE)
     assert result.total_usd == 0
-    assert result.tokens_per_usd is None
-    assert result.usd_per_million_tokens is None
-    assert result.output_tokens_per_s is None
-    assert result.tokens_per_busy_usd is None
-    assert result.output_tokens_per_wall_s is None
+    assert result.tokens_per_usd is result.usd_per_million_tokens is result.tokens_per_busy_usd is None
+    assert result.output_tokens_per_s is result.output_tokens_per_wall_s is None
     only_loaded = account([], [session(states=(20.0, 0.0, 0.0, 0.0), tokens=0)], PRICE)
     assert only_loaded.total_usd > 0
     assert only_loaded.tokens_per_usd is None
 
 
-def test_a_unit_without_a_session_is_refused():
-    with pytest.raises(PeagleError, match="not in the ledger: zz"):
-        account([unit("zz", busy_s=1.0, tokens=1)], [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)], PRICE)
-
-
-def test_a_session_is_charged_once():
-    repeated = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
-    with pytest.raises(PeagleError, match="twice"):
-        account([], repeated, PRICE)
-
-
-def test_a_price_of_another_device_is_refused():
-    life = session(states=(0.0, 0.0, 1.0, 0.0), tokens=1, device="accelerator")
-    with pytest.raises(PriceError, match=r"(?s)per vcpu.*2 x accelerator.*--instance-type"):
-        account([], [life], PRICE)
+@pytest.mark.parametrize(
+    ("sessions", "units", "error", "message"),
+    [
+        ([{}], [unit("zz", busy_s=1.0, tokens=1)], PeagleError, "not in the ledger: zz"),
+        ([{}, {}], [], PeagleError, "twice"),
+        ([{"device": "accelerator"}], [], PriceError, r"(?s)per vcpu.*2 x accelerator.*--instance-type"),
+    ],
+    ids=["a unit without a session", "a session charged twice", "a price of another device"],
+)
+def test_contradictory_ledgers_are_refused(sessions, units, error, message):
+    with pytest.raises(error, match=message):
+        account(units, [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1, **values) for values in sessions], PRICE)
 
 
 def test_the_worked_example_of_periods():

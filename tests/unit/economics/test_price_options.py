@@ -2,10 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.economics.price_options import PriceOptions, machine_of, require_price, require_same_price, resolve_price
-from peagle.economics.prices import Price
-from peagle.errors import PriceError
-from peagle.hardware import Hardware
+from peagle.economics.price_options import (
+    PriceOptions,
+    machine_for,
+    machine_of,
+    named_machine,
+    require_price,
+    require_same_price,
+    resolve_price,
+)
+from peagle.economics.prices import Price, PriceTable
+from peagle.errors import ConfigError, PriceError
+from peagle.hardware import Hardware, detect
 
 CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
 
@@ -97,12 +105,7 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
         (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
-        (
-            PriceOptions(),
-            CPU,
-            PriceOptions(),
-            replace(CPU, machine_names=("m7i.large",)),
-        ),  # a detected machine changes nothing
+        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),  # as a detected machine
     ],
 )
 def test_a_run_continues_at_the_same_price(before, first, keys, now):
@@ -125,12 +128,53 @@ def test_a_run_does_not_continue_at_another_price(before, first, keys, now):
 
 
 def test_a_changed_price_table_does_not_change_a_run():
-    old = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8)
-    require_same_price(
-        H100_SPOT,
-        resolve_price(H100_SPOT, gpus(8)),
-        gpus(8),
-        before=old,
-        keys_before={"instance_type": "p5.48xlarge", "market": "spot", "provider": "aws", "region": "us-east-1"},
-        machine="8 x H100",
-    )
+    old, now = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8), resolve_price(H100_SPOT, gpus(8))
+    keys_before = H100_SPOT.model_dump(mode="json", exclude_none=True)
+    require_same_price(H100_SPOT, now, gpus(8), before=old, keys_before=keys_before, machine="8 x H100")
+
+
+# --- hardware that an instance type or accelerator names
+
+
+def machine(accelerator=None, **keys):
+    return named_machine(PriceOptions(**keys), accelerator, num_accelerators=2)
+
+
+def test_instance_type_determines_hardware_and_price():
+    hardware_of_type = machine(instance_type="p5.48xlarge")
+    expected = {
+        "platform": "cuda", "accelerator": "H100 80GB HBM3", "num_accelerators": 8, "compute_capability": (9, 0),
+        "num_cpus": 192,
+    }  # fmt: skip
+    assert {name: getattr(hardware_of_type, name) for name in expected} == expected
+    assert round(hardware_of_type.memory_gib) == 80
+    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), hardware_of_type)
+    assert (price.num_devices, price.basis) == (8, "stated")
+
+
+@pytest.mark.parametrize("keys", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
+def test_default_machine_is_this_one(keys):
+    assert machine(**keys) is None
+    assert machine("any", **keys) is None
+    detected, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
+    assert (detected.num_cpus, is_here) == (detect().num_cpus, True)
+
+
+OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, offer in OFFERS.items() if offer.accelerator != "B300"))
+def test_every_priced_machine_has_known_hardware(name):
+    assert machine(instance_type=name).num_accelerators == OFFERS[name].num_accelerators
+
+
+def test_unknown_accelerators_are_refused():
+    with pytest.raises(ConfigError, match="unknown accelerator B300"):
+        machine(instance_type="p6-b300.48xlarge")
+
+
+def test_instance_type_must_match_the_accelerator():
+    with pytest.raises(ConfigError, match=r"p5\.48xlarge has H100, but accelerator_type is L40S"):
+        machine("L40S", instance_type="p5.48xlarge")
+    assert machine("H100", instance_type="p5.48xlarge") is not None
+    assert machine("A100-80G", instance_type="p4de.24xlarge") is not None

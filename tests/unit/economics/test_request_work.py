@@ -15,24 +15,15 @@ from tests.unit.pipelines.online.ledgers import a_request
 
 def write(folder, lines=()):
     for number in range(40):
-        append_request(
-            folder,
-            a_request(
-                str(number),
-                key=f"k{number % 3}",
-                usd=0.01 * number,
-                started_at=1.0,
-                finished_at=86_000.0 + 100 * number,
-                tags='{"team": "a"}' if number % 2 else "{}",
-                session_id=f"s{number % 2}",
-                speculation=SpeculationStats(
-                    num_drafts=10,
-                    num_draft_tokens=30,
-                    accepted_per_position=(6, 3) if number % 4 else (6, 2, 1),
-                    num_lookup_tokens=number % 2,
-                ),
-            ),
+        accepted = (6, 3) if number % 4 else (6, 2, 1)
+        drafts = SpeculationStats(
+            num_drafts=10, num_draft_tokens=30, accepted_per_position=accepted, num_lookup_tokens=number % 2
         )
+        request = a_request(
+            str(number), key=f"k{number % 3}", usd=0.01 * number, started_at=1.0, finished_at=86_000.0 + 100 * number,
+            tags='{"team": "a"}' if number % 2 else "{}", session_id=f"s{number % 2}", speculation=drafts,
+        )  # fmt: skip
+        append_request(folder, request)
     for line in lines:
         with (folder / "requests-s0.jsonl").open("ab") as file:
             file.write(line)
@@ -62,15 +53,9 @@ def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
     for group, work in work_by_group.items():
         assert asdict(work) == pytest.approx(asdict(expected[group]))
     assert work_by_group[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
-        num_requests=1,
-        num_prompt_tokens=100,
-        num_output_tokens=41,
-        num_drafts=10,
-        num_accepted_tokens=9,
-        busy_s=2.2,
-        request_s=85_999.0,
-        usd=0.0,
-    )
+        num_requests=1, num_prompt_tokens=100, num_output_tokens=41, num_drafts=10, num_accepted_tokens=9, busy_s=2.2,
+        request_s=85_999.0, usd=0.0,
+    )  # fmt: skip
     assert caplog.records == []
 
 

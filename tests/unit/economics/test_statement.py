@@ -1,23 +1,20 @@
 import pytest
 
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import convert_currency, dimensions, rounded, shown, statement
+from peagle.economics.statement import convert_currency, dimensions, round_amounts, rounded, statement
 from peagle.errors import ConfigError
 
 
 def charge(usd, **changes):
-    values = {
-        "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
-        "model": "m", "drafter": "none", "key": "k", "tags": "{}",
-        "spend": Spend(attributed_usd=usd, num_output_tokens=10),
-    }  # fmt: skip
-    return Charge(**{**values, **changes})
+    spend = Spend(attributed_usd=usd, num_output_tokens=10)
+    values = {"day": 0, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "key": "k", "spend": spend}
+    return Charge(**values | changes)
 
 
 def test_thirds_of_a_cent_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
     assert [row["usd"]["total"] for row in result["rows"]] == [0.333333334, 0.333333333, 0.333333333]
-    cents = shown(result, 2)
+    cents = round_amounts(result, 2)
     assert [row["usd"]["total"] for row in cents["rows"]] == [0.34, 0.33, 0.33]
     assert cents["total"]["usd"]["total"] == 1.0
 
@@ -57,9 +54,6 @@ def test_converted_amounts_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
     converted = convert_currency(result, "EUR", 0.86, digits=2)
     assert [row["converted"]["total"] for row in converted["rows"]] == [0.29, 0.29, 0.28]
-    assert (converted["total"]["converted"]["total"], converted["currency_beside"], converted["per_usd"]) == (
-        0.86,
-        "EUR",
-        0.86,
-    )
+    assert converted["total"]["converted"]["total"] == converted["per_usd"] == 0.86
+    assert converted["currency_beside"] == "EUR"
     assert [row["usd"] for row in converted["rows"]] == [row["usd"] for row in result["rows"]]

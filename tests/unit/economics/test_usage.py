@@ -4,11 +4,11 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.usage import (
     SESSION_KEY,
     UNIT_KEY,
-    EngineSession,
     RequestUsage,
     UnitUsage,
     session_at,
@@ -19,33 +19,15 @@ from peagle.economics.usage import (
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 
-UNIT = UnitUsage(
-    session_id="a1",
-    num_rows=16,
-    num_failed_rows=1,
-    num_prompt_tokens=3000,
-    num_cached_tokens=500,
-    num_output_tokens=2048,
-    busy_s=43.25,
+UNIT = unit_usage(
+    "a1", num_rows=16, num_failed_rows=1, num_prompt_tokens=3000, num_cached_tokens=500, num_output_tokens=2048,
+    busy_s=43.25, started_at=1_780_000_000.123456, finished_at=1_780_000_050.5,
     speculation=SpeculationStats(num_drafts=1280, num_draft_tokens=6400, accepted_per_position=(614, 128, 26)),
-    started_at=1_780_000_000.123456,
-    finished_at=1_780_000_050.5,
-)
-SESSION = EngineSession(
-    session_id="a1",
-    engine_index=0,
-    hostname="node-1",
-    num_devices=2,
-    device="vcpu",
-    started_at=1_780_000_000.25,
-    last_seen_at=1_780_000_100.25,
-    load_s=20.0,
-    compile_s=10.0,
-    busy_s=60.0,
-    idle_s=10.0,
+)  # fmt: skip
+SESSION = engine_session(
+    "a1", num_devices=2, started_at=1_780_000_000.25, load_s=20.0, compile_s=10.0, busy_s=60.0, idle_s=10.0,
     num_output_tokens=2500,
-    ended=True,
-)
+)  # fmt: skip
 
 
 def test_unit_round_trip_in_parquet_metadata(tmp_path):
@@ -120,6 +102,10 @@ def test_invalid_sessions_are_refused(changes, reason):
         dataclasses.replace(SESSION, **changes)
 
 
+def with_column(table, name, values):
+    return table.set_column(table.column_names.index(name), name, [values])
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -127,17 +113,9 @@ def test_invalid_sessions_are_refused(changes, reason):
         (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version '2' is not supported"),
         (lambda table: table.drop_columns(["idle_s"]), "the columns are"),
         (lambda table: table.append_column("colour", [["red"]]), "the columns are"),
-        (
-            lambda table: table.set_column(table.column_names.index("session_id"), "session_id", [[7]]),
-            "the columns are",
-        ),
-        (lambda table: table.set_column(table.column_names.index("idle_s"), "idle_s", [[11.0]]), "add up to"),
-        (
-            lambda table: table.set_column(
-                table.column_names.index("idle_s"), "idle_s", [pa.array([None], pa.float64())]
-            ),
-            "idle_s must be",
-        ),
+        (lambda table: with_column(table, "session_id", [7]), "the columns are"),
+        (lambda table: with_column(table, "idle_s", [11.0]), "add up to"),
+        (lambda table: with_column(table, "idle_s", pa.array([None], pa.float64())), "idle_s must be"),
     ],
 )
 def test_a_malformed_session_table_is_refused(change, reason):
@@ -147,15 +125,9 @@ def test_a_malformed_session_table_is_refused(change, reason):
 
 
 REQUEST = RequestUsage(
-    request_id="r1",
-    key="alice",
-    model="m",
-    drafter=None,
-    outcome="cut",
-    ttft_s=0.25,
-    usd=0.001,
+    request_id="r1", key="alice", model="m", drafter=None, outcome="cut", ttft_s=0.25, usd=0.001,
     usage=dataclasses.replace(UNIT, num_rows=1, num_failed_rows=0),
-)
+)  # fmt: skip
 
 
 def test_request_round_trip():

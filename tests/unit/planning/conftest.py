@@ -22,6 +22,12 @@ own,here,cpu-2,,0,2,0.1,,test
 """
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def sweep(tmp_path):
     """Write the sweep; an engine uses one of a machine's two accelerators."""

@@ -5,8 +5,7 @@ import pytest
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.machines import named_machine
-from peagle.economics.price_options import PriceOptions
+from peagle.economics.price_options import PriceOptions, named_machine
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine

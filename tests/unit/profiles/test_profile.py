@@ -32,15 +32,15 @@ def test_profile_round_trip(file, profile):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "No such file"),
         ("a: [", "not valid YAML"),
         ("max_num_seqs: 4", "not a profile: peagle_profile is missing"),
         ("- a", "peagle_profile is missing"),
     ],
 )
 def test_other_files_are_not_profiles(text, message, tmp_path):
-    if text is not None:
-        (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_profile(tmp_path / "x.yaml")
+    (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
         read_profile(tmp_path / "x.yaml")
     assert "peagle tune" in refused.value.hint

@@ -2,37 +2,17 @@ import pytest
 from resolved_runs import resolve_run
 
 from peagle import hardware
-from peagle.profiles.measurements import NONE
-from peagle.profiles.profile import MeasuredCell, Profile, Tuned, write_profile
+from peagle.profiles.profile import TunedTarget, write_profile
 from pipelines.batch.config import GenerateConfig
 
 HERE = hardware.detect()
 
 
-def cell(method, k, concurrency, speed, length=None):
-    return MeasuredCell(
-        method=method, k=k, concurrency=concurrency, output_tokens_per_s=speed, acceptance_length=length,
-        drafter=method, max_num_batched_tokens=2048,
-    )  # fmt: skip
-
-
-CELLS = [cell("peagle", 3, 4, 50.0, 1.6), cell(NONE, 0, 4, 40.0), cell(NONE, 0, 16, 100.0)]
-
-
 @pytest.fixture
-def file(tmp_path):
-    profile = Profile(
-        peagle_profile=1,
-        decision="P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.",
-        objective={},
-        engine={"model": "m", "drafter": "peagle", "num_speculative_tokens": 3, "max_num_seqs": 4,
-                "max_num_batched_tokens": 2048},
-        tuned=Tuned(concurrency=4, acceptance_length=1.6),
-        target={"name": "m", "revision": "fake"},
-        hardware=HERE.describe(), versions={}, dataset={}, price=None, made_at="", engine_minutes=1.0,
-        measurements=CELLS,
-    )  # fmt: skip
-    write_profile(tmp_path / "p.yaml", profile)
+def file(profile, tmp_path):
+    target = TunedTarget(name="m", revision="fake")
+    changes = {"target": target, "hardware": HERE.describe(), "versions": {}, "engine": profile.engine | {"model": "m"}}
+    write_profile(tmp_path / "p.yaml", profile.model_copy(update=changes))
     return tmp_path / "p.yaml"
 
 

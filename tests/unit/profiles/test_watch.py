@@ -4,14 +4,8 @@ NEEDED = {1: 1.5, 8: 2.0}
 
 
 def test_needed_length_of_the_nearest_concurrency():
-    assert [needed_at(NEEDED, concurrency) for concurrency in (0.2, 1, 2.8, 2.9, 8, 64)] == [
-        1.5,
-        1.5,
-        1.5,
-        2.0,
-        2.0,
-        2.0,
-    ]
+    needed = [needed_at(NEEDED, concurrency) for concurrency in (0.2, 1, 2.8, 2.9, 8, 64)]
+    assert needed == [1.5, 1.5, 1.5, 2.0, 2.0, 2.0]
     assert needed_at(NEEDED, None) is None
     assert needed_at({}, 3) is None
 

@@ -24,28 +24,14 @@ def make_report():
              price=PRICE, **run):  # fmt: skip
         started_at = 1_780_000_000.0
         unit = unit_usage(
-            "a",
-            num_rows=40,
-            num_failed_rows=num_failed_rows,
-            num_prompt_tokens=8000,
-            num_cached_tokens=1000,
-            num_output_tokens=tokens,
-            busy_s=busy_s,
-            speculation=drafts(num_drafts, *accepted),
-            started_at=started_at + 30,
-            finished_at=started_at + 30 + busy_s,
-        )
+            "a", num_rows=40, num_failed_rows=num_failed_rows, num_prompt_tokens=8000, num_cached_tokens=1000,
+            num_output_tokens=tokens, busy_s=busy_s, speculation=drafts(num_drafts, *accepted),
+            started_at=started_at + 30, finished_at=started_at + 30 + busy_s,
+        )  # fmt: skip
         session = engine_session(
-            "a",
-            num_devices=2,
-            device=price.device,
-            started_at=started_at,
-            load_s=20.0,
-            compile_s=10.0,
-            busy_s=busy_s + lost_s,
-            idle_s=idle_s,
-            num_output_tokens=tokens + round(tokens * lost_s / busy_s),
-        )
+            "a", num_devices=2, device=price.device, started_at=started_at, load_s=20.0, compile_s=10.0,
+            busy_s=busy_s + lost_s, idle_s=idle_s, num_output_tokens=tokens + round(tokens * lost_s / busy_s),
+        )  # fmt: skip
         return report_dict(account([unit], [session], price), {"model": "smollm2-135m", **run})
 
     return make
@@ -53,14 +39,8 @@ def make_report():
 
 @pytest.fixture
 def with_drafter(make_report):
-    return make_report(
-        tokens=6000,
-        drafter="peagle",
-        num_speculative_tokens=3,
-        num_drafts=1000,
-        accepted=(480, 100, 20),
-        **RUN,
-    )
+    drafter = {"drafter": "peagle", "num_speculative_tokens": 3, "num_drafts": 1000, "accepted": (480, 100, 20)}
+    return make_report(tokens=6000, **drafter, **RUN)
 
 
 @pytest.fixture
@@ -71,6 +51,10 @@ def without_drafter(make_report):
 @pytest.fixture
 def detailed(with_drafter):
     """A run with a timeline, rows and failures."""
+    sample = {
+        "id": "000000007", "input": [["prompt", "What is <script>alert(1)</script>?"]],
+        "answer": "Nothing & <b>more</b>", "finish_reason": "stop",
+    }  # fmt: skip
     histogram = {"first": 0.0, "step": 0.1, "counts": [10, 60, 30], "has_more": True}
     measure = {"p50": 0.2, "p95": 0.4, "p99": 0.5, "histogram": histogram}
     spans = [("load", 0.0, 20.0), ("busy", 20.0, 60.0), ("busy", 60.0, 100.0), ("lost", 100.0, 120.0)]
@@ -92,14 +76,7 @@ def detailed(with_drafter):
             "num_read": 100,
             "finish_reasons": {"stop": 90, "length": 10},
             "measures": {"num_output_tokens": measure, "ttft_s": measure},
-            "samples": [
-                {
-                    "id": "000000007",
-                    "input": [["prompt", "What is <script>alert(1)</script>?"]],
-                    "answer": "Nothing & <b>more</b>",
-                    "finish_reason": "stop",
-                }
-            ],
+            "samples": [sample],
         },
         "failures": [
             {"reason": "invalid_row", "count": 3, "example": "line 7: <b>no</b>"},

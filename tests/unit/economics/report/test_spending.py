@@ -10,18 +10,16 @@ from peagle.economics.report.spending import MAX_BARS, MAX_COLUMNS, csv_statemen
 from peagle.economics.spending import Charge, Days, Spend
 from peagle.economics.statement import convert_currency, statement
 
+SVG = "{http://www.w3.org/2000/svg}"
+FIRST = 20_000  # 2024-10-04
+COMMON = {"day": FIRST, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "drafter": "none"}
+
 
 def a_statement(*, is_priced=True, scale=1.0):
-    common = {
-        "day": 20_000, "run": "r", "instance": "i", "provider": "", "region": "", "market": "",
-        "usd_per_device_s": 0.01, "model": "m", "drafter": "none", "tags": "{}",
-    }  # fmt: skip
     work = Spend(attributed_usd=scale * 2 / 3, num_requests=2, num_output_tokens=1_000_000)
     overhead = Spend(loading_usd=scale / 3, idle_usd=scale / 7, lost_usd=scale / 9, is_priced=is_priced)
-    charges = [
-        Charge(key="alice|<b>", spend=work, **common), Charge(key="bob", spend=work, **common),
-        Charge(key="", spend=overhead, **common),
-    ]  # fmt: skip
+    charges = [Charge(key=key, spend=work, **COMMON) for key in ("alice|<b>", "bob")]
+    charges.append(Charge(key="", spend=overhead, **COMMON))
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
@@ -64,21 +62,11 @@ def test_converted_amounts_add_up():
     assert "EUR" not in text_statement(a_statement())
 
 
-SVG = "{http://www.w3.org/2000/svg}"
-FIRST = 20_000  # 2024-10-04
-COMMON = {
-    "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
-    "model": "m", "drafter": "none", "tags": "{}",
-}  # fmt: skip
-
-
 def a_charge(key, day=FIRST, usd=1.0, *, is_priced=True):
-    spend = (
-        Spend(attributed_usd=usd, num_requests=1, num_output_tokens=1000)
-        if key
-        else Spend(loading_usd=usd, idle_usd=2 * usd, lost_usd=3 * usd, is_priced=is_priced)
-    )
-    return Charge(key=key, day=day, spend=spend, **COMMON)
+    spend = Spend(attributed_usd=usd, num_requests=1, num_output_tokens=1000)
+    if not key:
+        spend = Spend(loading_usd=usd, idle_usd=2 * usd, lost_usd=3 * usd, is_priced=is_priced)
+    return Charge(key=key, spend=spend, **COMMON | {"day": day})
 
 
 def a_page(charges, by=("key",), layer="key", notes=()):
@@ -95,12 +83,8 @@ def test_days_are_stacked_by_key_with_overhead_and_losses():
     page = a_page([a_charge("alice", usd=4.0), a_charge("bob"), a_charge("", FIRST + 2)])
     daily = plots(page)["Spending by day"]
     titles = [node.text for node in daily.iter(f"{SVG}title")]
-    assert titles == [
-        "10-04, alice: $4.00",
-        "10-04, bob: $1.00",
-        "10-06, overhead (loading, idle): $3.00",
-        "10-06, lost: $3.00",
-    ]
+    overhead = ["10-06, overhead (loading, idle): $3.00", "10-06, lost: $3.00"]
+    assert titles == ["10-04, alice: $4.00", "10-04, bob: $1.00", *overhead]
     ticks = [node.text for node in daily.iter(f"{SVG}text") if node.get("text-anchor") == "middle"]
     assert ticks == ["10-04", "10-05", "10-06"], "a day without spending has its place"
     heights = [float(node.get("height")) for node in daily.iter(f"{SVG}rect")]

@@ -35,8 +35,7 @@ def test_summary_shows_measured_savings(make_report):
 
 
 def test_summary_without_output(make_report):
-    summary = text_summary(make_report(tokens=0))
-    assert "no output yet" in summary
+    assert "no output yet" in text_summary(make_report(tokens=0))
 
 
 def test_comparison_shows_ratios_to_the_baseline(with_drafter, without_drafter):

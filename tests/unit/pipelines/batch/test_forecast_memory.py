@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from peagle.economics.machines import named_machine
-from peagle.economics.price_options import PriceOptions
+from peagle.economics.price_options import PriceOptions, named_machine
 from peagle.engine.memory import footprint_from_config
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
