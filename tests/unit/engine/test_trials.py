@@ -178,7 +178,7 @@ def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
         os.kill(os.getpid(), getattr(signal, number))
 
     monkeypatch.setattr(trial_process, "_compile", die)
-    trial = trial_process._tried(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
+    trial = trial_process._try(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
     assert trial["outcome"] == outcome
 
 
@@ -186,7 +186,7 @@ def test_refusals_expire(monkeypatch):
     outcomes, specs, now = ["slow", "ok"], [], [0.0]
 
     class Process:
-        def ask(self, job):
+        def run(self, job):
             specs.append(job["spec"])
             return {"outcome": outcomes.pop(0)}
 
@@ -214,7 +214,7 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     specs, now = [], [0.0]
 
     class Process:
-        def ask(self, job):
+        def run(self, job):
             specs.append(job["spec"])
             return {"outcome": "slow" if job["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
 
@@ -250,7 +250,7 @@ class BlockedProcess:
     def __init__(self):
         self.specs, self.may_answer = [], threading.Event()
 
-    def ask(self, job):
+    def run(self, job):
         self.specs.append(job["spec"])
         while not self.may_answer.is_set():
             time.sleep(0.005)
@@ -377,7 +377,7 @@ def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, statu
 
     received = []
 
-    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda job: {"outcome": outcome}))
+    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(run=lambda job: {"outcome": outcome}))
     client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
