@@ -153,7 +153,7 @@ def _ratio(cell: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -
 
 
 def _ratio_range(cell: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> list[float] | None:
-    """Return the range of the ratio over common repeats, or None for fewer than two."""
+    """Return the range of the ratio over common repeats, or None if there are fewer than two."""
     if cell is None or baseline is None:
         return None
     speeds, baseline_speeds = _by_repeat(cell), _by_repeat(baseline)

@@ -75,7 +75,7 @@ def find_stored(url: str) -> StoredModel:
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """Return this node's folder of a model, fetching what is missing."""
+    """Return this node's folder of a model, after fetching missing files."""
     if revision is not None:
         folder = _folder(S3Path.parse(url), revision)
         try:

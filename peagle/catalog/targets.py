@@ -128,7 +128,7 @@ class ResolvedModel:
 
     @property
     def upstream_id(self) -> str | None:
-        """The id on the hub; None for a user's folder on disk or in a store."""
+        """The id on the hub, or None if the model is a user's folder on disk or in a store."""
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
         return self.path if is_hub_id(self.path) else None

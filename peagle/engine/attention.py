@@ -65,11 +65,7 @@ AVOIDED = (
 
 
 def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the target's back end; None for vLLM's choice.
-
-    Raises:
-        ConfigError: the user chose a broken back end.
-    """
+    """Return the target's back end, or None if vLLM chooses. Raises ConfigError if the user chose a broken back end."""
     config = spec.extra.get("attention_config")
     configured = config.get("backend") if isinstance(config, Mapping) else None
     requested = spec.extra.get("attention_backend") or configured
@@ -78,11 +74,7 @@ def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the drafter's back end, which may differ from the target's; None for vLLM's choice.
-
-    Raises:
-        ConfigError: as `target_backend`.
-    """
+    """Return the drafter's back end, or None if vLLM chooses; raises as `target_backend`."""
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None

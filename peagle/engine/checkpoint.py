@@ -23,7 +23,7 @@ VLLM_METHODS = frozenset(
 
 
 def published_method(config: Mapping[str, Any]) -> str | None:
-    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`; None for 16 bits."""
+    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`, or None if it has 16 bits."""
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 

@@ -58,7 +58,7 @@ class FakeEngine:
     Args:
         traits: the caller waits for `start_s`; this constructor returns immediately.
         num_speculative_tokens: K of a simulated drafter; 0 for no drafter.
-        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None for no limit.
+        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None if unlimited.
     """
 
     compile_s = 0.0

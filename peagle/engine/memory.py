@@ -79,7 +79,7 @@ class Footprint:
 
 
 def read_footprint(model: str) -> Footprint | None:
-    """Return the footprint of a model folder; None for a hub id or an incomplete `config.json`."""
+    """Return the footprint of a model folder, or None if `config.json` is missing or incomplete."""
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -89,7 +89,7 @@ def read_footprint(model: str) -> Footprint | None:
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
-    """Return the footprint of a Hugging Face `config.json`; None for caches that it does not describe (MLA)."""
+    """Return the footprint of a Hugging Face `config.json`, or None if it does not describe the cache (MLA)."""
     text = config.get("text_config", config)
     try:
         num_heads, num_layers = text["num_attention_heads"], text["num_hidden_layers"]

@@ -27,7 +27,7 @@ class DrafterSpec:
         synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
             is meaningless.
         kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
-        attention_backend: vLLM's name of the head's attention back end; None for vLLM's choice.
+        attention_backend: vLLM's name of the head's attention back end; None if vLLM chooses.
         lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
     """
 
@@ -91,11 +91,11 @@ class EngineSpec:
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
         native_quantization: the checkpoint's own quantisation, such as "mxfp4".
         max_num_seqs: maximum number of concurrent requests.
-        max_model_len: maximum prompt and output tokens of a request; None for the model's own context.
+        max_model_len: maximum prompt and output tokens of a request; by default the model's context.
         num_nodes: number of nodes, each with an equal part of the engine's accelerators.
-        kv_cache_gib: None for automatic (CPU: `memory.py`; GPU: vLLM's profiling).
+        kv_cache_gib: by default automatic (CPU: `memory.py`; GPU: vLLM's profiling).
         load_format: vLLM's load format; "dummy" fills the target's weights at random for timing.
-        max_num_batched_tokens: maximum tokens of one step; None for automatic, from K and `max_num_seqs`.
+        max_num_batched_tokens: maximum tokens of one step; by default computed from K and `max_num_seqs`.
         extra: more vLLM engine arguments, by vLLM's names.
         limit_mm_per_prompt: maximum media of a request by modality; empty for text only.
         allowed_media_domains: hosts from which the engine may fetch media; if empty, media must be in the request.

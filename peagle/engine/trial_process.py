@@ -19,7 +19,7 @@ from peagle.engine import vllm_plugin
 # The compiler crashed, as it would in an engine. Other signals are external.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _NUM_STEPS = 16
-_MAX_STEP_S = 0.01  # CPU time per token mask, for which every request on the engine waits
+_MAX_STEP_S = 0.01  # CPU time per token mask; every request on the engine waits for it
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ class Body:
     Attributes:
         content: messages, a text or token ids.
         template: variables for the chat template, including `tools`.
-        add_special_tokens: None for the default of chats or completions.
+        add_special_tokens: by default False for chats and True for completions.
     """
 
     content: Any
