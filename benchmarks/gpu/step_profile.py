@@ -122,7 +122,7 @@ class _Run:
                 say(f"  {setup.label} is left out: {error.message}")
                 self.failed[setup.label] = error.message
             else:
-                self._folder.keep(setup.name, found)
+                self._folder.save(setup.name, found)
                 self.done[setup] = found
                 longest_s = max(longest_s, time.monotonic() - started_s)
 

@@ -1,13 +1,4 @@
-"""Evaluate drafters with a preset of the benchmark.
-
-Each drafter and K has its own engine, which answers all prompts once, at a fixed concurrency. The report shows
-acceptance by category.
-
-    evaluation.json        the fingerprint that all cells share (written once)
-    cells/*.json           a finished drafter and K each
-    report.json  report.md  acceptance-length.svg  acceptance-by-position.svg
-    logs/                  engine output
-"""
+"""Evaluate drafters: a benchmark that runs all prompts once per drafter and K, and reports acceptance by category."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,8 +26,6 @@ from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
 from peagle.tables import aligned, markdown
 
-_NOT_BY_CATEGORY = "This vLLM counts drafts per engine, not per request, so acceptance by category is unknown."
-
 
 def evaluate(
     config: EvaluateConfig,
@@ -56,9 +45,10 @@ class Evaluation(Bench):
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
-        labelled = list(zip(_labels(drafters), drafters, strict=True))
         spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
-        setups = [setup for label, drafter in labelled for setup in _setups(label, drafter, spec, config, hardware)]
+        setups: list[Setup] = []
+        for label, drafter in zip(_labels(drafters), drafters, strict=True):
+            setups += _setups(label, drafter, spec, config, hardware)
         precision = spec_precision(spec, hardware)
         require_capacity(setups, model, hardware)
         return BenchPlan(
@@ -74,7 +64,7 @@ class Evaluation(Bench):
             category_column=config.category_column,
         )
 
-    def num_warm_up(self, one: Pass) -> int:
+    def num_warm_up(self, planned: Pass) -> int:
         return 1
 
     @classmethod
@@ -82,19 +72,19 @@ class Evaluation(Bench):
         """Accept any number of prompts, since acceptance does not depend on concurrency."""
 
     def caveats(self) -> list[str]:
-        return []  # a benchmark's caveats concern speeds
+        return []  # a benchmark's caveats are about speeds
 
-    def accept(self, one: Pass, record: PassRecord) -> None:
+    def accept(self, planned: Pass, record: PassRecord) -> None:
         if not record.speculation.num_drafts:
             raise EngineError(
                 "the engine produced no drafts",
                 hint="responses of a single token have no drafts; increase --max-tokens",
             )
-        super().accept(one, record)
+        super().accept(planned, record)
 
-    def figures(self, one: Pass, record: PassRecord) -> str:
+    def figures(self, planned: Pass, record: PassRecord) -> str:
         length = f"acceptance length {record.speculation.acceptance_length:.2f}"
-        return f"{one.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
+        return f"{planned.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
         fingerprint = self.plan.fingerprint(self.dataset)
@@ -116,11 +106,15 @@ class Evaluation(Bench):
                 "rejected": self.dataset.rejected,
             },
             "fingerprint": fingerprint,
-            "cells": [make_cell(one.setup, record) for one, record in done.items()],
+            "cells": [make_cell(planned.setup, record) for planned, record in done.items()],
             "failed": dict(failed),
             "notes": [
-                *([_NOT_BY_CATEGORY] if categories and not is_split else []),
-                *sources((one.setup.label, record) for one, record in done.items()),
+                *(
+                    ["This vLLM counts drafts per engine, not per request, so acceptance by category is unknown."]
+                    if categories and not is_split
+                    else []
+                ),
+                *sources((planned.setup.label, record) for planned, record in done.items()),
                 *(f"Not measured: {name}, because its engine failed: {message}" for name, message in failed.items()),
                 *([f"Not finished: {num_left} cells remain."] if num_left else []),
             ],
@@ -164,15 +158,11 @@ def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
 
 
 def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> ResolvedDrafter:
-    largest = max(config.num_speculative_tokens) if config.num_speculative_tokens else None
-    drafter = resolve_drafter(
-        name, model, config.concurrency, num_speculative_tokens=largest, platform=hardware.platform
-    )
+    max_k = max(config.num_speculative_tokens) if config.num_speculative_tokens else None
+    drafter = resolve_drafter(name, model, config.concurrency, num_speculative_tokens=max_k, platform=hardware.platform)
     if drafter.spec is None:
-        raise DrafterError(
-            f"drafter {name} resolves to no drafter: {drafter.note}",
-            hint="use peagle, eagle3, a folder or a hub id",
-        )
+        hint = "use peagle, eagle3, a folder or a hub id"
+        raise DrafterError(f"drafter {name} resolves to no drafter: {drafter.note}", hint=hint)
     return drafter
 
 
@@ -202,13 +192,12 @@ def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
             raise ConfigError(
                 f"drafter {drafter.name} is listed twice, possibly under different names", hint="list each head once"
             )
-    names = [drafter.name or "" for drafter in drafters]
+    names = labels = [drafter.name or "" for drafter in drafters]
     depth = 1
-    while len(set(names)) < len(names) and depth < max(map(len, paths)):
+    while len(set(labels)) < len(labels) and depth < max(map(len, paths)):
         depth += 1
-        own = [drafter.name for drafter in drafters]
-        names = ["/".join(p[-depth:]) if own.count(n) > 1 else str(n) for p, n in zip(paths, own, strict=True)]
-    return names
+        labels = ["/".join(p[-depth:]) if names.count(n) > 1 else n for p, n in zip(paths, names, strict=True)]
+    return labels
 
 
 _HEAD = ("drafter", "K", "acceptance length", "drafts")
@@ -269,23 +258,20 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-# The vertical axis starts at 1, the length without accepted drafts.
-_LENGTH_AXES = Axes(
-    name="Acceptance length by K",
-    x_name="draft tokens per step (K)",
-    y_name="tokens per verification step",
-    x_prefix="K=",
-    first=1.0,
-)
-
-
 def length_plot(report: Mapping[str, Any]) -> str:
-    """Plot acceptance length over K, one line per drafter."""
+    """Plot acceptance length over K, with a line per drafter."""
     curves = {
         label: [(cell["k"], cell["acceptance_length"]) for cell in cells]
         for label, cells in _by_drafter(report).items()
     }
-    chart = line_chart(list(curves.items()), _LENGTH_AXES)
+    axes = Axes(
+        name="Acceptance length by K",
+        x_name="draft tokens per step (K)",
+        y_name="tokens per verification step",
+        x_prefix="K=",
+        first=1.0,  # the length without accepted drafts
+    )
+    chart = line_chart(list(curves.items()), axes)
     return standalone(chart, f"Acceptance length, {subject_of(report)}", list(curves))
 
 

@@ -1,26 +1,11 @@
-"""Options of the measuring commands, the same in YAML and on the command line.
-
-All commands share `MeasurementOptions` (target, data, sampling, engine) and add the options that they vary.
-Descriptions are the help texts of the flags.
-
-Synthetic acceptance, by method and K; the most specific entry wins:
-
-    3.2                a length, for every method and K
-    0.8,0.6,0.4        rates by position; a smaller K uses the first of them
-    4:4.3,10:6.66      lengths by K, as published; other K are interpolated linearly
-    peagle=...         for one method
-    peagle:7=...       for one method and K
-
-The length at K is 1 plus the sum of the first K rates, so two lengths determine the mean of the rates between them.
-Real lengths grow more slowly with larger K, so linear interpolation never overestimates them.
-"""
+"""Options of the measuring commands. Descriptions are the help texts of the flags."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from peagle.catalog.drafters import find_on_cards
 from peagle.economics.price_options import PriceOptions
@@ -38,12 +23,26 @@ Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
 def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
+    """Parse synthetic acceptance by method and K; the most specific entry wins.
+
+        3.2                a length, for every method and K
+        0.8,0.6,0.4        rates by position; a smaller K uses the first of them
+        4:4.3,10:6.66      lengths by K, as published; other K are interpolated linearly
+        peagle=...         for one method
+        peagle:7=...       for one method and K
+
+    The length at K is 1 plus the sum of the first K rates, so two lengths determine the mean of the rates between them.
+    Real lengths grow more slowly with larger K, so linear interpolation never overestimates them.
+    """
     parsed: dict[Key, Numbers] = {}
     for entry in entries:
-        where, _, numbers = entry.rpartition("=")
-        key = _key(where, entry)
+        scope, _, numbers = entry.rpartition("=")
+        method, _, k = scope.partition(":")
+        if scope and (method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in scope and not k.isdecimal())):
+            raise ValueError(f"{entry!r} is not NUMBERS, METHOD=NUMBERS or METHOD:K=NUMBERS")
+        key = method or None, int(k) if k else None
         if key in parsed:
-            raise ValueError(f"synthetic_acceptance has two values for {where or 'all methods'}")
+            raise ValueError(f"synthetic_acceptance has two values for {scope or 'all methods'}")
         parsed[key] = _numbers(numbers, entry)
     return parsed
 
@@ -92,15 +91,6 @@ def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def _key(where: str, entry: str) -> Key:
-    if not where:
-        return None, None
-    method, _, k = where.partition(":")
-    if method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in where and not k.isdecimal()):
-        raise ValueError(f"{entry!r} is not NUMBERS, METHOD=NUMBERS or METHOD:K=NUMBERS")
-    return method, int(k) if k else None
-
-
 def _numbers(words: str, entry: str) -> Numbers:
     try:
         if ":" in words:
@@ -125,6 +115,26 @@ MAX_K = 32
 MAX_CONCURRENCY = 4096
 
 
+def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
+    """Parse whole numbers from "3,5" and from repeated flags; ascending and without duplicates.
+
+    >>> whole_numbers(["7,3", "3"], "K", 32)
+    [3, 7]
+    """
+    parts = value if isinstance(value, list) else [value]
+    words = [word for part in parts for word in str(part).split(",")]
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= largest for word in words):
+        raise ValueError(f"{name} must be whole numbers from 1 to {largest}, separated by commas")
+    return sorted({int(word) for word in words})
+
+
+TextList = Annotated[list[str], BeforeValidator(lambda value: value if isinstance(value, list) else [str(value)])]
+KList = Annotated[list[int], BeforeValidator(lambda value: whole_numbers(value, "K", MAX_K))]
+ConcurrencyList = Annotated[
+    list[int], BeforeValidator(lambda value: whole_numbers(value, "concurrencies", MAX_CONCURRENCY))
+]
+
+
 class MeasurementOptions(PromptOptions, TargetOptions):
     dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts in any format that generate reads")
     limit: int | None = Field(None, ge=1, description="maximum number of rows; default: all")
@@ -143,19 +153,14 @@ class DraftingOptions(BaseModel):
     """Methods of speculation, their heads and K."""
 
     methods: list[str]
-    drafter: list[str] = Field(
+    drafter: TextList = Field(
         default_factory=list,
         description="METHOD=HEAD with a folder or a Hugging Face id, or only HEAD for a head of the catalog; "
         "default: the catalog's head of each method",
     )
-    num_speculative_tokens: list[int] = Field(
+    num_speculative_tokens: KList = Field(
         default_factory=lambda: [3, 5, 7], description="draft tokens per step (K), such as 3,5,7; default: 3,5,7"
     )
-
-    @field_validator("drafter", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [str(value)]
 
     @field_validator("drafter")
     @classmethod
@@ -168,13 +173,8 @@ class DraftingOptions(BaseModel):
                 raise ValueError(f"{method}={head} is not {form}")
         return entries
 
-    @field_validator("num_speculative_tokens", mode="before")
-    @classmethod
-    def _split_ks(cls, value: Any) -> list[int]:
-        return whole_numbers(value, "K", MAX_K)
-
     @model_validator(mode="after")
-    def _heads_are_of_methods(self) -> Self:
+    def _heads_match_methods(self) -> Self:
         if unused := [method for method in self.heads if method not in self.methods]:
             raise ValueError(f"drafter {unused[0]}={self.heads[unused[0]]}: {unused[0]} is not one of the methods")
         return self
@@ -190,7 +190,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
         min_length=1,
         description=f"any of {', '.join(METHODS)}; default: none,peagle",
     )
-    concurrency: list[int] = Field(
+    concurrency: ConcurrencyList = Field(
         default_factory=lambda: [1, 4, 8], description="concurrent requests, such as 1,4,8; default: 1,4,8"
     )
     max_num_seqs: int | None = Field(
@@ -222,7 +222,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the target, only for timing"
     )
-    synthetic_acceptance: list[str] = Field(
+    synthetic_acceptance: TextList = Field(
         default_factory=list,
         description="accept drafts at random: a length (3.2) or rates by position (0.8,0.6,0.4); "
         "peagle=3.2 for one method, peagle:7=3.2 for one method and K",
@@ -238,18 +238,8 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
                 raise ValueError(f"{name!r} is not one of {', '.join(METHODS)}")
         return list(dict.fromkeys(names))
 
-    @field_validator("synthetic_acceptance", mode="before")
-    @classmethod
-    def _one_or_several_entries(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [str(value)]
-
-    @field_validator("concurrency", mode="before")
-    @classmethod
-    def _split_concurrencies(cls, value: Any) -> list[int]:
-        return whole_numbers(value, "concurrencies", MAX_CONCURRENCY)
-
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _is_consistent(self) -> Self:
         parse_synthetic(self.synthetic_acceptance)
         if self.synthetic_acceptance and self.methods == [NONE]:
             raise ValueError("synthetic_acceptance requires a method that drafts")
@@ -268,7 +258,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
 
 
 class EvaluateConfig(MeasurementOptions):
-    drafter: list[str] = Field(
+    drafter: TextList = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
         description="auto (recommended by the catalog), peagle, eagle3, a head of the catalog, a folder or a Hugging"
@@ -283,11 +273,6 @@ class EvaluateConfig(MeasurementOptions):
         description="folder for results; an existing evaluation is resumed; default: runs/evaluate/FINGERPRINT",
     )
     concurrency: int = Field(1, ge=1, le=MAX_CONCURRENCY, description="concurrent requests")
-
-    @field_validator("drafter", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("drafter")
     @classmethod
@@ -305,23 +290,10 @@ class EvaluateConfig(MeasurementOptions):
         return None if value is None else whole_numbers(value, "K", MAX_K)
 
 
-def as_benchmark(config: MeasurementOptions, **own: Any) -> BenchConfig:
+def as_benchmark(config: MeasurementOptions, **options: Any) -> BenchConfig:
     """Return the benchmark that performs the measurement of another command.
 
     Only options that the user set are copied: if the user sets a price option, an unknown price is an error.
     """
     shared = {*PriceOptions.model_fields, *MeasurementOptions.model_fields} - {"output"}
-    return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})
-
-
-def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
-    """Parse whole numbers from "3,5" and from repeated flags; ascending and without duplicates.
-
-    >>> whole_numbers(["7,3", "3"], "K", 32)
-    [3, 7]
-    """
-    parts = value if isinstance(value, list) else [value]
-    words = [word for part in parts for word in str(part).split(",")]
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= largest for word in words):
-        raise ValueError(f"{name} must be whole numbers from 1 to {largest}, separated by commas")
-    return sorted({int(word) for word in words})
+    return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **options})

@@ -22,11 +22,7 @@ Record = TypeVar("Record")
 
 
 class MeasurementFolder:
-    """A folder of measurements, created if it does not exist.
-
-    Args:
-        fingerprint: the settings that all records share, as JSON-ready data.
-    """
+    """A folder of measurements that share a fingerprint, JSON-ready settings; created if it does not exist."""
 
     def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
         self.root = user_path(root)
@@ -42,9 +38,8 @@ class MeasurementFolder:
             write_once(manifest, json_bytes({"schema": SCHEMA, "fingerprint": dict(fingerprint)}))
         except OSError as error:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
-        require_same(
-            _read(manifest)["fingerprint"], fingerprint, str(root)
-        )  # another command may have written the file first
+        # Another command may have written the file first.
+        require_same(_read(manifest)["fingerprint"], fingerprint, str(root))
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
@@ -58,7 +53,7 @@ class MeasurementFolder:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}", hint="delete it to measure this cell again") from error
 
-    def keep(self, name: str, record: Mapping[str, Any]) -> None:
+    def save(self, name: str, record: Mapping[str, Any]) -> None:
         write_json(self._cells / f"{name}.json", record)
 
 

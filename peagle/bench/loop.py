@@ -1,8 +1,4 @@
-"""The loop of every measuring command: start engines one after another and run their passes.
-
-Each command decides which pass is next. An engine keeps running as long as the next pass uses it. Finished passes are
-saved immediately, and a failed engine is skipped for the rest of the command.
-"""
+"""The loop of every measuring command: start engines one after another and run their passes."""
 
 import time
 from abc import ABC, abstractmethod
@@ -29,7 +25,10 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of a command."""
+    """The passes of a command, which decides which pass is next.
+
+    Finished passes are saved immediately. A failed engine is skipped for the rest of the command.
+    """
 
     name: ClassVar[str]
     parent: ClassVar[Path]
@@ -62,27 +61,26 @@ class Measurement(ABC):
         """Return the next pass, or None at the end."""
 
     @abstractmethod
-    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
-        """Return the prompts of a pass."""
+    def prompts(self, planned: Pass) -> Sequence[BenchPrompt]: ...
 
     @abstractmethod
-    def words(self, one: Pass, record: PassRecord) -> str:
+    def describe_pass(self, planned: Pass, record: PassRecord) -> str:
         """Describe a finished pass."""
 
     @abstractmethod
-    def standing(self) -> str:
+    def describe_progress(self) -> str:
         """Describe how many passes are finished and how many remain."""
 
-    def num_warm_up(self, one: Pass) -> int:
-        return one.concurrency
+    def num_warm_up(self, planned: Pass) -> int:
+        return planned.concurrency
 
     @classmethod  # noqa: B027 - most commands take any prompts
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Raise ConfigError if the prompts do not suffice for the plan."""
 
-    def accept(self, one: Pass, record: PassRecord) -> None:
+    def accept(self, planned: Pass, record: PassRecord) -> None:
         """Accept a finished pass, or reject it with an EngineError."""
-        self.done[one] = record
+        self.done[planned] = record
 
     def fail(self, setup: Setup, reason: str) -> None:
         """Skip an engine for the rest of the command."""
@@ -119,71 +117,71 @@ class Measurement(ABC):
     def announce(self) -> None:
         plan, dataset = self.plan, self.dataset
         formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
-        where = f"{plan.hardware.describe()}, {', '.join(formats)}"
-        self.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {plan.model.name} on {where}")
+        engine = f"{plan.model.name} on {plan.hardware.describe()}, {', '.join(formats)}"
+        self.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {engine}")
         for note in [*labels(plan), *plan.notes, *self.caveats()]:
             self.say(f"  {note}")
         for reason, count in dataset.rejected.items():
             self.say(f"  {count} rows without a prompt: {reason}")
-        self.say(f"  {self.standing()}")
+        self.say(f"  {self.describe_progress()}")
 
     def measure(self) -> None:
-        one = self.next()
-        while one is not None:
+        planned = self.next()
+        while planned is not None:
             try:
-                self._visit(one)
+                self._run_engine(planned)
             except EngineError as error:
-                self.say(f"  skipping {one.setup.label}: {error.message}")
-                self.fail(one.setup, error.message)
+                self.say(f"  skipping {planned.setup.label}: {error.message}")
+                self.fail(planned.setup, error.message)
                 if not self.done and len(self.failed) == len(self.plan.setups):
                     raise
-            one = self.next()
+            planned = self.next()
 
-    def _visit(self, first: Pass) -> None:
+    def _run_engine(self, first: Pass) -> None:
         """Start an engine and run passes as long as the next pass uses the engine."""
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
-        before_s, up_since = self.spent_s, time.monotonic()
+        before_s, started_at = self.spent_s, time.monotonic()
         spending = EngineSpending(self.folder.root / "ledger", self.plan, setup)
 
-        def count() -> None:
-            self.spend(before_s + time.monotonic() - up_since)
+        def update_spent() -> None:
+            self.spend(before_s + time.monotonic() - started_at)
 
         async def use(engine: Engine, start_s: float) -> None:
             spending.start(start_s)
-            one: Pass | None = first
-            while one is not None and one.setup == setup:
-                record = await self._measure(engine, one, start_s, spending)
-                count()
-                self.say(self.words(one, record))
-                one = self.next(setup)
+            planned: Pass | None = first
+            while planned is not None and planned.setup == setup:
+                record = await self._measure(engine, planned, start_s, spending)
+                update_spent()
+                self.say(self.describe_pass(planned, record))
+                planned = self.next(setup)
 
         try:
             with_engine(setup.spec, self.plan.hardware, self._start, self.folder.log(setup.name), use)
         finally:
-            count()
+            update_spent()
             spending.end()
 
-    async def _measure(self, engine: Engine, one: Pass, start_s: float, spending: EngineSpending) -> PassRecord:
-        prompts = self.prompts(one)
+    async def _measure(self, engine: Engine, planned: Pass, start_s: float, spending: EngineSpending) -> PassRecord:
+        prompts = self.prompts(planned)
         with PeakMemory(self._read_memory) as peak:
             loop = await run_loop(
                 engine,
                 prompts,
                 sampling=self.plan.config.sampling(),
-                concurrency=one.concurrency,
+                concurrency=planned.concurrency,
                 progress=self.listener.progress,
-                num_warm_up=self.num_warm_up(one),
+                num_warm_up=self.num_warm_up(planned),
             )
         spending.add(loop)
-        record = make_record(one, prompts, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
-        self.accept(one, record)
-        self.folder.keep(pass_name(one), record.to_dict())
+        record = make_record(planned, prompts, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
+        self.accept(planned, record)
+        self.folder.save(_pass_name(planned), record.to_dict())
         return record
 
-    def find(self, one: Pass) -> PassRecord | None:
-        return self.folder.find(pass_name(one), PassRecord.from_dict)
+    def find(self, planned: Pass) -> PassRecord | None:
+        return self.folder.find(_pass_name(planned), PassRecord.from_dict)
 
 
-def pass_name(one: Pass) -> str:
-    return f"{one.setup.name}-c{one.concurrency}-r{one.repeat}"
+def _pass_name(planned: Pass) -> str:
+    return f"{planned.setup.name}-c{planned.concurrency}-r{planned.repeat}"

@@ -1,11 +1,6 @@
 """The plan of a measurement: target, engines, passes, price.
 
 Configuration errors are raised here or in `prompts`, before an engine starts.
-
-Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
-methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every round starts
-each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines equally and the last
-engine of a round keeps running.
 """
 
 import importlib.util
@@ -62,11 +57,7 @@ def target_spec(
     extra: Mapping[str, Any] = MappingProxyType({}),
     **own: Any,
 ) -> EngineSpec:
-    """Return the engine of a configuration, without a drafter.
-
-    Args:
-        own: fields that are set by the command.
-    """
+    """Return the engine of a configuration, without a drafter; the command sets the fields `own`."""
     if fixed := spec_fields(config):
         raise ConfigError(
             f"--engine-arg {next(iter(fixed))} conflicts with a setting of the measurement",
@@ -83,20 +74,20 @@ def target_spec(
 def make_setup(
     spec: EngineSpec, drafter: DrafterSpec | None, *, label: str = "", head: str | None = None, fingerprint: str = ""
 ) -> Setup:
-    """Return the setup of an engine with or without a drafter.
-
-    Args:
-        label: replaces the default label, which is made of method and K.
-    """
+    """Return the setup of an engine with or without a drafter; its default label is made of method and K."""
     method, k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
-    rates = drafter.synthetic_rates if drafter else None
-    marks = [digest(fingerprint)] if fingerprint else []
-    marks += [f"lot-{digest(repr(rates))}"] if rates else []
-    looks_up = drafter is not None and drafter.lookup
-    marks += ["lookup"] if looks_up else []
+    label = label or method_label(method, k)
+    name_parts: list[str] = [method]
+    if fingerprint:
+        name_parts.append(digest(fingerprint))
+    if drafter is not None and drafter.synthetic_rates:
+        name_parts.append(f"lot-{digest(repr(drafter.synthetic_rates))}")
+    if drafter is not None and drafter.lookup:
+        name_parts.append("lookup")
+        label += " with lookup"
     return Setup(
-        name="-".join([method, *marks, f"k{k}"]),
-        label=(label or method_label(method, k)) + (" with lookup" if looks_up else ""),
+        name="-".join([*name_parts, f"k{k}"]),
+        label=label,
         method=method,
         k=k,
         spec=replace(spec, drafter=drafter),
@@ -125,7 +116,13 @@ def make_setups(
             drafter, name, fingerprint = drafter_with(head.spec, config, hardware), head.name, head.fingerprint or ""
             notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{lookup_note(drafter)}")
         else:
-            drafter, name, fingerprint = _lookup(method), None, ""
+            if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+                raise ConfigError(
+                    "the method suffix requires the package arctic-inference, which is not installed",
+                    hint="pip install arctic-inference, or remove suffix from --methods",
+                )
+            drafter = DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
+            name, fingerprint = None, ""
         for k in config.num_speculative_tokens:
             at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
             setups.append(make_setup(spec, at_k, head=name, fingerprint=fingerprint))
@@ -142,28 +139,19 @@ def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Ha
 
 
 def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> ResolvedDrafter:
-    named = config.heads.get(method)
-    largest = max(config.num_speculative_tokens)
+    name = config.heads.get(method)
+    max_k = max(config.num_speculative_tokens)
     try:
-        head = resolve_drafter(named or method, model, 1, num_speculative_tokens=largest, platform=hardware.platform)
+        head = resolve_drafter(name or method, model, 1, num_speculative_tokens=max_k, platform=hardware.platform)
     except DrafterError as error:
-        if named:
+        if name:
             raise
         hint = f"set --drafter {method}=HEAD, or remove {method} from --methods"
         raise DrafterError(error.message, hint=hint) from error
     assert head.spec is not None, "a method always resolves to a head"
     if head.spec.method != method:
-        raise DrafterError(f"--drafter {method}={named}: is a head of method {head.spec.method}")
+        raise DrafterError(f"--drafter {method}={name}: is a head of method {head.spec.method}")
     return head
-
-
-def _lookup(method: str) -> DrafterSpec:
-    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise ConfigError(
-            "the method suffix requires the package arctic-inference, which is not installed",
-            hint="pip install arctic-inference, or remove suffix from --methods",
-        )
-    return DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
 
 
 def _with_synthetic_acceptance(drafter: DrafterSpec, config: BenchConfig) -> DrafterSpec:
@@ -192,17 +180,24 @@ class Pass:
 
 
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
+    """Return the passes in order.
+
+    Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
+    methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every round
+    starts each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines equally and
+    the last engine of a round keeps running.
+    """
     num_rounds = min(rounds, repeats)
-    ordered = []
+    passes = []
     for round_index in range(num_rounds):
-        share = [repeat for repeat in range(repeats) if repeat % num_rounds == round_index]
+        repeats_of_round = range(round_index, repeats, num_rounds)
         for setup in setups if round_index % 2 == 0 else reversed(setups):
-            ordered += [Pass(setup=setup, concurrency=c, repeat=r) for r in share for c in concurrencies]
-    return ordered
+            passes += [Pass(setup=setup, concurrency=c, repeat=r) for r in repeats_of_round for c in concurrencies]
+    return passes
 
 
 def num_starts(passes: Iterable[Pass]) -> int:
-    return sum(1 for _ in groupby(passes, key=lambda one: one.setup))
+    return sum(1 for _ in groupby(passes, key=lambda planned: planned.setup))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +259,6 @@ class BenchPlan:
 
 
 def chosen_model_runner() -> str | None:
-    """Return the user's setting of `VLLM_USE_V2_MODEL_RUNNER`; None lets vLLM choose the model runner."""
     return os.environ.get(MODEL_RUNNER) or None
 
 
@@ -282,7 +276,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         enable_prefix_caching=False,
     )
     setups, notes = make_setups(config, spec, model, hardware)
-    price, no_price = _price(config, hardware)
+    price, price_notes = _price(config, hardware)
     precision = spec_precision(spec, hardware)
     require_capacity(setups, model, hardware)
     own = {
@@ -302,7 +296,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         precision=precision,
         setups=setups,
         price=price,
-        notes=notes + no_price,
+        notes=notes + price_notes,
         # Included only if set, for compatibility with folders of earlier versions.
         own=own | ({"max_num_batched_tokens": slots} if slots else {}),
     )

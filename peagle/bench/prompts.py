@@ -1,7 +1,7 @@
 """The prompts of a measurement: HumanEval or rows of a file, with the target's chat template."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,20 +63,32 @@ def build_dataset(
     *,
     category_column: str | None = None,
 ) -> Dataset:
-    keys = config
-    if config.dataset == HUMANEVAL and not bool(
-        config.prompt_column or config.prompt_template or config.messages_column
-    ):
-        keys = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
+    options, has_source = config, config.prompt_column or config.prompt_template or config.messages_column
+    if config.dataset == HUMANEVAL and not has_source:
+        options = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     body_column = "body" if is_batch(rows[0]) else None
-    spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template), body_column=body_column)
-    prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), category_column)
+    spec = resolve_prompts(options, columns, bool(tokenizer.chat_template), body_column=body_column)
+    builder = PromptBuilder(spec, tokenizer, max_model_len)
+    prompts: list[BenchPrompt] = []
+    rejected: dict[str, int] = {}
+    first_error = None
+    fingerprint = hashlib.sha256()
+    for row in rows:
+        fingerprint.update(to_json(row, sort_keys=True, ensure_ascii=True).encode() + b"\n")
+        prompt = _prompt(row, builder)
+        if isinstance(prompt, RowError):
+            rejected[prompt.reason] = rejected.get(prompt.reason, 0) + 1
+            first_error = first_error or prompt.message
+            continue
+        category = row.get(category_column) if category_column else None
+        category = None if category is None or is_nan(category) else str(category)
+        prompts.append(BenchPrompt(token_ids=prompt, category=category))
     if not prompts:
-        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first: {first}")
+        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first: {first_error}")
     return Dataset(
         name=config.dataset if config.dataset == HUMANEVAL else Path(config.dataset).name,
-        fingerprint=_fingerprint(rows),
+        fingerprint=fingerprint.hexdigest()[:16],
         spec=spec,
         prompts=prompts,
         rejected=rejected,
@@ -96,23 +108,6 @@ def _rows(dataset: str) -> Iterable[Row]:
         ) from error
 
 
-def _build(
-    rows: Sequence[Row], builder: PromptBuilder, category_column: str | None
-) -> tuple[list[BenchPrompt], dict[str, int], str | None]:
-    """Return the prompts, the number of rejected rows by reason, and the first error message."""
-    prompts: list[BenchPrompt] = []
-    rejected: dict[str, int] = {}
-    first = None
-    for row in rows:
-        built = _prompt(row, builder)
-        if isinstance(built, RowError):
-            rejected[built.reason] = rejected.get(built.reason, 0) + 1
-            first = first or built.message
-        else:
-            prompts.append(BenchPrompt(token_ids=built, category=_category(row, category_column)))
-    return prompts, rejected, first
-
-
 def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
     """Return the tokens of a row's prompt. Sampling parameters of requests in an OpenAI batch are ignored."""
     if builder.spec.body_column is None:
@@ -121,15 +116,3 @@ def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
     if isinstance(body, str):
         return RowError(reason="invalid", message=body)
     return builder.of_body(body)
-
-
-def _category(row: Mapping[str, Any], column: str | None) -> str | None:
-    value = row.get(column) if column else None
-    return None if value is None or is_nan(value) else str(value)
-
-
-def _fingerprint(rows: Sequence[Row]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(to_json(row, sort_keys=True, ensure_ascii=True).encode() + b"\n")
-    return digest.hexdigest()[:16]

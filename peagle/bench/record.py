@@ -1,7 +1,6 @@
 """The record of one pass, and the summary of a cell's passes.
 
-Speeds are computed per pass; the summary has their median and their spread (range divided by median). Latencies
-and acceptance are computed over all requests of all passes.
+Speeds are medians over passes. Latencies and acceptance are computed over all requests of all passes.
 """
 
 import statistics
@@ -12,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from peagle.bench.engine import Answer, Loop
+from peagle.bench.engine import Loop
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation
@@ -117,7 +116,7 @@ class PassRecord:
 
 
 def make_record(
-    one: Pass,
+    planned: Pass,
     prompts: Sequence[BenchPrompt],
     loop: Loop,
     engine: Engine,
@@ -125,16 +124,26 @@ def make_record(
     start_s: float,
     peak_memory_gib: float | None,
 ) -> PassRecord:
+    requests = []
+    for answer in filter(None, loop.answers):
+        result, decode_s = answer.generation, None
+        if result.latency_s is not None and result.ttft_s is not None:
+            decode_s = result.latency_s - result.ttft_s
+        times = RequestTimes(num_output_tokens=result.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
+        requests.append(times)
+    # Drafts of the responses if known, otherwise the drafts that the engine counted.
+    drafts = [response.speculation for response in loop.responses if response.speculation is not None]
+    counted = loop.drafted or SpeculationStats.empty()
     return PassRecord(
-        method=one.setup.method,
-        k=one.setup.k,
-        concurrency=one.concurrency,
-        repeat=one.repeat,
+        method=planned.setup.method,
+        k=planned.setup.k,
+        concurrency=planned.concurrency,
+        repeat=planned.repeat,
         wall_s=loop.wall_s,
         start_s=start_s,
         num_refused=sum(answer is None for answer in loop.answers),
-        speculation=_drafted(loop),
-        requests=[_times(answer) for answer in loop.answers if answer],
+        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else counted,
+        requests=requests,
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         model_runner=engine.model_runner,
@@ -156,40 +165,18 @@ def by_category(
     groups: dict[str, list[Generation]] = {}
     for generation, category in pairs:
         groups.setdefault(UNCATEGORISED if category is None else category, []).append(generation)
-    return {name: _category_result(groups[name]) for name in sorted(groups)}
-
-
-def _category_result(generations: Sequence[Generation]) -> CategoryResult:
-    return CategoryResult(
-        num_responses=len(generations),
-        num_output_tokens=sum(g.num_output_tokens for g in generations),
-        speculation=sum((g.speculation for g in generations if g.speculation), start=SpeculationStats.empty()),
-    )
-
-
-def _drafted(loop: Loop) -> SpeculationStats:
-    """Return the drafts of the responses if known, otherwise the drafts counted by the engine."""
-    known = [response.speculation for response in loop.responses if response.speculation is not None]
-    return sum(known, start=SpeculationStats.empty()) if known else loop.drafted or SpeculationStats.empty()
-
-
-def _times(answer: Answer) -> RequestTimes:
-    generation = answer.generation
-    decode_s = None
-    if generation.latency_s is not None and generation.ttft_s is not None:
-        decode_s = generation.latency_s - generation.ttft_s
-    return RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
-
-
-PERCENTILES = (50, 95, 99)
+    return {
+        name: CategoryResult(
+            num_responses=len(group),
+            num_output_tokens=sum(g.num_output_tokens for g in group),
+            speculation=sum((g.speculation for g in group if g.speculation), start=SpeculationStats.empty()),
+        )
+        for name, group in sorted(groups.items())
+    }
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the range divided by the median.
-
-    >>> spread([9.0, 10.0, 12.0])
-    0.3
-    """
+    """Return the range divided by the median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -247,25 +234,20 @@ def step_s(records: Sequence[PassRecord]) -> float | None:
     requests = [request for record in records for request in record.requests]
     if any(request.decode_s is None for request in requests):
         return None
-    num_steps = sum(map(_num_steps, records))
+    num_steps = 0
+    for record in records:
+        if record.method in DRAFT_METHODS:  # with a head, every step verifies a draft
+            num_steps += record.speculation.num_drafts
+            continue
+        # A step yields a token of the target plus accepted drafts. This is slightly too low, since drafts that are
+        # accepted after the end of a response count, too.
+        num_later_tokens = sum(max(request.num_output_tokens - 1, 0) for request in record.requests)
+        num_steps += num_later_tokens - record.speculation.num_accepted_tokens
     return sum(request.decode_s or 0.0 for request in requests) / num_steps if num_steps > 0 else None
-
-
-def _num_steps(record: PassRecord) -> int:
-    """Count the steps after the first token of each response.
-
-    With a head, every step verifies a draft. Otherwise a step yields one token of the target plus accepted drafts, so
-    the number of steps is the number of later tokens minus accepted drafts. This is slightly too low, since drafts
-    accepted after the end of a response count, too.
-    """
-    if record.method in DRAFT_METHODS:
-        return record.speculation.num_drafts
-    num_later_tokens = sum(max(request.num_output_tokens - 1, 0) for request in record.requests)
-    return num_later_tokens - record.speculation.num_accepted_tokens
 
 
 def _percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
-    return {f"p{percent}": float(np.percentile(known, percent)) for percent in PERCENTILES}
+    return {f"p{percent}": float(np.percentile(known, percent)) for percent in (50, 95, 99)}

@@ -1,8 +1,4 @@
-"""The report of a benchmark: JSON-ready data, tables and plots.
-
-The first two tables have the layout of published results: speed by method, K and concurrency; then the best K of each
-method and their ratios by concurrency.
-"""
+"""The report of a benchmark: JSON-ready data, tables in the layout of published results, and plots."""
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,9 +35,8 @@ def few_prompts(config: BenchConfig, num_prompts: int) -> list[str]:
     if not few:
         return []
     return [
-        f"Fewer than {_ENOUGH} requests per slot at concurrency {', '.join(map(str, few))}: much of a pass runs"
-        " below its "
-        "concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
+        f"Fewer than {_ENOUGH} requests per slot at concurrency {', '.join(map(str, few))}: much of a pass runs below "
+        "its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
     ]
 
 
@@ -66,16 +61,15 @@ def model_runners(config: BenchConfig, platform: str, chosen: str | None, record
     return []
 
 
-SYNTHETIC = (
-    "SYNTHETIC ACCEPTANCE: drafts are accepted at random and the text is meaningless; these figures only time hardware"
-)
-DUMMY = "DUMMY WEIGHTS: the weights are random and the text is meaningless; these figures only time hardware"
-
-
 def make_report(
     plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
-    cells = _cells(plan, done)
+    cells = []
+    for setup in plan.setups:
+        for concurrency in plan.config.concurrency:
+            at = (setup, concurrency)
+            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == at]:
+                cells.append(summarise(records, usd_per_s=plan.usd_per_s))
     num_left = len(plan.passes) - len(done)
     warnings = [
         *caveats(plan, dataset, list(done.values())),
@@ -103,25 +97,27 @@ def make_report(
         "num_passes_left": num_left,
         "failed": dict(failed),
         "caveats": warnings,
-        "notes": [*plan.notes, *sources((one.setup.label, record) for one, record in done.items()), *warnings],
+        "notes": [*plan.notes, *sources((planned.setup.label, record) for planned, record in done.items()), *warnings],
     }
 
 
 def labels(plan: BenchPlan) -> list[str]:
-    is_dummy = plan.config.load_format == "dummy"
-    return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
+    meaningless = "and the text is meaningless; these figures only time hardware"
+    causes = []
+    if plan.config.synthetic_acceptance:
+        causes.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at random {meaningless}")
+    if plan.config.load_format == "dummy":
+        causes.append(f"DUMMY WEIGHTS: the weights are random {meaningless}")
+    return causes
 
 
 def caveats(plan: BenchPlan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    config, platform = plan.config, plan.hardware.platform
-    return [
-        *few_prompts(config, len(dataset.prompts)),
-        *model_runners(config, platform, chosen_model_runner(), records),
-    ]
+    runner_warnings = model_runners(plan.config, plan.hardware.platform, chosen_model_runner(), records)
+    return few_prompts(plan.config, len(dataset.prompts)) + runner_warnings
 
 
 def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
-    """Return the cell of a method with the highest speed at a concurrency; None if it was not measured."""
+    """Return the fastest cell of a method at a concurrency; None if it was not measured."""
     candidates = [cell for cell in cells if (cell["method"], cell["concurrency"]) == (method, concurrency)]
     return max(candidates, key=lambda cell: cell["output_tokens_per_s"], default=None)
 
@@ -133,35 +129,36 @@ def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     results = []
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    concurrencies = sorted({cell["concurrency"] for cell in cells})
     for over in ("eagle3", NONE):
         for method in methods:
             if method in (NONE, over) or over not in methods or (over == "eagle3" and method != "peagle"):
                 continue
-            bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in _concurrencies(cells)}
+            bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in concurrencies}
             results.append(
                 {
                     "method": method,
                     "over": over,
-                    "by_concurrency": {c: _ratio(*both) for c, both in bests.items()},
-                    "range_by_concurrency": {c: _ratio_range(*both) for c, both in bests.items()},
+                    "by_concurrency": {c: _ratio(*cells) for c, cells in bests.items()},
+                    "range_by_concurrency": {c: _ratio_range(*cells) for c, cells in bests.items()},
                 }
             )
     return results
 
 
-def _ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float | None:
-    if ours is None or theirs is None or not theirs["output_tokens_per_s"]:
+def _ratio(cell: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> float | None:
+    if cell is None or baseline is None or not baseline["output_tokens_per_s"]:
         return None
-    return float(ours["output_tokens_per_s"] / theirs["output_tokens_per_s"])
+    return float(cell["output_tokens_per_s"] / baseline["output_tokens_per_s"])
 
 
-def _ratio_range(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> list[float] | None:
-    """Return the range of the ratio over common repeats, or None for fewer than two."""
-    if ours is None or theirs is None:
+def _ratio_range(cell: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> list[float] | None:
+    """Return the range of the ratio over common repeats, or None if there are fewer than two."""
+    if cell is None or baseline is None:
         return None
-    our_speeds, their_speeds = _by_repeat(ours), _by_repeat(theirs)
-    shared = our_speeds.keys() & their_speeds.keys()
-    values = [our_speeds[repeat] / their_speeds[repeat] for repeat in shared if their_speeds[repeat]]
+    speeds, baseline_speeds = _by_repeat(cell), _by_repeat(baseline)
+    common = speeds.keys() & baseline_speeds.keys()
+    values = [speeds[repeat] / baseline_speeds[repeat] for repeat in common if baseline_speeds[repeat]]
     return [min(values), max(values)] if len(values) > 1 else None
 
 
@@ -169,24 +166,10 @@ def _by_repeat(cell: Mapping[str, Any]) -> dict[int, float]:
     return dict(zip(cell["repeat_numbers"], cell["output_tokens_per_s_by_repeat"], strict=True))
 
 
-def _concurrencies(cells: Sequence[Mapping[str, Any]]) -> list[int]:
-    return sorted({cell["concurrency"] for cell in cells})
-
-
-def _cells(plan: BenchPlan, done: Mapping[Pass, PassRecord]) -> list[dict[str, Any]]:
-    cells = []
-    for setup in plan.setups:
-        for concurrency in plan.config.concurrency:
-            own = [record for one, record in done.items() if (one.setup, one.concurrency) == (setup, concurrency)]
-            if own:
-                cells.append(summarise(own, usd_per_s=plan.usd_per_s))
-    return cells
-
-
 def _setup(plan: BenchPlan, setup: Setup, done: Mapping[Pass, PassRecord]) -> dict[str, Any]:
     """Describe a setup, with its acceptance over all concurrencies."""
     spec = setup.spec
-    own = [record for one, record in done.items() if one.setup == setup]
+    records = [record for planned, record in done.items() if planned.setup == setup]
     rates = setup.drafter.synthetic_rates if setup.drafter else None
     return {
         "method": setup.method,
@@ -196,8 +179,8 @@ def _setup(plan: BenchPlan, setup: Setup, done: Mapping[Pass, PassRecord]) -> di
         "head_fingerprint": setup.fingerprint or None,
         "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, plan.hardware),
         "synthetic_rates": list(rates) if rates is not None else None,
-        "model_runner": next((record.model_runner for record in own if record.model_runner), None),
-        **acceptance([record.speculation for record in own]),
+        "model_runner": next((record.model_runner for record in records if record.model_runner), None),
+        **acceptance([record.speculation for record in records]),
     }
 
 
@@ -208,19 +191,14 @@ POSITION_NOTE = "By position: the share of drafts whose token at that position w
 _LATENCIES = ("p50", "p95", "p99")
 _SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range divided by the median."
 _BEST_NOTE = (
-    "Best: the fastest K at that concurrency; the maximum of several figures is biased upwards. In brackets: the"
-    " range of "
-    "the ratio over the repeats, with the same K."
+    "Best: the fastest K at that concurrency; the maximum of several figures is biased upwards. In brackets: the range "
+    "of the ratio over the repeats, with the same K."
 )
 _COST_NOTE = (
-    "Per user: tokens/s of the median request. TTFT: time to first token. TPOT: time per later token. Step: one"
-    " decoding "
-    "step of a request, including drafting and verification. Memory: {memory}."
+    "Per user: tokens/s of the median request. TTFT: time to first token. TPOT: time per later token. Step: one "
+    "decoding step of a request, including drafting and verification. Memory: {memory}."
 )
-_MEMORY = {
-    "cpu": "peak RSS of all processes",
-    "cuda": "peak on the device, most of which vLLM reserves",
-}
+_MEMORY = {"cpu": "peak RSS of all processes", "cuda": "peak on the device, most of which vLLM reserves"}
 
 
 def text_tables(report: Mapping[str, Any]) -> str:
@@ -236,8 +214,8 @@ def speed_rows(report: Mapping[str, Any]) -> Rows:
     cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
     rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
     for setup in report["setups"]:
-        own = [cells.get((setup["method"], setup["k"], c)) for c in concurrencies]
-        rows.append([*_names(setup), *map(_speed, own)])
+        speeds = [_speed(cells.get((setup["method"], setup["k"], c))) for c in concurrencies]
+        rows.append([*_names(setup), *speeds])
     return rows
 
 
@@ -246,11 +224,20 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
     if not report["ratios"]:
         return []
     methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
-    overs = [f"{_best_name(ratio['method'])} / {_best_name(ratio['over'])}" for ratio in report["ratios"]]
-    rows = [["concurrency", *map(_best_name, methods), *overs]]
+    names = [f"{_best_name(ratio['method'])} / {_best_name(ratio['over'])}" for ratio in report["ratios"]]
+    rows = [["concurrency", *map(_best_name, methods), *names]]
     for concurrency in report["configuration"]["concurrency"]:
-        bests = [_best(best(report["cells"], method, concurrency)) for method in methods]
-        rows.append([str(concurrency), *bests, *(_ratio_text(ratio, str(concurrency)) for ratio in report["ratios"])])
+        row = [str(concurrency)]
+        for method in methods:
+            cell = best(report["cells"], method, concurrency)
+            k = f" (K={cell['k']})" if cell and cell["k"] else ""
+            row.append(f"{cell['output_tokens_per_s']:,.1f}{k}" if cell else UNKNOWN)
+        for ratio in report["ratios"]:
+            value = ratio["by_concurrency"].get(str(concurrency))
+            limits = ratio["range_by_concurrency"].get(str(concurrency))
+            value_range = f" ({limits[0]:.2f} to {limits[1]:.2f})" if limits else ""
+            row.append(UNKNOWN if value is None else f"{value:.2f}x{value_range}")
+        rows.append(row)
     return rows
 
 
@@ -266,7 +253,7 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def positions_of(stats: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in stats))]
+    return [str(position + 1) for position in range(max(len(cell["acceptance_rates"]) for cell in stats))]
 
 
 def acceptance_figures(stats: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
@@ -316,63 +303,47 @@ def conditions(
 
 
 def _page(report: Mapping[str, Any], form: Form) -> list[str]:
-    memory = _MEMORY[report["hardware"]["platform"]]
-    lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
-    lines += [f"{_conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=_passes(report))]
-    if compared := best_rows(report):
-        lines += ["", *form(compared), "", _BEST_NOTE]
-    if drafted := acceptance_rows(report):
-        lines += ["", *form(drafted), "", POSITION_NOTE]
-    lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
-    if any(cell["num_refused"] for cell in report["cells"]):
-        lines += [
-            "",
-            "The engine rejected some requests, which the figures do not include: see num_refused in the JSON.",
-        ]
-    return lines + [line for note in report["notes"] for line in ("", note)]
-
-
-def _conditions(report: Mapping[str, Any]) -> str:
-    return conditions(
+    lines: list[str] = []
+    for label in report["labels"]:
+        lines += [f"**{label}.**" if form is markdown else f"! {label}", ""]
+    summary = conditions(
         report,
         versions=[f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))],
         hardware=report["hardware"]["description"],
         dates=[date for cell in report["cells"] for date in cell["measured_at"]],
     )
+    repeats = sorted(cell["repeats"] for cell in report["cells"])
+    passes = f"{repeats[-1]} {'pass' if repeats[-1] == 1 else 'passes'}"
+    if repeats[0] < repeats[-1]:
+        passes = f"{repeats[0]} to {passes}"
+    lines += [f"{summary}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=passes)]
+    if rows := best_rows(report):
+        lines += ["", *form(rows), "", _BEST_NOTE]
+    if rows := acceptance_rows(report):
+        lines += ["", *form(rows), "", POSITION_NOTE]
+    memory = _MEMORY[report["hardware"]["platform"]]
+    lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
+    if any(cell["num_refused"] for cell in report["cells"]):
+        rejected = "The engine rejected some requests, which the figures do not include: see num_refused in the JSON."
+        lines += ["", rejected]
+    for note in report["notes"]:
+        lines += ["", note]
+    return lines
 
 
-def _names(found: Mapping[str, Any]) -> list[str]:
-    return [METHOD_NAMES[found["method"]], str(found["k"] or "-")]
-
-
-def _passes(report: Mapping[str, Any]) -> str:
-    repeats = [cell["repeats"] for cell in report["cells"]]
-    fewest, most = min(repeats), max(repeats)
-    return f"{fewest} to {most} passes" if fewest < most else f"{most} {'pass' if most == 1 else 'passes'}"
+def _names(cell: Mapping[str, Any]) -> list[str]:
+    return [METHOD_NAMES[cell["method"]], str(cell["k"] or "-")]
 
 
 def _best_name(method: str) -> str:
     return METHOD_NAMES[method] if method == NONE else f"best {METHOD_NAMES[method]}"
 
 
-def _best(cell: Mapping[str, Any] | None) -> str:
-    if cell is None:
-        return UNKNOWN
-    return f"{cell['output_tokens_per_s']:,.1f}" + (f" (K={cell['k']})" if cell["k"] else "")
-
-
-def _ratio_text(ratio: Mapping[str, Any], concurrency: str) -> str:
-    if (value := ratio["by_concurrency"].get(concurrency)) is None:
-        return UNKNOWN
-    between = ratio["range_by_concurrency"][concurrency]
-    return f"{value:.2f}x" + (f" ({between[0]:.2f} to {between[1]:.2f})" if between else "")
-
-
 def _speed(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return UNKNOWN
-    around = "" if cell["spread"] is None else f" ({format_share(cell['spread'])})"
-    return f"{cell['output_tokens_per_s']:,.1f}{around}"
+    spread = "" if cell["spread"] is None else f" ({format_share(cell['spread'])})"
+    return f"{cell['output_tokens_per_s']:,.1f}{spread}"
 
 
 def _ms(seconds: float | None) -> str:
@@ -383,24 +354,15 @@ def _decimals(value: float | None, decimals: int) -> str:
     return UNKNOWN if value is None else f"{value:,.{decimals}f}"
 
 
-_SPEED_AXES = Axes(
-    name="Output tokens per second by concurrency",
-    x_name="concurrent requests",
-    y_name="output tokens/s",
-    x_prefix="concurrency ",
-    decimals=0,
-    is_even=True,
-)
-_COST_AXES = Axes(
-    name="Time of a decoding step by K",
-    x_name="draft tokens per step (K)",
-    y_name="ms per step, including drafting and verification",
-    x_prefix="K=",
-    decimals=1,
-)
-
-
 def speed_plot(report: Mapping[str, Any]) -> str:
+    axes = Axes(
+        name="Output tokens per second by concurrency",
+        x_name="concurrent requests",
+        y_name="output tokens/s",
+        x_prefix="concurrency ",
+        decimals=0,
+        is_even=True,
+    )
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []
     for method in _methods(report):
@@ -408,14 +370,11 @@ def speed_plot(report: Mapping[str, Any]) -> str:
         points = [(c, cell["output_tokens_per_s"]) for c, cell in bests if cell]
         name = METHOD_NAMES[method]
         curves.append((name if method == NONE else f"{name}, best K", points))
-    return _plot(report, "Output tokens/s", curves, _SPEED_AXES)
+    return _plot(report, "Output tokens/s", curves, axes)
 
 
 def cost_plot(report: Mapping[str, Any]) -> str | None:
-    """Plot the time of a whole step by K and method, at the smallest concurrency; None if step times are unknown.
-
-    `benchmarks/gpu/step_profile.py` measures the drafter's part of a step.
-    """
+    """Plot the time of a whole step by K and method, at the smallest concurrency; None if step times are unknown."""
     concurrency = min(report["configuration"]["concurrency"])
     cells = [c for c in report["cells"] if c["concurrency"] == concurrency and c["step_s"] is not None]
     ks = sorted({cell["k"] for cell in cells if cell["k"]})
@@ -427,7 +386,14 @@ def cost_plot(report: Mapping[str, Any]) -> str | None:
         points = [(k, steps_ms[0]) for k in ks] if 0 in steps_ms else sorted(steps_ms.items())
         if points:
             curves.append((METHOD_NAMES[method], points))
-    return _plot(report, f"Time of a whole step, concurrency {concurrency}", curves, _COST_AXES)
+    axes = Axes(
+        name="Time of a decoding step by K",
+        x_name="draft tokens per step (K)",
+        y_name="ms per step, including drafting and verification",
+        x_prefix="K=",
+        decimals=1,
+    )
+    return _plot(report, f"Time of a whole step, concurrency {concurrency}", curves, axes)
 
 
 def _methods(report: Mapping[str, Any]) -> list[str]:

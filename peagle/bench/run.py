@@ -1,10 +1,4 @@
-"""Run a benchmark, from configuration to report.
-
-bench.json     the fingerprint that all passes share (written once)
-cells/*.json   a finished pass each
-report.json  report.md  tokens-per-second.svg  drafting-cost.svg
-logs/          engine output
-"""
+"""Run a benchmark, from configuration to report."""
 
 import statistics
 from collections.abc import Sequence
@@ -33,15 +27,7 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
         return None
     starts = num_starts(left) - (1 if is_up and left else 0)
     start_s = statistics.mean(record.start_s for record in done)
-    return starts * start_s + sum(_pass_s(done, one.concurrency) for one in left)
-
-
-def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
-    """Estimate the seconds of a pass, including the start of its engine; 0 before a pass has finished."""
-    if not done:
-        return 0.0
-    start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
-    return start_s + _pass_s(done, one.concurrency)
+    return starts * start_s + sum(_pass_s(done, planned.concurrency) for planned in left)
 
 
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
@@ -63,8 +49,8 @@ class Bench(Measurement):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        records = {one: self.find(one) for one in self.plan.passes}
-        self.done = {one: record for one, record in records.items() if record is not None}
+        records = {planned: self.find(planned) for planned in self.plan.passes}
+        self.done = {planned: record for planned, record in records.items() if record is not None}
         self._num_before = len(self.done)
 
     def run(self) -> tuple[dict[str, Any], Path]:
@@ -72,23 +58,29 @@ class Bench(Measurement):
         return reported(self, self.folder.root, self.listener, parts=self.parts), self.folder.root
 
     def left(self) -> list[Pass]:
-        return [one for one in self.plan.passes if one not in self.done and one.setup not in self.failed]
+        return [
+            planned for planned in self.plan.passes if planned not in self.done and planned.setup not in self.failed
+        ]
 
     def next(self, up: Setup | None = None) -> Pass | None:
         """Return the first remaining pass within the time budget."""
-        return next((one for one in self.left() if self._has_time_for(one, is_up=one.setup == up)), None)
+        return next(
+            (planned for planned in self.left() if self._has_time_for(planned, is_up=planned.setup == up)), None
+        )
 
-    def _has_time_for(self, one: Pass, *, is_up: bool) -> bool:
+    def _has_time_for(self, planned: Pass, *, is_up: bool) -> bool:
         """Return whether a pass should end within the time budget. Each command runs at least one pass."""
         budget_s = self.plan.config.time_budget_s
         if budget_s is None or len(self.done) == self._num_before:
             return True
-        return self.spent_s + next_s(list(self.done.values()), one, is_up=is_up) <= budget_s
+        done = list(self.done.values())
+        start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
+        return self.spent_s + start_s + _pass_s(done, planned.concurrency) <= budget_s
 
-    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
+    def prompts(self, planned: Pass) -> Sequence[BenchPrompt]:
         """Return all prompts once, or `requests_per_slot` x concurrency prompts with repetitions."""
         prompts, per_slot = self.dataset.prompts, self.plan.config.requests_per_slot
-        return list(islice(cycle(prompts), per_slot * one.concurrency)) if per_slot else prompts
+        return list(islice(cycle(prompts), per_slot * planned.concurrency)) if per_slot else prompts
 
     @classmethod
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
@@ -97,23 +89,23 @@ class Bench(Measurement):
     def caveats(self) -> list[str]:
         return caveats(self.plan, self.dataset, list(self.done.values()))
 
-    def standing(self) -> str:
+    def describe_progress(self) -> str:
         left = self.left()
         return f"{len(left)} {self.parts} in {num_starts(left)} engine starts; {len(self.done)} already finished"
 
-    def words(self, one: Pass, record: PassRecord) -> str:
+    def describe_pass(self, planned: Pass, record: PassRecord) -> str:
         left = self.left()
-        is_up = bool(left) and left[0].setup == one.setup
+        is_up = bool(left) and left[0].setup == planned.setup
         left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
         rest = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""
-        return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(one, record)}{rest}"
+        return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(planned, record)}{rest}"
 
-    def figures(self, one: Pass, record: PassRecord) -> str:
+    def figures(self, planned: Pass, record: PassRecord) -> str:
         speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
-        return f"{one.setup.label}, concurrency {one.concurrency}, repeat {one.repeat + 1}: {speed}"
+        return f"{planned.setup.label}, concurrency {planned.concurrency}, repeat {planned.repeat + 1}: {speed}"
 
     def write_report(self) -> dict[str, Any]:
-        done = {one: self.done[one] for one in self.plan.passes if one in self.done}
+        done = {planned: self.done[planned] for planned in self.plan.passes if planned in self.done}
         report = self.report(done, {setup.label: reason for setup, reason in self.failed.items()})
         write_json(self.folder.root / "report.json", report)
         for name, text in self.pages(report).items():

@@ -1,7 +1,6 @@
-"""Record the cost of a measurement's engines in a ledger for `peagle cost OUTPUT`.
+"""Record the cost of a measurement's engines in OUTPUT/ledger: a session per engine, a record per request.
 
-Each engine is a session in OUTPUT/ledger, and each request of its passes is a record without an API key. Passes are
-busy time; time between them, such as warm-up or an interrupted pass, is idle.
+Passes are busy time; time between them, such as warm-up or an interrupted pass, is idle.
 """
 
 import socket
@@ -37,13 +36,13 @@ class EngineSpending:
         self._write()
 
     def add(self, loop: Loop) -> None:
-        answers = [one for one in loop.answers if one]
-        waited_s = sum(one.elapsed_s for one in answers)
+        answers = [answer for answer in loop.answers if answer]
+        elapsed_s = sum(answer.elapsed_s for answer in answers)
         self._busy_s += loop.wall_s
-        self._num_output_tokens += sum(one.generation.num_output_tokens for one in answers)
+        self._num_output_tokens += sum(answer.generation.num_output_tokens for answer in answers)
         self._write()  # write the session before records that refer to it
         for answer in answers:
-            append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / waited_s))
+            append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / elapsed_s))
 
     def end(self) -> None:
         self._write(ended=True)

@@ -1,8 +1,7 @@
 """Add a drafter head to the user's catalog.
 
-The head is checked and copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`, so that later changes of the original
-folder have no effect. Previously added heads are kept. The card that `--drafter auto` reads is in
-`$PEAGLE_HOME/models/NAME.yaml`.
+The head is checked and copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`; previously added heads are kept. The
+card that `--drafter auto` reads is in `$PEAGLE_HOME/models/NAME.yaml`.
 """
 
 import re
@@ -26,8 +25,6 @@ from peagle.catalog.targets import resolve_model
 from peagle.errors import CatalogError, ConfigError, DrafterError
 from peagle.files import write_atomic
 
-_PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _UNMEASURED = "`peagle models add`; not measured"
 _INHERITED = "not measured with this head; of the one before: "  # stored on cards
 _UNKNOWN = "not confirmed"
@@ -59,20 +56,33 @@ def add_head(
     """
     config = read_config(folder, DrafterError)
     facts = read_head(config)
-    matter = front_matter(folder)
-    base = _find_base(folder, target or _stated_target(folder, config, matter), name, announce)
-    check_fit(config, base.config)
+    front_matter = _read_front_matter(folder)
+    if target is None:
+        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        base_model = front_matter.get("base_model")
+        target = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
+        if not target:
+            raise DrafterError(f"{folder} does not name its target model", hint="set --target")
+    card, target_config = _find_target(folder, str(target), name, announce)
+    check_fit(config, target_config)
     check_weights(read_shapes(folder), facts)
-    card = base.card.model_copy(update={"name": _checked_name(name or base.card.name)})
+    card = card.model_copy(update={"name": _checked_name(name or card.name)})
     copy = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
     former = card.heads.get(facts.method)
-    words = _describe(folder, facts, matter)
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"K must be at least 1, got {num_speculative_tokens}")
     if max_concurrency is not None and max_concurrency < 1:
         raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
-    head = HeadCard(kind="folder", id=str(copy), **words)
-    rows = rows_with(card, facts, num_speculative_tokens, max_concurrency)
+    licence = front_matter.get("license")
+    layers = f"{facts.num_layers} layer{'s' if facts.num_layers > 1 else ''}"
+    head = HeadCard(
+        kind="folder",
+        id=str(copy),
+        licence=str(licence) if licence and licence != "unknown" else None,
+        note=f"{layers}, draft vocabulary {facts.draft_vocab_size:,}.",
+        source=f"`peagle models add`, {date.today().isoformat()}, from {folder.resolve()}",
+    )
+    rows = _speculation_rows(card, facts, num_speculative_tokens, max_concurrency)
     values = {"heads": {**card.heads, facts.method: head}, "speculation": rows}
     card = ModelCard.model_validate(card.model_copy(update=values).model_dump())
     _copy(folder, copy)
@@ -83,7 +93,7 @@ def add_head(
     return AddedHead(card=card, path=path, facts=facts, folder=copy, replaced=former.id if former else None)
 
 
-def front_matter(folder: Path) -> dict[str, Any]:
+def _read_front_matter(folder: Path) -> dict[str, Any]:
     """Return the YAML front matter of a model card, if any."""
     try:
         parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
@@ -93,7 +103,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def rows_with(
+def _speculation_rows(
     card: ModelCard, facts: HeadFacts, num_speculative_tokens: int | None, max_concurrency: int | None
 ) -> list[SpeculationRow]:
     """Return the card's rows with this head instead of the previous one.
@@ -102,38 +112,37 @@ def rows_with(
     for any concurrency.
     """
     rows: list[SpeculationRow] = []
-    for platform in _PLATFORMS:
-        before = [row for row in card.speculation if row.platform == platform]
-        if max_concurrency is None and any(row.method != "none" for row in before):
-            rows += [_inherited(row, facts, num_speculative_tokens) for row in before]
+    platforms: tuple[Platform, ...] = ("cpu", "cuda")
+    for platform in platforms:
+        former_rows = [row for row in card.speculation if row.platform == platform]
+        if max_concurrency is None and any(row.method != "none" for row in former_rows):
+            for row in former_rows:
+                if row.method == "none":
+                    rows.append(row)
+                    continue
+                k = row.num_speculative_tokens if row.method == facts.method else facts.default_k
+                source = row.source if row.source == _UNMEASURED else _INHERITED + row.source.removeprefix(_INHERITED)
+                changes = {"num_speculative_tokens": num_speculative_tokens or k, "source": source}
+                rows.append(row.model_copy(update=changes | {"method": facts.method}))
             continue
-        k = num_speculative_tokens or facts.default_k
-        row = {"platform": platform, "source": _UNMEASURED}
-        drafting = row | {"max_concurrency": max_concurrency, "method": facts.method, "num_speculative_tokens": k}
-        rows.append(SpeculationRow.model_validate(drafting))
+        rows.append(
+            SpeculationRow(
+                platform=platform,
+                max_concurrency=max_concurrency,
+                method=facts.method,
+                num_speculative_tokens=num_speculative_tokens or facts.default_k,
+                source=_UNMEASURED,
+            )
+        )
         if max_concurrency is not None:
-            rows.append(SpeculationRow.model_validate(row | {"method": "none", "num_speculative_tokens": 0}))
+            rows.append(SpeculationRow(platform=platform, method="none", num_speculative_tokens=0, source=_UNMEASURED))
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Base:
-    """A target's card, and its `config.json` or the equivalent facts from the card."""
-
-    card: ModelCard
-    config: Mapping[str, Any]
-
-
-def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str, Any]) -> str:
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    base_model = matter.get("base_model")
-    stated = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
-    if not stated:
-        raise DrafterError(f"{folder} does not name its target model", hint="set --target")
-    return str(stated)
-
-
-def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[str], None]) -> _Base:
+def _find_target(
+    folder: Path, target: str, name: str | None, announce: Callable[[str], None]
+) -> tuple[ModelCard, Mapping[str, Any]]:
+    """Return a target's card, and its `config.json` or the equivalent facts from the card."""
     catalog = load_catalog()
     card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
@@ -155,20 +164,20 @@ def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[
     config = {"hidden_size": facts.hidden_size, "num_hidden_layers": facts.num_layers, "vocab_size": facts.vocab_size}
     if None in config.values():
         config = dict(resolve_model(target, announce=announce).config)
-    return _Base(card=card, config=config)
+    return card, config
 
 
 def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCard:
     """Return a card with the facts from `config.json` of a target outside the catalog."""
     text = config.get("text_config") or config
     is_folder = Path(path).is_absolute()
-    by = "`peagle models add`"
+    source = "`peagle models add`"
     card = {
         "name": _checked_name(name or re.sub(r"[^a-z0-9._-]+", "-", Path(path).name.lower()).strip("-.")),
         "title": Path(path).name,
         "summary": "Your own.",
         "source": {"kind": "folder" if is_folder else "huggingface", "id": path},
-        "licence": {"name": _UNKNOWN, "source": by},
+        "licence": {"name": _UNKNOWN, "source": source},
         "architecture": {
             "family": str(text.get("model_type", _UNKNOWN)),
             "hidden_size": text["hidden_size"],
@@ -179,34 +188,16 @@ def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCa
             "source": f"config.json of {path}",
         },
         "precision": {"options": ["bf16"], "source": _UNMEASURED},
-        "smallest_hardware": {"description": _UNKNOWN, "source": by},
+        "smallest_hardware": {"description": _UNKNOWN, "source": source},
     }
     return ModelCard.model_validate(card)
 
 
 def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name) or name == "add":
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == "add":
         reason = "`peagle models add` is a command" if name == "add" else "use lower case, digits, '.', '_' and '-'"
         raise CatalogError(f"a model cannot be called {name!r}: {reason}", hint="set another --name")
     return name
-
-
-def _describe(folder: Path, facts: HeadFacts, matter: Mapping[str, Any]) -> dict[str, Any]:
-    layers = f"{facts.num_layers} layer{'s' if facts.num_layers > 1 else ''}"
-    licence = matter.get("license")
-    return {
-        "licence": str(licence) if licence and licence != "unknown" else None,
-        "note": f"{layers}, draft vocabulary {facts.draft_vocab_size:,}.",
-        "source": f"`peagle models add`, {date.today().isoformat()}, from {folder.resolve()}",
-    }
-
-
-def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> SpeculationRow:
-    if row.method == "none":
-        return row
-    measured = row.num_speculative_tokens if row.method == facts.method else facts.default_k
-    source = row.source if row.source == _UNMEASURED else _INHERITED + row.source.removeprefix(_INHERITED)
-    return row.model_copy(update={"method": facts.method, "num_speculative_tokens": k or measured, "source": source})
 
 
 def _copy(source: Path, folder: Path) -> None:

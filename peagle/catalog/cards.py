@@ -1,12 +1,10 @@
-"""The catalog's cards: YAML files with facts about models.
+"""The catalog's cards: YAML files with facts about models, each with its source.
 
-Cards ship with peagle; cards in `$PEAGLE_HOME/models` are added or replace shipped cards of the same name. Every
-group of numbers names its source, and unconfirmed values are null. Cards may have published speeds (for `peagle plan`)
-and measured step times (for the break-even acceptance length).
+Cards ship with peagle; cards in `$PEAGLE_HOME/models` are added or replace shipped cards of the same name.
 """
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -90,7 +88,7 @@ class PublishedTable(Strict):
     def gains(self, method: Method, *, over: Method) -> list[float]:
         """Return the ratio of the best speeds of two methods by concurrency; empty if one is missing."""
         pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
-        return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]
+        return [row.output_tokens_per_s[i] / base.output_tokens_per_s[i] for i, (row, base) in enumerate(pairs)]
 
 
 class StepRow(Strict):
@@ -152,21 +150,18 @@ class StepTable(Strict):
     def row(self, method: str, k: int) -> StepRow | None:
         """Return the row of a method and K, interpolated between measured K; None outside their range."""
         measured = {row.num_speculative_tokens: row for row in self.rows if row.method == method}
-        return measured.get(k) or _between(measured, k)
-
-
-def _between(measured: dict[int, StepRow], k: int) -> StepRow | None:
-    for below, above in pairwise(sorted(measured)):
-        if below < k < above:
-            first, second, share = measured[below], measured[above], (k - below) / (above - below)
-            step_ms = [one + share * (two - one) for one, two in zip(first.step_ms, second.step_ms, strict=True)]
-            spread = list(map(max, first.spread, second.spread))
-            return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
-    return None
+        if k in measured:
+            return measured[k]
+        for below, above in pairwise(sorted(measured)):
+            if below < k < above:
+                first, second, share = measured[below], measured[above], (k - below) / (above - below)
+                step_ms = [low + share * (high - low) for low, high in zip(first.step_ms, second.step_ms, strict=True)]
+                spread = list(map(max, first.spread, second.spread))
+                return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
+        return None
 
 
 Platform = Literal["cpu", "cuda"]
-RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class Source(Strict):
@@ -183,8 +178,6 @@ class Licence(Strict):
 
 
 class ArchitectureFacts(Strict):
-    """The numbers of a model's `config.json`; None if not confirmed."""
-
     family: str
     hidden_size: int | None
     num_layers: int | None
@@ -195,11 +188,7 @@ class ArchitectureFacts(Strict):
 
 
 class PrecisionFacts(Strict):
-    """Precisions that run this model.
-
-    Attributes:
-        native_quantization: quantisation of the published checkpoint, such as mxfp4.
-    """
+    """Precisions that run this model, and the quantisation of the published checkpoint, such as mxfp4."""
 
     options: list[Literal["bf16", "fp8", "int8", "float32", "float16"]]
     default: Literal["auto", "bf16", "fp8", "float32", "float16"] = "auto"
@@ -208,8 +197,6 @@ class PrecisionFacts(Strict):
 
 
 class SmallestHardware(Strict):
-    """The smallest hardware for the model, as text with its source."""
-
     description: str
     source: str
 
@@ -257,11 +244,7 @@ class SpeculationRow(Strict):
 
 
 class ModelCard(Strict):
-    """One model of the catalog.
-
-    Attributes:
-        steps: measured step times, for the break-even acceptance length.
-    """
+    """One model of the catalog."""
 
     name: str
     title: str
@@ -281,13 +264,9 @@ class ModelCard(Strict):
         return self.architecture.context_tokens
 
     @model_validator(mode="after")
-    def _name_is_free(self) -> Self:
-        if self.name in RESERVED_NAMES:
+    def _is_consistent(self) -> Self:
+        if self.name == "add":
             raise ValueError(f"the name {self.name!r} is reserved: `peagle models {self.name}` is a command")
-        return self
-
-    @model_validator(mode="after")
-    def _rows_are_ordered_and_have_heads(self) -> Self:
         for platform in ("cpu", "cuda"):
             limits = [row.max_concurrency for row in self.speculation if row.platform == platform]
             numbers = [float("inf") if limit is None else limit for limit in limits]
@@ -301,20 +280,13 @@ class ModelCard(Strict):
         return self
 
     def speculation_for(self, concurrency: int, platform: Platform | None = None) -> SpeculationRow | None:
-        """Return the row for a concurrency, if any.
-
-        Args:
-            platform: the hardware; None uses the platform of the first row.
-        """
+        """Return the row for a concurrency, if any; by default on the platform of the first row."""
         if platform is None and self.speculation:
             platform = self.speculation[0].platform
         for row in self.speculation:
             if row.platform == platform and (row.max_concurrency is None or concurrency <= row.max_concurrency):
                 return row
         return None
-
-
-_SHIPPED = Path(__file__).parent / "models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +318,9 @@ class Catalog:
 
 
 def load_catalog() -> Catalog:
-    paths = sorted(_SHIPPED.glob("*.yaml")) + sorted((peagle_home() / "models").glob("*.yaml"))
-    return Catalog({card.name: card for card in map(load_card, paths)})
+    folders = (Path(__file__).parent / "models", peagle_home() / "models")
+    cards = [load_card(path) for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return Catalog({card.name: card for card in cards})
 
 
 def load_card(path: Path) -> ModelCard:
@@ -359,7 +332,14 @@ def load_card(path: Path) -> ModelCard:
     try:
         card = ModelCard.model_validate(values)
     except ValidationError as error:
-        raise CatalogError(f"{path}: {describe_error(error)}", hint=nearest_key(error, ModelCard)) from error
+        errors = error.errors()
+        first = errors[0]
+        key = ".".join(map(str, first["loc"])) or "the whole file"
+        reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        unknown = next((fault["loc"] for fault in errors if fault["type"] == "extra_forbidden"), None)
+        hint = did_you_mean(str(unknown[-1]), _valid_keys(unknown[:-1])) if unknown else ""
+        raise CatalogError(f"{path}: {key}: {reason}{more}", hint=hint) from error
     if card.name != path.stem:
         raise CatalogError(
             f"{path}: the file name differs from name: {card.name}",
@@ -368,27 +348,9 @@ def load_card(path: Path) -> ModelCard:
     return card
 
 
-def describe_error(error: ValidationError) -> str:
-    """Describe the first error of a validation, and count the others."""
-    faults = error.errors()
-    first = faults[0]
-    key = ".".join(map(str, first["loc"])) or "the whole file"
-    reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{key}: {reason}{more}"
-
-
-def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return a hint with valid keys similar to the first unknown key; empty if no key is unknown."""
-    for fault in error.errors():
-        if fault["type"] == "extra_forbidden":
-            *parents, key = fault["loc"]
-            return did_you_mean(str(key), _valid_keys(model, parents))
-    return ""
-
-
-def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
-    kind: Any = model
+def _valid_keys(parents: Iterable[Any]) -> list[str]:
+    """Return the keys of a card below a list of parent keys."""
+    kind: Any = ModelCard
     for parent in parents:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             kind = kind.model_fields[str(parent)].annotation if parent in kind.model_fields else None

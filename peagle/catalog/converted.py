@@ -1,8 +1,4 @@
-"""Converted models under `$PEAGLE_HOME`.
-
-A folder is created by an atomic rename and has a manifest of checksums, to detect damage. The conversion runs in a
-separate process, to keep torch's memory and threads out of the caller.
-"""
+"""Converted models under `$PEAGLE_HOME`, created by an atomic rename, with a manifest of checksums to detect damage."""
 
 import contextlib
 import fcntl
@@ -47,18 +43,19 @@ def ensure_converted(
 def is_intact(folder: Path) -> bool:
     """Return whether every file exists with its checksum.
 
-    Hashing 269 MB takes 0.6 s, so sizes and modification times of verified files are stored in `.verified.json`, and
-    only files changed since are hashed again.
+    Hashing 269 MB takes 0.6 s, so sizes and modification times of verified files are stored in `.verified.json`.
     """
     try:
         files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
-        stamps = {name: _stamp(folder / name) for name in files}
+        statuses = {name: (folder / name).stat() for name in files}
     except (OSError, ValueError, KeyError):
         return False
+    stamps = {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
     if any(stamps[name][0] != entry["size_bytes"] for name, entry in files.items()):
         return False
-    if _read_stamps(folder) == stamps:
-        return True
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((folder / _VERIFIED).read_text()) == stamps:
+            return True
     if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
         return False
     with contextlib.suppress(OSError):
@@ -67,20 +64,13 @@ def is_intact(folder: Path) -> bool:
 
 
 def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int) -> None:
-    """Run `python -m MODULE ARGUMENTS` offline."""
+    """Run `python -m MODULE ARGUMENTS` offline, to keep torch's memory and threads out of this process."""
     package_root = str(Path(peagle.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | {"PYTHONPATH": search_path, "HF_HUB_OFFLINE": "1"}
     try:
-        subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=limit_s,
-        )
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=limit_s)
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise PeagleError(
@@ -94,10 +84,8 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be created: {error.strerror}",
-            hint="set PEAGLE_HOME to a folder that you can write to",
-        ) from error
+        hint = "set PEAGLE_HOME to a folder that you can write to"
+        raise ConfigError(f"{folder} cannot be created: {error.strerror}", hint=hint) from error
 
 
 def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
@@ -117,18 +105,6 @@ def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
         staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _read_stamps(folder: Path) -> Any:
-    try:
-        return json.loads((folder / _VERIFIED).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """Resolve the drafter of a model and check that it fits.
 
-"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter. "peagle" and
-"eagle3" are the card's heads. Other names are a local folder, an `s3://` folder, a hub id, or the name of a catalog
-head in reports.
+"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter.
 """
 
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from typing import Any
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, load_catalog
 from peagle.catalog.fetched import fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
-from peagle.catalog.head_files import HeadFacts, check_fit
+from peagle.catalog.head_files import check_fit
 from peagle.catalog.shipped_heads import HEADS, HEADS_FOLDER, whole_head
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, hub_commit, hub_config, is_hub_id
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
@@ -45,15 +43,16 @@ def resolve_drafter(
     platform: Platform | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
 ) -> ResolvedDrafter:
-    """Resolve a drafter's name and check that it fits the model."""
+    """Resolve a drafter's name: none, auto, a method, or any name that `find_head` accepts."""
     if name == "none":
         return _no_drafter("no drafter requested")
     if name == "auto":
         return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
     measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
-    method = _method_named(name)
-    path = find_head(name, model) if method is None else _path_on_card(model, method)
+    method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # "P-EAGLE"
+    is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
+    path = _path_on_card(model, method) if is_method else find_head(name, model)
     return _build(model, path, num_speculative_tokens, measured_k, commits, note="as requested")
 
 
@@ -72,12 +71,9 @@ def find_head(name: str, model: ResolvedModel | None = None) -> str:
 
 
 def find_on_cards(name: str, model: ResolvedModel | None = None) -> tuple[str, str] | None:
-    """Return the method of a catalog head and its folder or hub id.
-
-    Returns None if no card has a head of this name.
-    """
-    own_cards = [model.card] if model is not None and model.card else []
-    for card in (*own_cards, *load_catalog()):
+    """Return the method of a catalog head and its folder or hub id, or None."""
+    cards = [model.card] if model is not None and model.card else []
+    for card in (*cards, *load_catalog()):
         for method, head in card.heads.items():
             if head.id and name in (head.id, Path(head.id).name):
                 return method, _head_path(head)
@@ -118,10 +114,15 @@ def _build(
     if k is None:
         k = measured_k.get(head.method) or head.default_k
     path_or_id = located.model if located.folder is None else str(whole_head(located.folder))
+    heads = model.card.heads.values() if model.card else ()
+    card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
+    trained_k = card.max_speculative_tokens if card else None
+    if trained_k is not None and k > trained_k and head.method != "eagle3":
+        note += f"; K={k} exceeds the {trained_k} that the head was trained for, so the last tokens are likely rejected"
     return ResolvedDrafter(
         spec=DrafterSpec(method=head.method, model=path_or_id, num_speculative_tokens=k, revision=located.revision),
         name=located.name,
-        note=note + _depth_warning(model, path, head, k),
+        note=note,
         fingerprint=located.fingerprint,
     )
 
@@ -165,34 +166,17 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
     return _LocatedHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
 
 
-def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:
-    heads = model.card.heads.values() if model.card else ()
-    card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
-    trained = card.max_speculative_tokens if card else None
-    if trained is None or k <= trained or head.method == "eagle3":
-        return ""
-    return f"; K={k} exceeds the {trained} that the head was trained for, so the last tokens are likely rejected"
-
-
-def _method_named(name: str) -> str | None:
-    """Return the method for a name such as "peagle" or "P-EAGLE", or None."""
-    if name in DRAFT_METHODS:
-        return name
-    spelled = name.lower().replace("-", "")
-    return spelled if spelled in DRAFT_METHODS and not user_path(name).exists() else None
-
-
 def _path_on_card(model: ResolvedModel, method: str) -> str:
-    card = _heads(model.card).get(method) if model.card else None
-    if card is None or not card.published:
-        reason = f": {card.note}" if card else ""
-        others = [one.name for one in load_catalog() if (head := _heads(one).get(method)) and head.published]
+    own_head = _heads(model.card).get(method) if model.card else None
+    if own_head is None or not own_head.published:
+        reason = f": {own_head.note}" if own_head else ""
+        others = [card.name for card in load_catalog() if (head := _heads(card).get(method)) and head.published]
         raise DrafterError(
             f"the catalog has no {method} head for {model.name}{reason}",
             hint=f"the catalog has one for {', '.join(others)}; for other models, use the head's folder or hub id,"
             " or no drafter",
         )
-    return _head_path(card)
+    return _head_path(own_head)
 
 
 def _heads(card: ModelCard) -> dict[str, HeadCard]:

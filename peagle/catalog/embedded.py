@@ -1,11 +1,4 @@
-"""Targets inside a Python package, converted once into a loadable folder.
-
-The package has quantised GGUF weights; engines and trainings need bf16 safetensors. `gguf.py` converts them in 20 to
-30 s.
-
-    $PEAGLE_HOME/targets/<name>-<fingerprint>/    config.json  model.safetensors  tokenizer...
-    peagle-manifest.json
-"""
+"""Targets inside a Python package, converted once from GGUF to bf16 in `$PEAGLE_HOME/targets/<name>-<fingerprint>/`."""
 
 import base64
 import hashlib
@@ -22,7 +15,6 @@ from peagle.errors import CatalogError, did_you_mean
 from peagle.files import sha256
 
 CONVERTER_VERSION = 2  # increment when the output of `gguf.py` changes
-_CONVERSION_TIMEOUT_S = 600
 _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
 
@@ -58,23 +50,26 @@ def embedded_of_upstream(model_id: str) -> str | None:
 
 
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
-    """Return the folder of a converted target; convert it first if it is missing or damaged.
-
-    Safe for concurrent processes: one converts, the others wait.
-    """
+    """Return the folder of a converted target; convert it first if necessary (see `ensure_converted`)."""
     target = _find(name)
     folder = embedded_folder(name)
 
     def begin() -> None:
-        missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
-        if missing:
-            raise CatalogError(
-                f"converting {name} requires {', '.join(missing)}",
-                hint="pip install 'peagle[embedded]'",
-            )
+        if missing := [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]:
+            hint = "pip install 'peagle[embedded]'"
+            raise CatalogError(f"converting {name} requires {', '.join(missing)}", hint=hint)
         announce(f"converting {name} to {folder} (once, about half a minute)")
 
-    return ensure_converted(folder, name, lambda out: _fill(out, target, gguf_path(name)), before=begin)
+    def fill(out: Path) -> dict[str, Any]:
+        _run_converter(gguf_path(name), out, target.upstream_id)
+        return {
+            "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",
+            "gguf_sha256": _recorded_sha256(target),
+            "converter_version": CONVERTER_VERSION,
+            "versions": {package: metadata.version(package) for package in _CONVERTER_PACKAGES},
+        }
+
+    return ensure_converted(folder, name, fill, before=begin)
 
 
 def is_embedded_ready(name: str) -> bool:
@@ -122,16 +117,6 @@ def _recorded_sha256(target: EmbeddedTarget) -> str:
     )
 
 
-def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:
-    _run_converter(gguf, folder, target.upstream_id)
-    return {
-        "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",
-        "gguf_sha256": _recorded_sha256(target),
-        "converter_version": CONVERTER_VERSION,
-        "versions": {package: metadata.version(package) for package in _CONVERTER_PACKAGES},
-    }
-
-
 def _run_converter(gguf: Path, out: Path, upstream_id: str) -> None:
     arguments = [str(gguf), str(out), upstream_id]
-    run_converter("peagle.catalog.gguf", arguments, what=gguf.name, limit_s=_CONVERSION_TIMEOUT_S)
+    run_converter("peagle.catalog.gguf", arguments, what=gguf.name, limit_s=600)

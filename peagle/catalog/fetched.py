@@ -1,9 +1,6 @@
-"""Models in an object store, fetched once per node.
+"""Models in an object store, fetched once per node: s3://bucket/models/mine -> $PEAGLE_HOME/fetched/mine-<revision>/.
 
-    s3://bucket/models/mine -> $PEAGLE_HOME/fetched/mine-<revision>/    config.json  *.safetensors  tokenizer...
-
-The revision is a hash of the listing: names, sizes and ETags. A node that has the folder does not access the store. A
-driver fetches everything except the weights, which only nodes with engines need.
+The revision is a hash of the listing: names, sizes and ETags. A driver does not fetch the weights.
 """
 
 import hashlib
@@ -28,10 +25,9 @@ if TYPE_CHECKING:
     from peagle.storage.s3_folder import FolderFile
 
 _LISTING = ".peagle-listing.json"  # names and sizes of all files; hidden to exclude it from fingerprints
-_LOOKS_AT_ONCE = 16
-_FILES_AT_ONCE = 8
-_TELL_S = 10.0
-_ROOM = "free some space, or set PEAGLE_HOME to a folder on a larger disk"
+_SPACE_HINT = "free some space, or set PEAGLE_HOME to a folder on a larger disk"
+
+_UPLOAD_HINT = "finish the upload, then repeat the command"
 
 Announce = Callable[[str], None]
 
@@ -56,7 +52,7 @@ class StoredModel:
         """Return the fingerprint of a copy (`folder_fingerprint`), reading both ends of each file in the store."""
         from peagle.storage.s3_folder import read_ranges
 
-        with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(16) as pool:
             ends = list(pool.map(lambda file: read_ranges(self.at, file, end_ranges(file.num_bytes)), self.files))
         return fingerprint_of((file.name, file.num_bytes, end) for file, end in zip(self.files, ends, strict=True))
 
@@ -74,14 +70,21 @@ def find_stored(url: str) -> StoredModel:
 
     at = S3Path.parse(url)
     files, folders = list_files(at)
-    _require_whole(at, {file.name for file in files}, folders)
+    _require_complete(at, {file.name for file in files}, folders)
     return StoredModel(at=at, files=tuple(files))
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """Return this node's folder of a model, fetching what is missing."""
-    if revision is not None and _is_there(folder := _folder(S3Path.parse(url), revision), weights=weights):
-        return folder
+    """Return this node's folder of a model, after fetching missing files."""
+    if revision is not None:
+        folder = _folder(S3Path.parse(url), revision)
+        try:
+            sizes: dict[str, int] = json.loads((folder / _LISTING).read_text())
+            needed = [name for name in sizes if weights or not is_weights(name)]
+            if all((folder / name).stat().st_size == sizes[name] for name in needed):
+                return folder
+        except (OSError, ValueError):
+            pass  # something is missing
     model = find_stored(url)
     if revision not in (None, model.revision):
         raise CatalogError(
@@ -101,7 +104,7 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     small = [file for file in model.files if not is_weights(file.name)]
     # Two locks, so that a process that needs only the tokenizer does not wait for weights.
     with locked(folder.with_name(f".{folder.name}.files.lock")):
-        with writing(folder, hint=_ROOM):
+        with writing(folder, hint=_SPACE_HINT):
             write_json(folder / _LISTING, {file.name: file.num_bytes for file in model.files})
         _fetch(model.at, small, folder)
     if not weights:
@@ -120,39 +123,23 @@ def _folder(at: S3Path, revision: str) -> Path:
     return peagle_home() / "fetched" / f"{at.name}-{revision}"
 
 
-def _is_there(folder: Path, *, weights: bool) -> bool:
-    try:
-        sizes: dict[str, int] = json.loads((folder / _LISTING).read_text())
-        needed = [name for name in sizes if weights or not is_weights(name)]
-        return all((folder / name).stat().st_size == sizes[name] for name in needed)
-    except (OSError, ValueError):
-        return False
-
-
-def _require_whole(at: S3Path, names: set[str], folders: list[str]) -> None:
+def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
     if not names:
         inside = f"; it has only the folders {', '.join(folders[:3])}" if folders else ""
         raise CatalogError(f"{at}: has no files{inside}", hint="use the folder that contains config.json")
     if "config.json" not in names:
         raise CatalogError(f"{at}: has no config.json", hint="use the folder that contains it")
     if not any(map(is_weights, names)):
-        raise CatalogError(f"{at}: has no weights (*{', *'.join(WEIGHT_SUFFIXES)})", hint=_UPLOAD)
+        raise CatalogError(f"{at}: has no weights (*{', *'.join(WEIGHT_SUFFIXES)})", hint=_UPLOAD_HINT)
     indices = [name for name in names if name.endswith(".index.json")]
     for index in [name for name in indices if name.endswith(".safetensors.index.json")] or indices:
-        missing = sorted(_indexed(at, index) - names)
+        try:
+            missing = sorted(set(json.loads((at / index).read_bytes())["weight_map"].values()) - names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CatalogError(f"{at / index}: not an index of weights: {error!r}", hint=_UPLOAD_HINT) from error
         if missing:
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {some}", hint=_UPLOAD)
-
-
-_UPLOAD = "finish the upload, then repeat the command"
-
-
-def _indexed(at: S3Path, index: str) -> set[str]:
-    try:
-        return set(json.loads((at / index).read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CatalogError(f"{at / index}: not an index of weights: {error!r}", hint=_UPLOAD) from error
+            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {some}", hint=_UPLOAD_HINT)
 
 
 def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announce = lambda message: None) -> None:
@@ -162,26 +149,32 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
     missing = [file for file in files if _size(folder / file.name) != file.num_bytes]
     if not missing:
         return
-    progress = _Progress(at, sum(file.num_bytes for file in missing))
-    left = progress.total - sum(_size(copy_path(file, folder)) or 0 for file in missing)
+    total = sum(file.num_bytes for file in missing)
+    left = total - sum(_size(copy_path(file, folder)) or 0 for file in missing)
     if (free := shutil.disk_usage(folder).free) < left:
-        raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, but only {_gb(free)} are free", hint=_ROOM)
-    announce(
-        f"fetching {at} into {folder}: {_gb(progress.total)}, of which {_gb(progress.total - left)} are already here"
-    )
+        raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, but only {_gb(free)} are free", hint=_SPACE_HINT)
+    announce(f"fetching {at} into {folder}: {_gb(total)}, of which {_gb(total - left)} are already here")
+    started_at, fetched_bytes, lock = time.monotonic(), 0, threading.Lock()
+
+    def count(num_bytes: int) -> None:
+        nonlocal fetched_bytes
+        with lock:
+            fetched_bytes += num_bytes
+
     cancelled = threading.Event()
-    pool = ThreadPoolExecutor(_FILES_AT_ONCE)
+    pool = ThreadPoolExecutor(8)
     try:
         todo = {
-            pool.submit(fetch_file, at, file, folder, count=progress.add, is_given_up=cancelled.is_set)
+            pool.submit(fetch_file, at, file, folder, count=count, is_given_up=cancelled.is_set)
             for file in sorted(missing, key=lambda file: -file.num_bytes)
         }
-        with writing(folder, hint=_ROOM):
+        with writing(folder, hint=_SPACE_HINT):
             while todo:
-                done, todo = wait(todo, timeout=_TELL_S, return_when=FIRST_EXCEPTION)
-                for one in done:
-                    one.result()
-                announce(progress.line())
+                done, todo = wait(todo, timeout=10.0, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                seconds = time.monotonic() - started_at
+                announce(f"fetching {at}: {_gb(fetched_bytes)} of {_gb(total)} after {seconds:.0f} s")
     finally:
         cancelled.set()
         pool.shutdown(cancel_futures=True)
@@ -189,20 +182,6 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
-
-
-class _Progress:
-    def __init__(self, at: S3Path, total: int) -> None:
-        self.total = total
-        self._at, self._num_bytes, self._began_at, self._lock = at, 0, time.monotonic(), threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes += num_bytes
-
-    def line(self) -> str:
-        seconds = time.monotonic() - self._began_at
-        return f"fetching {self._at}: {_gb(self._num_bytes)} of {_gb(self.total)} after {seconds:.0f} s"
 
 
 def _gb(num_bytes: int) -> str:

@@ -33,11 +33,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def fingerprint_of(files: Iterable[tuple[str, int, bytes]]) -> str:
-    """Return the fingerprint of a folder from the facts about its files.
-
-    Args:
-        files: name, size in bytes, and the bytes of both `end_ranges`; sorted by name.
-    """
+    """Return a folder's fingerprint from names, sizes and the bytes of `end_ranges` of its files, sorted by name."""
     digest = hashlib.sha256()
     for name, size, ends in files:
         digest.update(f"{name}:{size}\n".encode())

@@ -1,8 +1,7 @@
-"""Convert a GGUF file to bf16 safetensors: `python -m peagle.catalog.gguf`.
+"""Convert a GGUF file to bf16 safetensors: `python -m peagle.catalog.gguf FILE FOLDER UPSTREAM_ID`.
 
-The arguments are FILE FOLDER UPSTREAM_ID. The module runs as a separate process, to keep torch and transformers out of
-the caller. The upstream model's values replace imprecise values of the GGUF: the name, epsilon (rounded to float32),
-and the maximum length of the tokenizer.
+The upstream model's values replace imprecise values of the GGUF: the name, epsilon (rounded to float32), and the
+maximum length of the tokenizer.
 """
 
 import json

@@ -2,10 +2,7 @@
 
 Supports both layouts of published heads: `speculators` (`transformer_layer_config`) and plain Hugging Face
 (`ptd_token_id`, `eagle_config`). vLLM 0.29 reads these keys (`v1/spec_decode/llm_base_proposer.py`,
-`transformers_utils/configs/speculators/algos.py`).
-
-Names and shapes come from the header of safetensors files. vLLM 0.29 requires these names
-(`model_executor/models/llama_eagle3.py`); without them its engines fail late or draft noise.
+`transformers_utils/configs/speculators/algos.py`) and these names of weights (`model_executor/models/llama_eagle3.py`).
 """
 
 import json
@@ -20,9 +17,8 @@ from peagle.engine.spec import DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-_UNMAPPED_BY_VLLM = ("fc_norm", "norm_output")
 # Defaults: the quick start of the P-EAGLE launch, and EAGLE-3's best (vLLM blog, 2026-03-13).
-_USUAL_K = {"peagle": 5, "eagle3": 3}
+_DEFAULT_K = {"peagle": 5, "eagle3": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +45,7 @@ class HeadFacts:
 
     @property
     def default_k(self) -> int:
-        return self.num_speculative_tokens or _USUAL_K[self.method]
+        return self.num_speculative_tokens or _DEFAULT_K[self.method]
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
@@ -62,6 +58,8 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
     aux = config.get("eagle_aux_hidden_state_layer_ids")
     aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
     mask_token_id = next((config[key] for key in _MASK_TOKEN_KEYS if config.get(key) is not None), None)
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    k = proposals[0].get("speculative_tokens")
     return HeadFacts(
         method=method,
         target_hidden_size=hidden_size,
@@ -70,8 +68,8 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         num_layers=layer.get("num_hidden_layers") or 1,
         aux_layer_ids=tuple(aux),
         mask_token_id=mask_token_id,
-        num_speculative_tokens=_saved_k(config),
-        unmapped=tuple(key for key in _UNMAPPED_BY_VLLM if config.get(key)),
+        num_speculative_tokens=int(k) if k else None,
+        unmapped=tuple(key for key in ("fc_norm", "norm_output") if config.get(key)),
     )
 
 
@@ -80,8 +78,12 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
     head = read_head(drafter)
     text = target.get("text_config") or target
     num_layers = text["num_hidden_layers"]
-    _require_equal("hidden size", head.target_hidden_size, text["hidden_size"])
-    _require_equal("vocabulary", head.vocab_size, text["vocab_size"])
+    for name, size, target_size in (
+        ("hidden size", head.target_hidden_size, text["hidden_size"]),
+        ("vocabulary", head.vocab_size, text["vocab_size"]),
+    ):
+        if size != target_size:
+            raise _misfit(f"its {name} is {size:,}, but the target's is {target_size:,}")
     # Layer i refers to its input; i = num_layers refers to the output of the last layer.
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
         raise _misfit(f"it reads layers {outside}, but the target has {num_layers} layers")
@@ -106,14 +108,12 @@ def _check_parallel(head: HeadFacts) -> None:
 
 
 def _method(config: Mapping[str, Any]) -> DraftMethod:
-    stated = config.get("speculators_model_type")
-    if stated in DRAFT_METHODS:
-        return "peagle" if stated == "peagle" else "eagle3"
-    if stated is not None:
-        raise DrafterError(
-            f"drafters of type {stated!r} are not supported",
-            hint=f"supported: {', '.join(DRAFT_METHODS)}",
-        )
+    kind = config.get("speculators_model_type")
+    if kind in DRAFT_METHODS:
+        return "peagle" if kind == "peagle" else "eagle3"
+    if kind is not None:
+        hint = f"supported: {', '.join(DRAFT_METHODS)}"
+        raise DrafterError(f"drafters of type {kind!r} are not supported", hint=hint)
     if any(config.get(key) is not None for key in _MASK_TOKEN_KEYS):
         return "peagle"
     if "eagle3" in str(config.get("architectures")).lower() or "eagle_config" in config:
@@ -124,17 +124,6 @@ def _method(config: Mapping[str, Any]) -> DraftMethod:
     )
 
 
-def _saved_k(config: Mapping[str, Any]) -> int | None:
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    k = methods[0].get("speculative_tokens")
-    return int(k) if k else None
-
-
-def _require_equal(what: str, drafter: int, target: int) -> None:
-    if drafter != target:
-        raise _misfit(f"its {what} is {drafter:,}, but the target's is {target:,}")
-
-
 def _misfit(reason: str) -> DrafterError:
     return DrafterError(
         f"the drafter does not fit the target: {reason}",
@@ -143,29 +132,31 @@ def _misfit(reason: str) -> DrafterError:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-_Table = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
-
-_LENGTH_BYTES = 8
-_LARGEST_TABLE_BYTES = 100_000_000  # the limit of the format
 _LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
 def read_shapes(folder: Path) -> Shapes:
     """Return the shape of each tensor in a folder's `*.safetensors`, by name."""
-    return {name: shape for name, (_, shape) in _read_tables(folder).items()}
+    return {name: shape for name, (_, shape) in _read_headers(folder).items()}
 
 
 def read_dtypes(folder: Path) -> Mapping[str, str]:
     """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name."""
-    return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
+    return {name: dtype for name, (dtype, _) in _read_headers(folder).items()}
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
     layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
     if layers != set(range(head.num_layers)):
         raise _mismatch(f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}")
-    if head.method == "peagle":
-        _check_mask_state(shapes)
+    if head.method == "peagle" and "mask_hidden" not in shapes:
+        raise DrafterError(
+            "the weights have no mask_hidden, which parallel drafting requires",
+            hint="if it was trained as EAGLE-3, its config must not name a mask token",
+        )
+    width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
+    if head.method == "peagle" and math.prod(shapes["mask_hidden"]) != width:
+        raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
     has_lm_head = "lm_head.weight" in shapes
     if has_lm_head and shapes["lm_head.weight"][0] != head.draft_vocab_size:
         rows = shapes["lm_head.weight"][0]
@@ -174,36 +165,25 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
         raise _mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} requires lm_head.weight and d2t")
 
 
-def _check_mask_state(shapes: Shapes) -> None:
-    if "mask_hidden" not in shapes:
-        raise DrafterError(
-            "the weights have no mask_hidden, which parallel drafting requires",
-            hint="if it was trained as EAGLE-3, its config must not name a mask token",
-        )
-    width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
-    if math.prod(shapes["mask_hidden"]) != width:
-        raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
-
-
-def _read_tables(folder: Path) -> _Table:
+def _read_headers(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape by name."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise DrafterError(f"{folder} has no *.safetensors files", hint="save the head's weights as safetensors first")
-    return {name: entry for file in files for name, entry in _read_table(file).items()}
-
-
-def _read_table(path: Path) -> _Table:
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 2 <= length <= _LARGEST_TABLE_BYTES:
-                raise ValueError("no table of tensors")
-            table = json.loads(file.read(length))
-            return {
-                name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items() if name != "__metadata__"
-            }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DrafterError(f"{path} is not a readable safetensors file: {error}", hint="copy the head again") from error
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= 100_000_000:  # the limit of the format
+                    raise ValueError("no table of tensors")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            tensors |= {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            hint = "copy the head again"
+            raise DrafterError(f"{path} is not a readable safetensors file: {error}", hint=hint) from error
+    return tensors
 
 
 def _mismatch(reason: str) -> DrafterError:

@@ -1,14 +1,7 @@
-"""Targets in INT8, converted once into a folder that vLLM loads.
+"""Targets in INT8, converted once per node to `$PEAGLE_HOME/targets/<name>-int8-<fingerprint>/`, which vLLM loads.
 
-    $PEAGLE_HOME/targets/<name>-int8-<fingerprint>/    config.json  *.safetensors  tokenizer...
-    peagle-manifest.json
-
-Each node converts its own copy from weights of 16 or 32 bits, in a separate process (`python -m peagle.catalog.int8
-SOURCE FOLDER`) and file by file, so that models can be larger than memory.
-
-A matrix [N, K] of a linear layer becomes int8 with one float32 scale per output, symmetric, so that the largest element
-of a row becomes 127. The engine quantises activations per token. Embeddings, lm_head, norms, routers, and image and
-audio towers are not converted. The format is compressed-tensors, "int-quantized".
+`python -m peagle.catalog.int8 SOURCE FOLDER` converts file by file, so that models can be larger than memory. The
+format is compressed-tensors, "int-quantized"; the engine quantises activations per token.
 """
 
 import dataclasses
@@ -35,10 +28,7 @@ if TYPE_CHECKING:
 # either all of them or none are converted.
 _LINEAR = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?((q|k|v|o|qkv|gate|up|down|gate_up)_proj|w[123])\.weight")
 _TOWER = re.compile(r"vision|visual|image|audio|speech")
-_LM_HEAD = r"re:(.*\.)?lm_head$"
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_INDEX = "model.safetensors.index.json"
-_MAX = 127
 
 
 def is_quantisable(name: str, num_dimensions: int) -> bool:
@@ -52,7 +42,7 @@ def is_quantisable(name: str, num_dimensions: int) -> bool:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder: those in its index, or all."""
-    index = folder / _INDEX
+    index = folder / "model.safetensors.index.json"
     if index.exists():
         names = set(json.loads(index.read_text())["weight_map"].values())
         return [folder / name for name in sorted(names)]
@@ -67,25 +57,26 @@ def convert(source: Path, folder: Path) -> None:
         is_weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(".index.json")
         if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST and not is_weights:
             shutil.copyfile(file, folder / file.name)
-    kept: list[str] = []
+    unconverted: list[str] = []
     for file in weight_files(source):
-        written: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - a handle is no mapping
                 tensor = opened.get_tensor(name)
                 if is_quantisable(name, tensor.dim()):
-                    written[name], written[f"{name}_scale"] = quantize(name, tensor)
+                    tensors[name], tensors[f"{name}_scale"] = quantize(name, tensor)
                     continue
-                written[name] = tensor
-                kept += [name.removesuffix(".weight")] * (name.endswith(".weight") and tensor.dim() == 2)
-        save_file(written, folder / file.name, metadata={"format": "pt"})
+                tensors[name] = tensor
+                if name.endswith(".weight") and tensor.dim() == 2:
+                    unconverted.append(name.removesuffix(".weight"))
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization_config(kept)
+    config["quantization_config"] = quantization_config(unconverted)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return the matrix in int8, and its scales [N, 1] in float32.
+    """Return the matrix [N, K] in int8, and its scales [N, 1] in float32: the largest element of a row becomes 127.
 
     A row [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
     """
@@ -97,11 +88,11 @@ def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch
     if not torch.isfinite(exact_NK).all():
         raise ValueError(f"{name} has values that are not finite")
     largest_N1 = exact_NK.abs().amax(dim=1, keepdim=True)
-    scale_N1 = torch.where(largest_N1 > 0, largest_N1 / _MAX, 1.0)
-    return (exact_NK / scale_N1).round().clamp(-_MAX, _MAX).to(torch.int8), scale_N1
+    scale_N1 = torch.where(largest_N1 > 0, largest_N1 / 127, 1.0)
+    return (exact_NK / scale_N1).round().clamp(-127, 127).to(torch.int8), scale_N1
 
 
-def quantization_config(kept: Iterable[str]) -> Mapping[str, Any]:
+def quantization_config(unconverted: Iterable[str]) -> Mapping[str, Any]:
     """Return the `quantization_config` of `config.json`, in the format of compressed-tensors."""
     numbers = {"num_bits": 8, "type": "int", "symmetric": True}
     return {
@@ -115,17 +106,11 @@ def quantization_config(kept: Iterable[str]) -> Mapping[str, Any]:
                 "input_activations": numbers | {"strategy": "token", "dynamic": True},
             }
         },
-        "ignore": [*sorted(kept), _LM_HEAD],
+        "ignore": [*sorted(unconverted), r"re:(.*\.)?lm_head$"],
     }
 
 
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
-
-
 CONVERTER_VERSION = 1  # increment when the output of `int8.py` changes
-_LIMIT_S = 600
-_BYTES_PER_S = 20e6  # of a slow disk
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HINT = "use --precision auto, or bf16"
 
@@ -153,10 +138,7 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
 def ensure_int8(
     model: str, revision: str | None = None, *, announce: Callable[[str], None] = lambda message: None
 ) -> Path:
-    """Return the folder of a target in INT8; convert it first if it is missing or damaged.
-
-    Safe for concurrent processes: one converts, the others wait.
-    """
+    """Return the folder of a target in INT8; convert it first if it is missing or damaged (see `ensure_converted`)."""
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     fingerprint = folder_fingerprint(source)
     key = f"{fingerprint}:{CONVERTER_VERSION}"
@@ -164,14 +146,11 @@ def ensure_int8(
     folder = peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
     def fill(out: Path) -> dict[str, Any]:
-        limit_s = _LIMIT_S + int(sum(file.stat().st_size for file in weight_files(source)) / _BYTES_PER_S)
+        num_bytes = sum(file.stat().st_size for file in weight_files(source))
+        limit_s = 600 + int(num_bytes / 20e6)  # a slow disk writes 20 MB/s
         arguments = [str(source), str(out)]
         run_converter("peagle.catalog.int8", arguments, what=f"{model} to int8", limit_s=limit_s)
-        return {
-            "source": model,
-            "source_fingerprint": fingerprint,
-            "converter_version": CONVERTER_VERSION,
-        }
+        return {"source": model, "source_fingerprint": fingerprint, "converter_version": CONVERTER_VERSION}
 
     return ensure_converted(folder, name, fill, before=lambda: announce(f"converting {model} to {folder} (once)"))
 
@@ -209,3 +188,7 @@ def _downloaded(model_id: str, revision: str | None) -> Path:
             f"the weights of {model_id} cannot be downloaded to convert them to int8: {error}",
             hint="check the network, or use a local folder",
         ) from error
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

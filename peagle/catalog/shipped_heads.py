@@ -1,10 +1,7 @@
-"""Heads inside this package, completed on first use.
+"""Heads inside this package, completed on first use in `$PEAGLE_HOME/heads/<id>-<fingerprint>/`.
 
 vLLM requires a head with a draft vocabulary to contain its rows of lm_head. Untrained rows are equal to the target's,
-so the package omits them (9 MB for a head of the embedded default) and restores them on first use. FP8 matrices of
-such a head are converted to bf16:
-
-    $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
+so the package omits them (9 MB for a head of the embedded default). FP8 matrices are converted to bf16.
 """
 
 import hashlib
@@ -27,14 +24,10 @@ HEADS_FOLDER = Path(__file__).parent / HEADS
 
 _WEIGHTS = "model.safetensors"
 _LM_HEAD = "lm_head.weight"
-_TIED_LM_HEAD = "model.embed_tokens.weight"
 
 
 def find_shipped_head(name: str) -> Path | None:
-    """Return the complete folder of a shipped head by its id or folder name, or None.
-
-    The folder may be on another machine.
-    """
+    """Return the complete folder of a shipped head by its id or by its folder name on any machine, or None."""
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
             return whole_head(folder)
@@ -131,6 +124,6 @@ def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
     from safetensors import safe_open
 
     with safe_open(target / _WEIGHTS, framework="pt") as weights:
-        name = _LM_HEAD if _LM_HEAD in weights.keys() else _TIED_LM_HEAD  # noqa: SIM118 (not a mapping)
+        name = _LM_HEAD if _LM_HEAD in weights.keys() else "model.embed_tokens.weight"  # noqa: SIM118 (not a mapping)
         rows: torch.Tensor = weights.get_tensor(name)[d2t + torch.arange(len(d2t))]
         return rows

@@ -1,7 +1,6 @@
 """Resolve a model's name: catalog name, folder, `s3://` folder or hub id.
 
-Only `config.json` is downloaded from the hub, unless it is in the Hugging Face cache; vLLM downloads the weights.
-Without a network, resolving fails within seconds instead of the client's half a minute.
+Only `config.json` is downloaded from the hub; vLLM downloads the weights.
 """
 
 import json
@@ -26,9 +25,6 @@ from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
-
-_CONNECT_TIMEOUT_S = 5
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def hub_commit(model_id: str, revision: str | None = None) -> str | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    return revision is not None and _COMMIT.fullmatch(revision) is not None
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path | None:
@@ -85,7 +81,10 @@ def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path
 
 
 def _is_reachable() -> bool:
-    """Return whether the hub is reachable; True behind a proxy, because only the client can check."""
+    """Return whether the hub is reachable; True behind a proxy, because only the client can check.
+
+    Without a network, the client would try for half a minute.
+    """
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -93,7 +92,7 @@ def _is_reachable() -> bool:
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
     try:
-        socket.create_connection((endpoint.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection((endpoint.hostname or "", port), timeout=5).close()
     except OSError:
         return False
     return True
@@ -107,7 +106,6 @@ def _unreachable(model_id: str) -> CatalogError:
 
 
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
-_REQUIRED_KEYS = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +128,7 @@ class ResolvedModel:
 
     @property
     def upstream_id(self) -> str | None:
-        """The id on the hub; None for a user's folder on disk or in a store."""
+        """The id on the hub, or None if the model is a user's folder on disk or in a store."""
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
         return self.path if is_hub_id(self.path) else None
@@ -155,7 +153,16 @@ def resolve_model(
         commits: pinned commits by hub id, which override the current branches.
     """
     if is_stored(name):
-        return _stored_model(name)
+        stored = find_stored(name)
+        return ResolvedModel(
+            name=stored.at.name,
+            path=str(stored.at),
+            card=None,
+            config=_checked_config(fetch(stored), str(stored.at)),
+            fingerprint=stored.fingerprint(),
+            revision=stored.revision,
+            weights_bytes=stored.weights_bytes,
+        )
     catalog = load_catalog()
     folder = user_path(name)
     card = catalog.find(name) or (catalog.find(str(folder.resolve())) if folder.exists() else None)
@@ -216,24 +223,10 @@ def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedMod
     return ResolvedModel(name=name, path=str(folder), card=card, fingerprint=fingerprint, config=config)
 
 
-def _stored_model(url: str) -> ResolvedModel:
-    stored = find_stored(url)
-    folder = fetch(stored)
-    return ResolvedModel(
-        name=stored.at.name,
-        path=str(stored.at),
-        card=None,
-        fingerprint=stored.fingerprint(),
-        config=_checked_config(folder, str(stored.at)),
-        revision=stored.revision,
-        weights_bytes=stored.weights_bytes,
-    )
-
-
 def _checked_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_config(folder, CatalogError)
     text = config.get("text_config") or config
-    if missing := [key for key in _REQUIRED_KEYS if key not in text]:
+    if missing := [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key not in text]:
         raise CatalogError(f"{where}/config.json has no {', '.join(missing)}: is it a language model?")
     return config
 
@@ -241,8 +234,8 @@ def _checked_config(folder: Path, where: str) -> dict[str, Any]:
 def _hub_model(
     name: str, model_id: str, pinned: str | None, card: ModelCard | None, commits: Mapping[str, str]
 ) -> ResolvedModel:
-    wanted = pinned if is_commit(pinned) else commits.get(model_id, pinned)
-    revision = hub_commit(model_id, wanted) or wanted
+    requested = pinned if is_commit(pinned) else commits.get(model_id, pinned)
+    revision = hub_commit(model_id, requested) or requested
     config = hub_config(model_id, revision)
     fingerprint = f"{model_id}@{revision or 'main'}"
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)

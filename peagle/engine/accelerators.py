@@ -13,17 +13,13 @@ from peagle.hardware import Hardware
 _OLDEST_DRIVER = {12: 525, 13: 580}
 # The oldest cards: CUDA 13 dropped Volta and older (release notes of CUDA 13.0).
 _OLDEST_CAPABILITY = {13: (7, 5)}
-_LIBRARIES = "LD_LIBRARY_PATH"
 
 
 def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
-    """Refuse GPUs on which an engine would fail, or be sized and priced wrongly.
+    """Raise a CapacityError for GPUs on which an engine would fail, or be sized and priced wrongly.
 
     Args:
         cuda: the release that torch was built for, such as "13.0"; None for the installed torch.
-
-    Raises:
-        CapacityError: with a hint about what works.
     """
     if hardware.platform != "cuda":
         return
@@ -42,37 +38,32 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
             "the GPUs of this node are different models, but engines are sized and priced for a single model",
             hint=f"make only one model visible ({'; '.join(kinds)}), on a cluster before `ray start`",
         )
-    cuda = cuda or _built_for()
-    _require_driver(hardware, cuda)
-    _require_capability(hardware, cuda)
-
-
-def _require_capability(hardware: Hardware, cuda: str | None) -> None:
-    oldest = _OLDEST_CAPABILITY.get(int(cuda.split(".")[0])) if cuda else None
-    if oldest and (hardware.compute_capability or oldest) < oldest:
+    cuda = cuda or _cuda_of_torch()
+    if cuda is None:
+        return
+    cuda_major = int(cuda.split(".")[0])
+    # NVIDIA's forward compatibility package provides the newer part of the driver.
+    is_compat = "VLLM_ENABLE_CUDA_COMPATIBILITY" in os.environ or "compat" in os.environ.get("LD_LIBRARY_PATH", "")
+    oldest_driver, driver = _OLDEST_DRIVER.get(cuda_major), hardware.driver.split(".")[0]
+    if oldest_driver and driver.isdecimal() and int(driver) < oldest_driver and not is_compat:
+        raise CapacityError(
+            f"NVIDIA's driver {hardware.driver} is too old for CUDA {cuda}, which this torch was built for",
+            hint=f"install driver {oldest_driver} or newer on the node, or for a data centre GPU NVIDIA's package "
+            "cuda-compat and set VLLM_ENABLE_CUDA_COMPATIBILITY=1",
+        )
+    oldest_card = _OLDEST_CAPABILITY.get(cuda_major)
+    if oldest_card and (hardware.compute_capability or oldest_card) < oldest_card:
         raise CapacityError(
             f"CUDA {cuda}, which this torch was built for, does not support cards this old: {hardware.describe()}",
             hint="use a card of compute capability 7.5 (Turing) or later",
         )
 
 
-def _require_driver(hardware: Hardware, cuda: str | None) -> None:
-    if cuda is None or "VLLM_ENABLE_CUDA_COMPATIBILITY" in os.environ or "compat" in os.environ.get(_LIBRARIES, ""):
-        return  # NVIDIA's forward compatibility package provides the newer part of the driver
-    oldest, driver = _OLDEST_DRIVER.get(int(cuda.split(".")[0])), hardware.driver.split(".")[0]
-    if oldest and driver.isdecimal() and int(driver) < oldest:
-        raise CapacityError(
-            f"NVIDIA's driver {hardware.driver} is too old for CUDA {cuda}, which this torch was built for",
-            hint=f"install driver {oldest} or newer on the node, or for a data centre GPU NVIDIA's package cuda-compat "
-            "and set VLLM_ENABLE_CUDA_COMPATIBILITY=1",
-        )
-
-
-def _built_for() -> str | None:
+def _cuda_of_torch() -> str | None:
     """Return the CUDA release of the installed torch without importing it, or None."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
         return None
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     match = re.search(r"^cuda\b[^=]*= '(\d+\.\d+)'", text, re.MULTILINE)
     return match[1] if match else None

@@ -1,21 +1,16 @@
-"""Translate an EngineSpec into vLLM's engine arguments, for bulk, online and benchmarks. Pure functions.
-
-The names are those of vLLM 0.29's `EngineArgs`. An engine may have ranks on several nodes (`NodeRank`). The first node
-leads: vLLM receives and schedules requests there. The others follow until their ranks end (`vllm_internals.follow`).
-"""
+"""Translate an EngineSpec into the arguments of vLLM 0.29's `EngineArgs`, for bulk, online and benchmarks."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from peagle.engine.attention import draft_backend, target_backend
-from peagle.engine.extra import check_extra
 from peagle.engine.memory import default_kv_cache_gib
-from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
 from peagle.engine.steps import capture_sizes, max_num_batched_tokens
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 MODALITIES = ("image", "audio", "video")
@@ -23,6 +18,40 @@ MODALITIES = ("image", "audio", "video")
 _NO_DOMAIN = "none.invalid"
 _QUANTIZATION = {None: None, "fp8": "fp8", "int8": "compressed-tensors"}
 DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
+_DYNAMIC_K = "num_speculative_tokens_per_batch_size"
+# Fields of the spec that vLLM does not have, or has under another name.
+_PEAGLE_FIELDS = {
+    *("drafter", "extra", "num_nodes"),
+    *("precision", "kv_cache_precision", "native_quantization", "kv_cache_gib"),
+}
+# Arguments that are derived from the spec, and the field to set instead.
+_MANAGED = {
+    **{field.name: field.name for field in fields(EngineSpec) if field.name not in _PEAGLE_FIELDS},
+    **dict.fromkeys(("revision", "tokenizer_revision"), "model"),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "drafter"),
+    "per_request_spec_decode_metrics": "drafter",
+    **dict.fromkeys(("dtype", "quantization"), "precision"),
+    "kv_cache_dtype": "kv_cache_precision",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "language_model_only": "limit_mm_per_prompt",
+    "allowed_local_media_path": "allowed_media_domains",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), "num_nodes"),
+}
+# Arguments that would break a promise, and why.
+_REFUSED = {
+    "trust_remote_code": "code in a model's folder never runs",
+    "tokenizer": "prompts are prepared with the target's own tokenizer",
+    "tokenizer_mode": "prompts are prepared with the target's own tokenizer",
+    "skip_tokenizer_init": "responses are text",
+    "served_model_name": "the endpoint names its models with --name",
+    "generation_config": "sampling defaults must be the same in a batch and online",
+    "override_generation_config": "sampling defaults must be the same in a batch and online",
+    "structured_outputs_config": "every grammar is tried with one back end before it reaches an engine",
+    "reasoning_parser": "the endpoint has --reasoning-parser",
+    "disable_log_stats": "an engine's steps show that it is alive",
+    "runner": "engines generate text",
+    "convert": "engines generate text",
+}
 
 
 def engine_args(
@@ -31,7 +60,6 @@ def engine_args(
     """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. None leaves the choice to vLLM.
 
     Args:
-        hardware: the node that will run the engine.
         num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
         request_metrics: report acceptance per request, which vLLM 0.29 introduced (0.24 rejects the argument).
 
@@ -41,6 +69,11 @@ def engine_args(
     """
     check_extra(spec.extra)
     precision = spec_precision(spec, hardware)
+    kv_cache_dtype: str = precision.kv_cache_dtype
+    # For a checkpoint with `kv_cache_scheme`, vLLM's "auto" means FP8, even if bf16 was requested. On CPUs bf16 has no
+    # other name.
+    if hardware.platform == "cuda" and precision.native_quantization is not None and kv_cache_dtype == "auto":
+        kv_cache_dtype = precision.dtype
     kv_cache_gib = spec.kv_cache_gib
     if kv_cache_gib is None and hardware.platform == "cpu":
         kv_cache_gib = default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
@@ -50,7 +83,7 @@ def engine_args(
         "tokenizer_revision": spec.revision,
         "dtype": precision.dtype,
         "quantization": _QUANTIZATION[precision.quantization],
-        "kv_cache_dtype": _kv_cache_dtype(precision, hardware),
+        "kv_cache_dtype": kv_cache_dtype,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware),
         "max_model_len": spec.max_model_len,
@@ -58,8 +91,7 @@ def engine_args(
         "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": spec.enforce_eager,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
-        # Takes fractions and works on both platforms; the older VLLM_CPU_KVCACHE_SPACE takes whole GiB on CPU
-        # only.
+        # VLLM_CPU_KVCACHE_SPACE takes only whole GiB and works only on CPUs.
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 1024**3),
         "seed": spec.seed,
         "load_format": spec.load_format,
@@ -67,21 +99,38 @@ def engine_args(
         "cudagraph_capture_sizes": capture_sizes(spec, hardware),
         "attention_backend": target_backend(spec, hardware),
         "speculative_config": _speculation(spec, hardware),
-        **_media(spec),
         # vLLM refuses it without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
+    # By default vLLM accepts 999 media of each kind from any host.
+    if spec.limit_mm_per_prompt:
+        arguments["limit_mm_per_prompt"] = {name: spec.limit_mm_per_prompt.get(name, 0) for name in MODALITIES}
+        arguments["allowed_media_domains"] = list(spec.allowed_media_domains) or [_NO_DOMAIN]
+    else:
+        arguments["language_model_only"] = True
     return {name: value for name, value in arguments.items() if value is not None} | dict(spec.extra)
 
 
-def _kv_cache_dtype(precision: Precision, hardware: Hardware) -> str:
-    """Return vLLM's name for the KV cache's format.
-
-    For a checkpoint with `kv_cache_scheme`, vLLM's "auto" means FP8, even if bf16 was requested. So bf16 is named
-    explicitly for quantised checkpoints. On CPUs it has no name.
-    """
-    is_named = hardware.platform == "cuda" and precision.native_quantization is not None
-    return precision.dtype if is_named and precision.kv_cache_dtype == "auto" else precision.kv_cache_dtype
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for vLLM arguments that peagle manages or that would break a promise."""
+    if _DYNAMIC_K in json.dumps(extra, default=str):
+        raise ConfigError(
+            f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"
+            " for one K, and vLLM silently computes wrong drafts for any other K",
+            hint="choose a K for your concurrency with --num-speculative-tokens",
+        )
+    for name in extra:
+        if name in _MANAGED:
+            raise ConfigError(
+                f"extra engine argument {name!r} is managed by peagle", hint=f"set {_MANAGED[name]!r} instead"
+            )
+        if name in _REFUSED:
+            raise ConfigError(f"extra engine argument {name!r} is refused: {_REFUSED[name]}")
+        if name.startswith("data_parallel_"):
+            raise ConfigError(
+                f"extra engine argument {name!r} is refused: Ray divides requests among engines",
+                hint="use --engines in a bulk run, --max-replicas for the endpoint",
+            )
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -138,19 +187,6 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     return config
 
 
-def _media(spec: EngineSpec) -> dict[str, Any]:
-    """Return the limits on media: text only, or the allowed media.
-
-    By default vLLM accepts 999 of each kind from any host.
-    """
-    if not spec.limit_mm_per_prompt:
-        return {"language_model_only": True}
-    return {
-        "limit_mm_per_prompt": {name: spec.limit_mm_per_prompt.get(name, 0) for name in MODALITIES},
-        "allowed_media_domains": list(spec.allowed_media_domains) or [_NO_DOMAIN],
-    }
-
-
 def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
     """Return the speculative config of an engine on its hardware.
 
@@ -170,7 +206,10 @@ def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRank:
-    """A node's rank in an engine.
+    """A node's rank in an engine with ranks on several nodes.
+
+    vLLM receives and schedules requests on the first node, the leader. The others follow until their ranks end
+    (`vllm_internals.follow`).
 
     Attributes:
         number: 0 for the leader.

@@ -1,12 +1,11 @@
-"""Choose attention back ends that are safe with an FP8 KV cache and a drafter. Pure functions.
+"""Choose attention back ends that are safe with an FP8 KV cache and a drafter.
 
-vLLM trusts what each back end declares to support. The table below lists combinations that vLLM issues report as
-broken: for these, another back end is chosen, and an explicit choice of the broken back end is refused.
+vLLM uses any back end that declares support. For combinations that vLLM issues report as broken, peagle chooses another
+back end and refuses an explicit choice of the broken one.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from peagle.engine.precision import WIDEST_FP8_HEAD
 from peagle.engine.spec import EngineSpec, spec_precision
@@ -14,7 +13,6 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 _FLASHINFER, _TRITON = "FLASHINFER", "TRITON_ATTN"
-_CONTEXT_PARALLEL = "decode_context_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,29 +21,27 @@ class Avoided:
 
     Attributes:
         capabilities: the first and the last affected compute capability.
-        least_k: smallest affected K; 0 if engines without a drafter are affected, too.
-        symptom: the reported symptom.
-        source: the vLLM issue.
+        min_k: smallest affected K; 0 if engines without a drafter are affected, too.
         instead: the back end to use; None if vLLM does not choose the broken back end by itself.
     """
 
     capabilities: tuple[tuple[int, int], tuple[int, int]]
-    least_k: int
+    min_k: int
     symptom: str
     source: str
     instead: str | None
 
-    def holds_for(self, spec: EngineSpec, hardware: Hardware) -> bool:
-        """Return whether this row affects an engine, assuming an FP8 KV cache."""
+    def affects(self, spec: EngineSpec, hardware: Hardware) -> bool:
+        """Return whether the combination is broken on an engine, assuming an FP8 KV cache."""
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         first, last = self.capabilities
-        return k >= self.least_k and first <= (hardware.compute_capability or (0, 0)) <= last
+        return k >= self.min_k and first <= (hardware.compute_capability or (0, 0)) <= last
 
 
 AVOIDED = (
     Avoided(
         capabilities=((12, 0), (12, 9)),
-        least_k=0,
+        min_k=0,
         symptom="random output with CUDA graphs",
         source="vllm-project/vllm issues 41651 and 49010",
         instead=_TRITON,
@@ -53,14 +49,14 @@ AVOIDED = (
     # On these, FlashAttention 3 supports FP8 for narrow heads, and vLLM prefers it.
     Avoided(
         capabilities=((9, 0), (9, 0)),
-        least_k=3,
+        min_k=3,
         symptom="kernels that do not compile",
         source="vllm-project/vllm issues 33364 and 31843",
         instead=None,
     ),
     Avoided(
         capabilities=((8, 9), (8, 9)),
-        least_k=1,
+        min_k=1,
         symptom="an illegal memory access",
         source="vllm-project/vllm issue 44879",
         instead=_TRITON,
@@ -69,29 +65,16 @@ AVOIDED = (
 
 
 def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the target's back end; None for vLLM's choice.
-
-    Raises:
-        ConfigError: the user chose a broken back end.
-    """
-    configured = _configured(spec.extra)
-    stated = spec.extra.get("attention_backend") or configured
-    found = _backend(stated, spec, hardware, spec_precision(spec, hardware).kv_cache)
-    return None if configured else found  # vLLM accepts only one of the two settings
-
-
-def _configured(extra: Mapping[str, Any]) -> str | None:
-    """Return the target's back end from vLLM's `attention_config`."""
-    config = extra.get("attention_config")
-    return config.get("backend") if isinstance(config, Mapping) else None
+    """Return the target's back end, or None if vLLM chooses. Raises ConfigError if the user chose a broken back end."""
+    config = spec.extra.get("attention_config")
+    configured = config.get("backend") if isinstance(config, Mapping) else None
+    requested = spec.extra.get("attention_backend") or configured
+    backend = _backend(requested, spec, hardware, spec_precision(spec, hardware).kv_cache)
+    return None if configured else backend  # vLLM accepts only one of the two settings
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the drafter's back end, which may differ from the target's; None for vLLM's choice.
-
-    Raises:
-        ConfigError: as `target_backend`.
-    """
+    """Return the drafter's back end, or None if vLLM chooses; raises as `target_backend`."""
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None
@@ -103,8 +86,9 @@ def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None
-    is_own = drafter.kv_cache_precision != "auto"
-    return drafter.kv_cache_precision if is_own else spec_precision(spec, hardware).kv_cache
+    if drafter.kv_cache_precision != "auto":
+        return drafter.kv_cache_precision
+    return spec_precision(spec, hardware).kv_cache
 
 
 def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> None:
@@ -116,15 +100,15 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     Raises:
         ConfigError: as `target_backend`; or vLLM would choose a broken back end for the drafter and there is no other.
     """
-    if spec.drafter is not None and spec.extra.get(_CONTEXT_PARALLEL, 1) != 1:
+    if spec.drafter is not None and spec.extra.get("decode_context_parallel_size", 1) != 1:
         raise ConfigError(
-            f"{_CONTEXT_PARALLEL} is refused with a drafter: output is truncated or repeats itself with CUDA graphs"
-            " (vllm-project/vllm issue 45425)",
-            hint=f"remove {_CONTEXT_PARALLEL}, or use --drafter none",
+            "decode_context_parallel_size is refused with a drafter: output is truncated or repeats itself with CUDA"
+            " graphs (vllm-project/vllm issue 45425)",
+            hint="remove decode_context_parallel_size, or use --drafter none",
         )
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
-    row = next((row for row in AVOIDED if row.instead is None and row.holds_for(spec, hardware)), None)
+    row = next((row for row in AVOIDED if row.instead is None and row.affects(spec, hardware)), None)
     if is_fp8 and backend is None and row is not None and head_dim > WIDEST_FP8_HEAD:
         raise ConfigError(
             f"with heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in fp8, which"
@@ -133,14 +117,14 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
         )
 
 
-def _backend(stated: str | None, spec: EngineSpec, hardware: Hardware, kv_cache: str | None) -> str | None:
-    avoided = next((row for row in AVOIDED if kv_cache == "fp8" and row.holds_for(spec, hardware)), None)
+def _backend(requested: str | None, spec: EngineSpec, hardware: Hardware, kv_cache: str | None) -> str | None:
+    avoided = next((row for row in AVOIDED if kv_cache == "fp8" and row.affects(spec, hardware)), None)
     if avoided is None:
-        return stated
-    if stated is not None and stated.upper() == _FLASHINFER:
+        return requested
+    if requested is not None and requested.upper() == _FLASHINFER:
         raise ConfigError(
-            f"{stated} with a KV cache in fp8 is refused on {hardware.accelerator}:"
+            f"{requested} with a KV cache in fp8 is refused on {hardware.accelerator}:"
             f" {avoided.symptom} ({avoided.source})",
             hint=f"remove the attention back end, use {_TRITON}, or use --kv-cache-precision bf16",
         )
-    return stated or avoided.instead
+    return requested or avoided.instead

@@ -20,11 +20,10 @@ VLLM_METHODS = frozenset(
         "mxfp4", "mxfp8", "nvfp4_per_token", "online", "quark", "torchao",
     }
 )  # fmt: skip
-_STATED_UNDER = ("quantization_config", "compression_config")
 
 
 def published_method(config: Mapping[str, Any]) -> str | None:
-    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`; None for 16 bits."""
+    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`, or None if it has 16 bits."""
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 
@@ -34,9 +33,9 @@ def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
 
     compressed-tensors has a `kv_cache_scheme`; ModelOpt has that or a `kv_cache_quant_algo`.
     """
-    stated = _quantization(config)
-    is_fp8 = _format(stated.get("kv_cache_scheme")) == (8, "float")
-    return "fp8" if is_fp8 or str(stated.get("kv_cache_quant_algo")).lower() == "fp8" else None
+    quantization = _quantization(config)
+    is_fp8 = _format(quantization.get("kv_cache_scheme")) == (8, "float")
+    return "fp8" if is_fp8 or str(quantization.get("kv_cache_quant_algo")).lower() == "fp8" else None
 
 
 def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
@@ -52,27 +51,24 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
             f"the checkpoint is quantised by {method}, which vLLM does not support",
             hint="use the model's checkpoint in 16 bits, or one quantised by compressed-tensors, AWQ or GPTQ",
         )
-    stored = _eight_bits(_quantization(config))
-    if stored == "int8" and not hardware.supports_int8:
-        needs = INT8_NEEDS[hardware.platform]
-    elif stored == "fp8" and hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags:
-        needs = "a CPU with AMX, or a GPU"
+    quantization = _quantization(config)
+    groups = (quantization.get("config_groups") or {}).values()
+    activations = {_format(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
+    has_fp8_method = quantization.get("quant_method") == "fp8"
+    has_fp8_algorithm = str(quantization.get("quant_algo")).upper().startswith("FP8")
+    if (8, "int") in activations:
+        stored, is_supported, needs = "int8", hardware.supports_int8, INT8_NEEDS[hardware.platform]
+    elif (8, "float") in activations or has_fp8_method or has_fp8_algorithm:
+        is_supported = hardware.platform != "cpu" or "amx_tile" in hardware.cpu_flags
+        stored, needs = "fp8", "a CPU with AMX, or a GPU"
     else:
         return
-    raise PrecisionError(
-        f"the checkpoint's weights and activations are {stored}, which needs {needs}; this is {hardware.describe()}",
-        hint="use the model's checkpoint in 16 bits",
-    )
-
-
-def _eight_bits(stated: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
-    """Return the format of weights and activations if both have 8 bits."""
-    groups = (stated.get("config_groups") or {}).values()
-    formats = {_format(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
-    if (8, "int") in formats:
-        return "int8"
-    is_fp8 = stated.get("quant_method") == "fp8" or (8, "float") in formats
-    return "fp8" if is_fp8 or str(stated.get("quant_algo")).upper().startswith("FP8") else None
+    if not is_supported:
+        raise PrecisionError(
+            f"the checkpoint's weights and activations are {stored}, which needs {needs}; "
+            f"this is {hardware.describe()}",
+            hint="use the model's checkpoint in 16 bits",
+        )
 
 
 def _format(scheme: Any) -> tuple[Any, Any] | None:
@@ -81,8 +77,8 @@ def _format(scheme: Any) -> tuple[Any, Any] | None:
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checkpoint's quantisation from the keys where vLLM looks for it."""
-    text = config.get("text_config") or {}
-    stated: Mapping[str, Any] = next(
-        (found for part in (config, text) for key in _STATED_UNDER if (found := part.get(key))), {}
-    )
-    return {**stated, **(stated.get("quantization") or {})}
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if quantization := part.get(key):
+                return {**quantization, **(quantization.get("quantization") or {})}
+    return {}

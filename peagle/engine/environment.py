@@ -1,8 +1,6 @@
-"""The environment variables of an engine's processes.
+"""The environment variables of an engine's processes; set them before vLLM is imported.
 
-The dynamic loader and OpenMP read some of them before Python runs. So set them for the process that creates the engine
-(Ray: `runtime_env={"env_vars": ...}`), before vLLM is imported. LD_PRELOAD only affects processes started afterwards;
-vLLM on CPU computes in worker processes, which inherit it.
+LD_PRELOAD only affects processes started afterwards; vLLM on CPU computes in worker processes, which inherit it.
 """
 
 import os
@@ -21,13 +19,7 @@ from peagle.hardware import Hardware
 from peagle.ports import is_service_link
 from peagle.private import require_short_sockets
 
-_SYSTEM_LIBRARY_FOLDERS = (
-    "/usr/lib/*-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/usr/local/lib",
-    "/opt/conda/lib",
-)
+_SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
 # Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
 # reach. Compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
@@ -45,10 +37,7 @@ def environment(
     num_engines_on_node: int = 1,
     inherited: Mapping[str, str] = _INHERITED,
 ) -> dict[str, str]:
-    """Return variables for engine `engine_index` of `num_engines_on_node` on this node.
-
-    On CPU, an engine uses all cores or its share of them. The only engine of a node keeps an existing
-    VLLM_CPU_OMP_THREADS_BIND. The folder for compiled code is created.
+    """Return variables for engine `engine_index` of `num_engines_on_node`, and create the folder for compiled code.
 
     Raises:
         CapacityError: fewer physical cores than engines (CPU only).
@@ -67,11 +56,17 @@ def environment(
     if hardware.platform == "cpu":
         bound = inherited.get(_BINDING, "")
         # The user's binding is for a single engine; several engines would share those cores.
-        alone = bound and num_engines_on_node == 1
-        variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
+        if bound and num_engines_on_node == 1:
+            variables[_BINDING] = bound
+        else:
+            variables |= _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
-    else:
-        variables |= _own_commands(inherited.get("PATH", ""))
+        return variables
+    # FlashInfer needs the `ninja` of this interpreter's folder without an activated environment.
+    folder = str(Path(sys.executable).parent)
+    entries = [entry for entry in inherited.get("PATH", "").split(os.pathsep) if entry]
+    if folder not in entries:
+        variables["PATH"] = os.pathsep.join([*entries, folder])
     return variables
 
 
@@ -99,23 +94,14 @@ def find_preload_libraries() -> dict[str, Path]:
 
     Speculation on CPU is much slower with GNU's OpenMP; vLLM warns about it (`v1/worker/cpu_worker.py`).
     """
-    found = {}
+    libraries = {}
     folders = [Path(sys.prefix) / "lib"]
     folders += [folder for pattern in _SYSTEM_LIBRARY_FOLDERS for folder in sorted(Path("/").glob(pattern[1:]))]
     for name, patterns in (("libtcmalloc", _TCMALLOC_PATTERNS), ("libiomp5", ("libiomp5.so",))):
         candidates = (path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern)))
         if path := next(candidates, None):
-            found[name] = path
-    return found
-
-
-def _own_commands(inherited: str) -> dict[str, str]:
-    """Return PATH with this interpreter's folder at the end: FlashInfer needs its `ninja` without an activated
-    environment.
-    """
-    ours = str(Path(sys.executable).parent)
-    entries = [entry for entry in inherited.split(os.pathsep) if entry]
-    return {} if ours in entries else {"PATH": os.pathsep.join([*entries, ours])}
+            libraries[name] = path
+    return libraries
 
 
 def _preload(inherited: str) -> dict[str, str]:
@@ -154,14 +140,8 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
         )
     # After another node was lost, this node may have more engines than planned: then engines share cores.
     first = engine_index % num_engines * spec.accelerators_per_node
-    return {
-        _BINDING: "|".join(
-            ",".join(
-                map(
-                    str,
-                    hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks],
-                )
-            )
-            for rank in range(first, first + spec.accelerators_per_node)
-        )
-    }
+    cores_by_rank = []
+    for rank in range(first, first + spec.accelerators_per_node):
+        cores = hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks]
+        cores_by_rank.append(",".join(map(str, cores)))
+    return {_BINDING: "|".join(cores_by_rank)}

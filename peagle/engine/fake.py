@@ -24,9 +24,6 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 CORE_NAME = "peagle-fake-engine-core"
-_HANGING_S = 60.0
-
-
 _Text = Annotated[str, Field(min_length=1)] | None
 
 
@@ -37,8 +34,8 @@ class FakeTraits:
     Attributes:
         token_s: seconds per token.
         start_s: seconds to start.
-        has_core: whether the engine has its own process, like vLLM, and dies with it. The process is named `CORE_NAME`.
-        is_wrong: whether answers differ from those of the target, as with a broken kernel.
+        has_core: whether the engine has a separate process named `CORE_NAME`, like vLLM, and dies with it.
+        is_wrong: whether responses differ from those of the target, as with a broken kernel.
         die_on: a prompt with this text kills the engine, like a crash of vLLM's engine process.
         kill_on: a prompt with this text kills the process that hosts the engine.
         hang_on: after a prompt with this text, the engine hangs.
@@ -61,7 +58,7 @@ class FakeEngine:
     Args:
         traits: the caller waits for `start_s`; this constructor returns immediately.
         num_speculative_tokens: K of a simulated drafter; 0 for no drafter.
-        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None for no limit.
+        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None if unlimited.
     """
 
     compile_s = 0.0
@@ -79,7 +76,10 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.checkable = _Checkable(max_model_len, is_wrong=traits.is_wrong)
         self._traits = traits
-        self._core = _start_core() if traits.has_core else None
+        self._core: subprocess.Popen[bytes] | None = None
+        if traits.has_core:  # this process ends with the engine's process, which closes its standard input
+            command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
+            self._core = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._is_dead = self._hangs = False
         self._signs_of_life = 0
         self._num_speculative_tokens = num_speculative_tokens
@@ -118,7 +118,6 @@ class FakeEngine:
         yield completions, whole
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """See `Engine.speculation_totals`."""
         return self._totals if self._num_speculative_tokens else None
 
     def signs_of_life(self) -> int:
@@ -126,18 +125,11 @@ class FakeEngine:
         self._signs_of_life += not self._hangs
         return self._signs_of_life
 
-    @property
-    def core_pid(self) -> int | None:
-        """The process of the engine, or None."""
-        return self._core.pid if self._core else None
-
     def shutdown(self) -> None:
-        """Stop the engine's process, if it has one."""
         if self._core is not None:
             self._core.communicate()
 
     def kill(self) -> None:
-        """See `Engine.kill`."""
         if self._core is not None:
             self._core.kill()
 
@@ -145,7 +137,11 @@ class FakeEngine:
         """Return the complete responses."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
-        self._apply_failure_triggers(prompt_token_ids)
+        if _contains(prompt_token_ids, self._traits.kill_on):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._hangs = self._hangs or _contains(prompt_token_ids, self._traits.hang_on)
+        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._traits.die_on)
+        self.check_alive()
         return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
 
     def _end(
@@ -167,23 +163,12 @@ class FakeEngine:
             completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
         )
 
-    def _apply_failure_triggers(self, prompt_token_ids: list[int]) -> None:
-        if _contains(prompt_token_ids, self._traits.kill_on):
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._hangs = self._hangs or _contains(prompt_token_ids, self._traits.hang_on)
-        self._is_dead = self._is_dead or _contains(prompt_token_ids, self._traits.die_on)
-        self.check_alive()
-
     async def _hang(self) -> None:
         while self._hangs:
-            await asyncio.sleep(_HANGING_S)
+            await asyncio.sleep(60.0)
 
     def check_alive(self) -> None:
-        """Check that the engine is alive.
-
-        Raises:
-            EngineError: the engine died.
-        """
+        """Raise an EngineError if the engine died."""
         self._is_dead = self._is_dead or (self._core is not None and self._core.poll() is not None)
         if self._is_dead:
             raise EngineError("the fake engine died")
@@ -205,15 +190,12 @@ class _Checkable:
         self._is_wrong = is_wrong
 
     def prompt(self, text: str) -> list[int]:
-        """See `Checkable.prompt`."""
         return ByteTokenizer().encode(text)
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
-        """See `Checkable.answer`."""
         return [0] * num_tokens if self._is_wrong else list(range(num_tokens))
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """See `Checkable.judge`."""
         return [
             Judgement(
                 token=str(token),
@@ -239,12 +221,6 @@ def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutpu
     )
 
 
-def _start_core() -> subprocess.Popen[bytes]:
-    """Start a process that lives as long as the engine's process: it waits until its standard input is closed."""
-    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
 def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
     return text is not None and text.encode() in bytes(prompt_token_ids)
 
@@ -256,8 +232,8 @@ def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index:
     """
     seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
     digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
-    wanted = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
-    num_tokens = min(wanted, sampling["max_tokens"])
+    natural_length = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
+    num_tokens = min(natural_length, sampling["max_tokens"])
     word, logprobs = digest[:16], None
     if (num_top := sampling.get("logprobs")) is not None:
         likeliest = [(f" {word}", -0.5), *((f" other{rank}", -1.0 - rank) for rank in range(1, num_top))]
@@ -265,7 +241,7 @@ def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index:
         logprobs = (replace(token, token=word), *[token] * (num_tokens - 1))
     return CompletionOutput(
         text=" ".join([word] * num_tokens),
-        finish_reason="stop" if num_tokens == wanted else "length",
+        finish_reason="stop" if num_tokens == natural_length else "length",
         num_output_tokens=num_tokens,
         logprobs=logprobs,
     )

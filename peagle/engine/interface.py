@@ -32,7 +32,7 @@ class Generation:
     """The result of one request.
 
     Attributes:
-        text, finish_reason: text of the first response, and why it ended: "stop" or "length".
+        text, finish_reason: of the first response; the reason is "stop" or "length".
         num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter or if unknown.
@@ -137,11 +137,10 @@ class SelfCheck:
     advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Return the result as JSON text, as stored in the ledger."""
+        """Return the JSON text that the ledger stores."""
         return json.dumps(asdict(self))
 
     def describe(self) -> str:

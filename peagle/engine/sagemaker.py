@@ -1,20 +1,6 @@
-"""Translate the variables of a SageMaker container into options of peagle.
+"""Translate the variables of a SageMaker container into options of peagle. Errors name the variable.
 
-The rules are those of AWS's vLLM container (scripts/docker/vllm/sagemaker_args.py of aws/deep-learning-containers,
-2026):
-
-    SM_VLLM_X_Y=value   --x-y value
-    true, or empty      --x-y
-    false               omitted
-    a JSON array        --x-y with a word for each element; an empty array is omitted
-    a JSON object       --x-y with the object; several consecutive objects are like an array of them
-
-Where AWS's container would fail to start, peagle assumes the obvious meaning: a switch may also be 1, yes, on, 0, no or
-off, and an argument that requires a value is omitted if its variable is empty.
-
-Values are parsed by vLLM's own parser. An argument that peagle manages is mapped to peagle's option; any other engine
-argument goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG. This module can also write that
-variable, so that a setting can be moved between JumpStart and peagle. Errors name the variable.
+An argument that peagle manages becomes peagle's option; any other engine argument goes to `engine_args`.
 """
 
 import json
@@ -22,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.engine.arguments import DRAFT_CACHE, speculative_config
-from peagle.engine.extra import check_extra
+from peagle.engine.arguments import DRAFT_CACHE, check_extra, speculative_config
 from peagle.engine.keys import SPEC_FIELDS
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean, shown
@@ -33,8 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "SM_VLLM_"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
-MODEL_FOLDER = Path("/opt/ml/model")
-"""Where SageMaker puts the model data before it starts the container."""
+MODEL_FOLDER = Path("/opt/ml/model")  # SageMaker puts the model data here before it starts the container
 # Does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
 _KEYS = (
@@ -70,7 +54,6 @@ _PRECISIONS = {
     "float32": "float32",
 }
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-_BYTES_PER_GIB = 2**30
 # Options with another name than their variables, by precedence.
 _VARIABLES_OF = {
     "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
@@ -104,15 +87,23 @@ def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> 
     The model is SM_VLLM_MODEL, else `model_folder` if it is not empty, else HF_MODEL_ID.
 
     Raises:
-        ConfigError: a variable has an invalid value. The message names the variable.
+        ConfigError: a variable has an invalid value.
     """
-    is_empty = {name for name in _READ_HERE if not env.get(_variable(name), "").strip()}
-    raw = {name: value for name, value in vllm_arguments(env).items() if name not in is_empty}
+    empty = {name for name in _READ_HERE if not env.get(_variable(name), "").strip()}
+    raw = {name: value for name, value in vllm_arguments(env).items() if name not in empty}
     keys = drafter_keys(env)
-    if model := _text(raw, "model") or _model_without_variable(env, model_folder):
+    has_model_data = model_folder.is_dir() and any(model_folder.iterdir())
+    default_model = str(model_folder) if has_model_data else env.get("HF_MODEL_ID", "").strip()
+    if model := _text(raw, "model") or default_model:
         keys["model"] = model
-    if "served_model_name" in raw:
-        keys["name"] = _only_name(raw["served_model_name"])
+    names = raw.get("served_model_name")
+    if isinstance(names, list) and len(names) > 1:
+        raise ConfigError(
+            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(names)}",
+            hint="set one name; if the endpoint has only one model, requests may also omit `model`",
+        )
+    if names is not None:
+        keys["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
     keys |= _precisions(raw)
     given = dict(_parsed({name: value for name, value in raw.items() if name not in _READ_HERE}, env))
     keys |= {name: given.pop(name) for name in _SAME if name in given}
@@ -123,9 +114,9 @@ def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> 
         if name == "max_model_len":
             keys[name] = value
         elif name == "kv_cache_memory_bytes":
-            keys["kv_cache_gib"] = value / _BYTES_PER_GIB
+            keys["kv_cache_gib"] = value / 2**30
         elif name == "limit_mm_per_prompt":
-            keys[name] = {kind: _count(most) for kind, most in value.items()}
+            keys[name] = {modality: _count(limit) for modality, limit in value.items()}
         elif name == "allowed_media_domains":
             keys[name] = ",".join(value)
         else:
@@ -146,28 +137,29 @@ def variable_of(env: Mapping[str, str], key: str) -> str:
 
 
 def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return vLLM's arguments by AWS's rules, before vLLM parses them.
+    """Return vLLM's arguments before vLLM parses them: True for a flag, a list for an array, otherwise text.
 
-    A bare flag becomes True, an array a list, any other value its text.
+    The rules are those of AWS's vLLM container (scripts/docker/vllm/sagemaker_args.py of aws/deep-learning-containers,
+    2026):
+
+        SM_VLLM_X_Y=value   --x-y value
+        true, or empty      --x-y
+        false               omitted
+        a JSON array        --x-y with a word for each element; an empty array is omitted
+        a JSON object       --x-y with the object; several consecutive objects are like an array of them
+
+    Where AWS's container would fail to start, peagle assumes the obvious meaning: a switch may also be 1, yes, on, 0,
+    no or off, and an argument that requires a value is omitted if its variable is empty.
 
     >>> vllm_arguments({"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_SEED": "1", "SM_VLLM_ENABLE_LORA": "false"})
     {'enforce_eager': True, 'seed': '1'}
     """
-    found = {}
-    for variable in sorted(env):
-        if variable.startswith(PREFIX):
-            value = _value(env[variable])
-            if value is not None:
-                found[variable.removeprefix(PREFIX).lower()] = value
-    return found
+    values = {name.removeprefix(PREFIX).lower(): _value(env[name]) for name in sorted(env) if name.startswith(PREFIX)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def switch(variable: str, text: str) -> bool:
-    """Return the value of a variable that turns something on or off. Empty is off.
-
-    Raises:
-        ConfigError: the value is neither on nor off.
-    """
+    """Return whether a variable is on; empty is off. Raises ConfigError for other values."""
     plain = text.strip().lower()
     if plain not in ("", *_YES, *_NO):
         raise ConfigError(f"{variable} must be true or false, not {shown(text)}")
@@ -177,8 +169,7 @@ def switch(variable: str, text: str) -> bool:
 def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the options that set the drafter; empty if the variable is unset or empty.
 
-    Without a model in the configuration, the catalog's head for the target is used. Whether it drafts in parallel is
-    read from the head's files.
+    Without a model in the configuration, the catalog's head for the target is used.
 
     Raises:
         ConfigError: the value is not valid.
@@ -188,7 +179,16 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
         return {}
     if text.lower() in (*_NO, "[]", "null", "none"):
         return {"drafter": "none"}
-    config = _parse(text)
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{VARIABLE} must be a JSON object, or false for no drafter; it is not valid JSON: {error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{VARIABLE} must be a JSON object, or false for no drafter, not a JSON {type(config).__name__}"
+        )
     method = config.get("method") or "eagle3"
     if method != "eagle3":
         raise ConfigError(
@@ -233,26 +233,6 @@ def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
     return {VARIABLE: json.dumps({key: config[key] for key in _KEYS if key in config and key != _LOCAL_ARGMAX})}
 
 
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{VARIABLE} must be a JSON object, or false for no drafter; it is not valid JSON: {error}"
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"{VARIABLE} must be a JSON object, or false for no drafter, not a JSON {type(config).__name__}"
-        )
-    return config
-
-
-def _model_without_variable(env: Mapping[str, str], folder: Path) -> str | None:
-    if folder.is_dir() and any(folder.iterdir()):
-        return str(folder)
-    return env.get("HF_MODEL_ID", "").strip() or None
-
-
 def _value(text: str) -> Any:
     """Return the value of a variable; None if the argument is omitted."""
     plain = text.strip()
@@ -271,15 +251,15 @@ def _value(text: str) -> Any:
 
 def _objects(text: str) -> list[dict[str, Any]]:
     """Return the objects of a text that consists of JSON objects only; empty for other texts."""
-    decoder, found = json.JSONDecoder(), []
+    decoder, objects = json.JSONDecoder(), []
     while text.startswith("{"):
         try:
             value, end = decoder.raw_decode(text)
         except ValueError:
             return []
-        found.append(value)
+        objects.append(value)
         text = text[end:].lstrip()
-    return [] if text else found
+    return [] if text else objects
 
 
 def _variable(name: str) -> str:
@@ -296,38 +276,22 @@ def _text(raw: Mapping[str, Any], name: str) -> str | None:
     return None if value is None else str(value).strip()
 
 
-def _only_name(value: Any) -> str:
-    if value is True:
-        raise ConfigError(f"{_variable('served_model_name')} needs a value")
-    names = value if isinstance(value, list) else [value]
-    if len(names) > 1:
-        raise ConfigError(
-            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(names)}",
-            hint="set one name; if the endpoint has only one model, requests may also omit `model`",
-        )
-    return str(names[0]).strip()
-
-
 def _precisions(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options for number formats.
-
-    Raises:
-        ConfigError: peagle does not support a format, or they contradict each other.
-    """
-    found = {}
+    """Return the options for number formats."""
+    options = {}
     if (dtype := _text(raw, "dtype")) is not None:
-        found["precision"] = _translated("dtype", dtype, _PRECISIONS)
+        options["precision"] = _translate("dtype", dtype, _PRECISIONS)
     if (quantization := _text(raw, "quantization")) is not None:
-        quantization = _translated("quantization", quantization, {"fp8": "fp8"})
-        if found.get("precision", "auto") not in ("auto", "bf16"):
+        quantization = _translate("quantization", quantization, {"fp8": "fp8"})
+        if options.get("precision", "auto") not in ("auto", "bf16"):
             raise ConfigError(f"{_variable('quantization')}=fp8 computes in bfloat16, but {_variable('dtype')} differs")
-        found["precision"] = quantization
+        options["precision"] = quantization
     if (cache := _text(raw, "kv_cache_dtype")) is not None:
-        found["kv_cache_precision"] = _translated("kv_cache_dtype", cache, _KV_CACHE_PRECISIONS)
-    return found
+        options["kv_cache_precision"] = _translate("kv_cache_dtype", cache, _KV_CACHE_PRECISIONS)
+    return options
 
 
-def _translated(name: str, value: str, words: Mapping[str, str]) -> str:
+def _translate(name: str, value: str, words: Mapping[str, str]) -> str:
     if value not in words:
         raise ConfigError(
             f"{_variable(name)}: {value} is not one of {', '.join(words)}",
@@ -337,11 +301,7 @@ def _translated(name: str, value: str, words: Mapping[str, str]) -> str:
 
 
 def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield arguments with the values that vLLM's own parser reads.
-
-    Raises:
-        ConfigError: vLLM does not know the argument or rejects the value, or peagle manages it.
-    """
+    """Yield arguments with the values that vLLM's own parser reads."""
     if not raw:
         return
     from peagle.engine.vllm_internals import ServeArguments
@@ -356,9 +316,12 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
             continue  # an empty variable sets nothing
         field = arguments.destination(name)
         if arguments.is_switch(name):
-            parsed: Any = _parse_switch(arguments, name, value)
+            if not isinstance(value, str | bool):
+                raise ConfigError(f"{variable} must be true or false, not {shown(value)}")
+            is_on = switch(variable, value) if isinstance(value, str) else value
+            parsed: Any = arguments.parse(name, []) is is_on
             if parsed == arguments.default(name) and field not in _SAME:
-                continue  # the default
+                continue
         if field not in (*_SAME, "enable_auto_tool_choice") and field not in arguments.of_engine:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
@@ -372,20 +335,13 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
         yield field, parsed if arguments.is_switch(name) else _parse_value(arguments, name, value)
 
 
-def _parse_switch(arguments: "ServeArguments", name: str, value: Any) -> bool:
-    if not isinstance(value, str | bool):
-        raise ConfigError(f"{_variable(name)} must be true or false, not {shown(value)}")
-    is_on = switch(_variable(name), value) if isinstance(value, str) else value
-    return arguments.parse(name, []) is is_on
-
-
 def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
     variable = _variable(name)
     if value is True:
         values = []
     else:
-        several = value if isinstance(value, list) else [value]
-        values = [one if isinstance(one, str) else json.dumps(one) for one in several]
+        items = value if isinstance(value, list) else [value]
+        values = [item if isinstance(item, str) else json.dumps(item) for item in items]
     try:
         return arguments.parse(name, values)
     except ValueError as error:
@@ -405,6 +361,6 @@ def _reason(message: str) -> str:
     return "" if reason.startswith(("invalid ", "Value ")) else "; ".join(lines)
 
 
-def _count(most: Any) -> Any:
-    """Return the number of media in `{"count": n}`, vLLM's longer form of n."""
-    return most["count"] if isinstance(most, dict) and most.keys() == {"count"} else most
+def _count(limit: Any) -> Any:
+    """Return n for `{"count": n}`, vLLM's longer form of a limit."""
+    return limit["count"] if isinstance(limit, dict) and limit.keys() == {"count"} else limit

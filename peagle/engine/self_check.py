@@ -1,9 +1,7 @@
-"""The self-check of an engine: compare its greedy answer with what its target would generate without a drafter.
+"""The self-check of an engine before it accepts work: its greedy answer must be the target's without a drafter.
 
-The check runs before an engine accepts work, in bulk runs and in the endpoint. The engine continues a text greedily
-with its drafter, if possible with a sampled request in the same batch. Then the same engine reads prompt and answer
-in one prefill and reports the target's most likely token at each position. The tokens must agree, except for rounding
-ties (`peagle.engine.lossless`).
+The engine continues a text greedily with its drafter. Then it reads prompt and answer in one prefill and reports the
+target's most likely token at each position. They must be equal, except for rounding ties (`peagle.engine.lossless`).
 """
 
 import asyncio
@@ -12,7 +10,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,77 +43,66 @@ async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *,
         EngineError: the engine died, or did not answer in time.
     """
     if spec.drafter is not None and spec.drafter.synthetic_rates is not None:
-        found = SelfCheck(outcome="skipped", seen="drafts are accepted at random, so text differs from the target's")
+        check = SelfCheck(outcome="skipped", seen="drafts are accepted at random, so text differs from the target's")
     else:
+        precision = spec_precision(spec, hardware)
         try:
-            precision = spec_precision(spec, hardware)
-            found = await asyncio.wait_for(_checked(engine, tie_margin(precision), spec), limit_s)
-            found = replace(found, advice=_advice(spec, precision)) if found.outcome == "failed" else found
+            check = await asyncio.wait_for(_check(engine, tie_margin(precision), spec), limit_s)
         except TimeoutError:
             raise EngineError(f"the engine did not answer its self-check within {limit_s:g} s") from None
-    sys.stderr.write(f"peagle: {found.describe()}\n")
+        if check.outcome == "failed":
+            check = replace(check, advice=_advice(spec, precision))
+    sys.stderr.write(f"peagle: {check.describe()}\n")
     sys.stderr.flush()
-    return found
+    return check
 
 
 def require_passed(check: SelfCheck) -> None:
-    """Check that the self-check did not fail.
-
-    Raises:
-        EngineError: the engine's answers differ from the target's.
-    """
+    """Raise an EngineError if the self-check failed."""
     if check.outcome == "failed":
         raise EngineError(f"the engine failed its self-check: {check.seen}", hint=check.advice)
 
 
 def require_none_failed(checks: Iterable[str]) -> None:
-    """Check that no engine in a ledger failed its self-check.
-
-    Raises:
-        EngineError: an engine failed its self-check.
-    """
+    """Raise an EngineError if an engine in a ledger failed its self-check; checks are JSON or empty."""
     for check in checks:
         if check:
             require_passed(SelfCheck(**json.loads(check)))
 
 
 def _advice(spec: EngineSpec, precision: Precision) -> str:
-    ways = ["--drafter none"] * (spec.drafter is not None)
-    ways += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
-    ways += ["--precision bf16"] * (precision.quantization is not None)
-    ways += ["--enforce-eager"] * (not spec.enforce_eager)
-    other = f"; try {' or '.join(ways)} to find out which" if ways else ""
-    return f"a vLLM kernel computes wrong results on this hardware or in this precision{other}"
+    options = ["--drafter none"] * (spec.drafter is not None)
+    options += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
+    options += ["--precision bf16"] * (precision.quantization is not None)
+    options += ["--enforce-eager"] * (not spec.enforce_eager)
+    fix = f"; try {' or '.join(options)} to find out which" if options else ""
+    return f"a vLLM kernel computes wrong results on this hardware or in this precision{fix}"
 
 
 def counted(checks: Iterable[str]) -> dict[str, int]:
-    """Count the engines that passed, failed, or had no check.
-
-    Args:
-        checks: results as JSON; empty for an engine that was not checked (yet).
-    """
+    """Count the outcomes of checks, given as JSON; empty for an engine that was not checked (yet)."""
     outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
 
 
-async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfCheck:
+async def _check(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfCheck:
     started = time.monotonic()
 
     def skipped(why: str) -> SelfCheck:
         return SelfCheck(outcome="skipped", seen=why, seconds=time.monotonic() - started)
 
     prompt = engine.prompt(TEXT)[: max(1, engine.max_model_len // 2)]
-    wanted = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_UNDRAFTED
-    num_tokens = min(wanted, engine.max_model_len - len(prompt) - 1)
+    max_tokens = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_UNDRAFTED
+    num_tokens = min(max_tokens, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
         return skipped(f"a context of {engine.max_model_len} tokens is too short")
     # Sampler bugs appear if greedy and sampled requests share a batch; the sampled answer itself is not checked.
     # It is short because it slows down the greedy request.
-    asked = [(num_tokens, 0.0)] + [(max(1, num_tokens // 4), 1.0)] * (spec.max_num_seqs > 1)
+    requests = [engine.answer(prompt, num_tokens=num_tokens, temperature=0.0)]
+    if spec.max_num_seqs > 1:
+        requests.append(engine.answer(prompt, num_tokens=max(1, num_tokens // 4), temperature=1.0))
     try:
-        answer, *_ = await asyncio.gather(
-            *(engine.answer(prompt, num_tokens=num, temperature=temperature) for num, temperature in asked)
-        )
+        answer, *_ = await asyncio.gather(*requests)
         judgements = await engine.judge([*prompt, *answer], len(prompt)) if answer else []
     except RequestRefused as error:
         return skipped(f"the engine refused the request: {error}")
@@ -125,7 +112,14 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
 def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
     # NaN is not a tie.
     wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
-    seen = "the answer is empty" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
+    seen = "" if judgements else "the answer is empty"
+    if wrong:
+        first = judgements[wrong[0]]
+        seen = (
+            f"token {wrong[0]} of the greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but "
+            f"without a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} "
+            f"of {len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
+        )
     largest = max((judgement.margin for judgement in judgements), default=None)
     return SelfCheck(
         outcome="failed" if seen else "passed",
@@ -138,18 +132,6 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) ->
     )
 
 
-def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float) -> str:
-    first = judgements[wrong[0]]
-    return (
-        f"token {wrong[0]} of the greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without "
-        f"a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
-        f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
-    )
-
-
-_FIRST_IDS = 16  # used as the prompt without a tokenizer
-
-
 class CheckableLlm:
     """See `Checkable`."""
 
@@ -160,28 +142,27 @@ class CheckableLlm:
     def prompt(self, text: str) -> list[int]:
         """See `Checkable.prompt`. Without a tokenizer, returns the first ids of the vocabulary."""
         if self._llm.model_config.skip_tokenizer_init:
-            return list(range(min(_FIRST_IDS, self._llm.model_config.get_vocab_size())))
+            return list(range(min(16, self._llm.model_config.get_vocab_size())))
         return list(self._llm.get_tokenizer().encode(text))
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
-        """See `Checkable.answer`."""
         output = await self._output(prompt, temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
         return list(output.outputs[0].token_ids)
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
         """See `Checkable.judge`. vLLM does not use its prefix cache for log-probabilities of a prompt."""
         output = await self._output(token_ids, temperature=0.0, max_tokens=1, prompt_logprobs=1)
-        pairs = zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True)
-        return [self._judgement(token_id, candidates) for token_id, candidates in pairs]
-
-    def _judgement(self, token_id: int, candidates: Mapping[int, Any]) -> Judgement:
-        likeliest = min(candidates, key=lambda candidate: candidates[candidate].rank)
-        return Judgement(
-            token=self._text(token_id),
-            logprob=candidates[token_id].logprob,
-            likeliest=self._text(likeliest),
-            likeliest_logprob=candidates[likeliest].logprob,
-        )
+        judgements = []
+        for token_id, candidates in zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True):
+            likeliest = min(candidates, key=lambda candidate: candidates[candidate].rank)
+            judgement = Judgement(
+                token=self._text(token_id),
+                logprob=candidates[token_id].logprob,
+                likeliest=self._text(likeliest),
+                likeliest_logprob=candidates[likeliest].logprob,
+            )
+            judgements.append(judgement)
+        return judgements
 
     def _text(self, token_id: int) -> str:
         if self._llm.model_config.skip_tokenizer_init:

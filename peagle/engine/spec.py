@@ -11,8 +11,7 @@ from peagle.hardware import Hardware
 
 DraftMethod = Literal["peagle", "eagle3"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
-LookupMethod = Literal["ngram", "suffix"]
-"""Drafts from n-grams of the prompt and the response, without a head."""
+LookupMethod = Literal["ngram", "suffix"]  # drafts from n-grams of the prompt and the response, without a head
 LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
 
 
@@ -27,9 +26,8 @@ class DrafterSpec:
         num_speculative_tokens: K.
         synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
             is meaningless.
-        revision: revision of a hub id, as for `EngineSpec`.
         kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
-        attention_backend: vLLM's name of the head's attention back end; None for vLLM's choice.
+        attention_backend: vLLM's name of the head's attention back end; None if vLLM chooses.
         lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
     """
 
@@ -55,7 +53,14 @@ class DrafterSpec:
             raise ConfigError(f"unknown precision {self.kv_cache_precision!r} of the drafter's KV cache", hint=hint)
         _require_positive("num_speculative_tokens", self.num_speculative_tokens)
         if self.synthetic_rates is not None:
-            _require_rates(self.synthetic_rates, self.num_speculative_tokens)
+            is_falling = all(before >= after for before, after in pairwise((1.0, *self.synthetic_rates, 0.0)))
+            if len(self.synthetic_rates) != self.num_speculative_tokens or not is_falling:
+                raise ConfigError(
+                    f"synthetic rates must be {self.num_speculative_tokens} non-increasing shares from 0 to 1, not "
+                    f"{list(self.synthetic_rates)}",
+                    hint="drafts are accepted as a prefix, so no position can be accepted more often than the previous "
+                    "one",
+                )
         if self.lookup and not self.has_head:
             raise ConfigError(f"{self.method} already is a lookup; draft_lookup requires a head")
         if self.lookup and self.synthetic_rates is not None:
@@ -68,8 +73,8 @@ class DrafterSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
-        """Load the result of `dataclasses.asdict`; unknown keys raise a ConfigError."""
-        _require_known_keys(cls, values)
+        """Load the result of `dataclasses.asdict`; an unknown or missing key raises a ConfigError."""
+        _require_valid_keys(cls, values)
         rates = values.get("synthetic_rates")
         return cls(**{**values, "synthetic_rates": None if rates is None else tuple(rates)})
 
@@ -82,22 +87,15 @@ class EngineSpec:
         model: the target: a folder (local or s3://) or a hub id.
         revision: the commit of a hub id; a branch, a tag or None if the commit is unknown. For a folder on S3, a digest
             of its listing (`fetched.py`).
-        drafter: None for no speculation.
         precision: one of `PRECISIONS`, resolved on the hardware that runs the engine.
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
         native_quantization: the checkpoint's own quantisation, such as "mxfp4".
         max_num_seqs: maximum number of concurrent requests.
-        max_model_len: maximum prompt and output tokens of a request; None for the model's own context.
-        tensor_parallel_size: number of accelerators that share each layer.
-        pipeline_parallel_size: number of accelerators among which the layers are divided.
-        num_nodes: number of nodes, each with an equal part of these accelerators.
-        enforce_eager: disables compilation and graph capture: starts sooner, runs slower.
-        kv_cache_gib: size of the KV cache; None for automatic (CPU: `memory.py`; GPU: vLLM's profiling).
-        gpu_memory_utilization: the fraction of an accelerator's memory that vLLM may use.
-        seed: seed of the engine's sampler.
+        max_model_len: maximum prompt and output tokens of a request; by default the model's context.
+        num_nodes: number of nodes, each with an equal part of the engine's accelerators.
+        kv_cache_gib: by default automatic (CPU: `memory.py`; GPU: vLLM's profiling).
         load_format: vLLM's load format; "dummy" fills the target's weights at random for timing.
-        max_num_batched_tokens: maximum tokens of one step; None for automatic, from K and `max_num_seqs`.
-        enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
+        max_num_batched_tokens: maximum tokens of one step; by default computed from K and `max_num_seqs`.
         extra: more vLLM engine arguments, by vLLM's names.
         limit_mm_per_prompt: maximum media of a request by modality; empty for text only.
         allowed_media_domains: hosts from which the engine may fetch media; if empty, media must be in the request.
@@ -161,8 +159,8 @@ class EngineSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
-        """Load the result of `to_dict`; an unknown key raises a ConfigError that names the closest valid key."""
-        _require_known_keys(cls, values)
+        """Load the result of `to_dict`; an unknown or missing key raises a ConfigError."""
+        _require_valid_keys(cls, values)
         drafter = values.get("drafter")
         domains = tuple(values.get("allowed_media_domains", ()))
         drafter = DrafterSpec.from_dict(drafter) if drafter is not None else None
@@ -170,11 +168,7 @@ class EngineSpec:
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
-    """Return the formats of an engine on its hardware.
-
-    Raises:
-        PrecisionError: not supported by the hardware or the checkpoint.
-    """
+    """Return the formats of an engine on its hardware; raises as `resolve_precision`."""
     return resolve_precision(
         spec.precision,
         hardware,
@@ -190,16 +184,7 @@ def _require_positive(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a number above zero, not {value!r}")
 
 
-def _require_rates(rates: tuple[float, ...], k: int) -> None:
-    falls = all(earlier >= later for earlier, later in pairwise((1.0, *rates, 0.0)))
-    if len(rates) != k or not falls:
-        raise ConfigError(
-            f"synthetic rates must be {k} non-increasing shares from 0 to 1, not {list(rates)}",
-            hint="drafts are accepted as a prefix, so no position can be accepted more often than the previous one",
-        )
-
-
-def _require_known_keys(cls: type, values: Mapping[str, Any]) -> None:
+def _require_valid_keys(cls: type, values: Mapping[str, Any]) -> None:
     valid = [f.name for f in fields(cls)]
     for key in values:
         if key not in valid:

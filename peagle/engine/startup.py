@@ -1,4 +1,4 @@
-"""Guard an engine's start with a time limit and interrupts, because vLLM waits for its processes without a limit."""
+"""Limit an engine's start in time and make it interruptible, because vLLM waits for its processes without a limit."""
 
 import contextlib
 import os
@@ -11,20 +11,14 @@ from typing import Any
 
 from peagle.errors import ConfigError, EngineError
 
-VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
-"""vLLM's variable; in vLLM it only limits the last step of a start, the engine's ready message."""
+VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"  # in vLLM it only limits the last step of a start, the engine's ready message
 DEFAULT_S = 3600
-LATE = r"the engine did not start within \d+ s"
-"""Pattern of the message after the time limit."""
+TIMEOUT_PATTERN = r"the engine did not start within \d+ s"
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
 
 
 def start_limit_s() -> int:
-    """Return the maximum seconds that an engine may take to start.
-
-    Raises:
-        ConfigError: the variable is not a whole number above 0.
-    """
+    """Return the maximum seconds that an engine may take to start; a ConfigError names an invalid variable."""
     text = os.environ.get(VARIABLE) or str(DEFAULT_S)
     if not text.strip().isdecimal() or int(text) == 0:
         raise ConfigError(f"{VARIABLE}: must be a whole number of seconds above 0, not {text!r}")
@@ -45,36 +39,35 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
         ConfigError: as `start_limit_s`.
     """
     limit_s = start_limit_s()
-    what = f"the engine did not start within {limit_s} s"
-    is_over, is_left = threading.Event(), threading.Event()
+    message = f"the engine did not start within {limit_s} s"
+    timed_out, has_ended = threading.Event(), threading.Event()
     thread = threading.current_thread()
 
-    def give_up() -> None:
-        if is_left.wait(limit_s):
+    def abort() -> None:
+        if has_ended.wait(limit_s):
             return
-        is_over.set()
+        timed_out.set()
         kill_children()
-        if not is_left.wait(_UNWIND_S) and thread is threading.main_thread():
+        if not has_ended.wait(_UNWIND_S) and thread is threading.main_thread():
             signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # also ends a wait in the kernel
-        if not is_left.wait(_UNWIND_S):
-            sys.stdout.write(f"peagle: {what}, and cannot be aborted; this process exits\n")
+        if not has_ended.wait(_UNWIND_S):
+            sys.stdout.write(f"peagle: {message}, and cannot be aborted; this process exits\n")
             sys.stdout.flush()
             os._exit(EngineError.exit_code)
 
-    threading.Thread(target=give_up, daemon=True).start()
+    threading.Thread(target=abort, daemon=True).start()
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not is_over.is_set():
+        if not timed_out.is_set():
             raise
         hint = f"see its log; increase {VARIABLE} if it needs more time"
-        raise EngineError(what, hint=hint) from error
+        raise EngineError(message, hint=hint) from error
     finally:
-        is_left.set()
+        has_ended.set()
 
 
 def format_start_warning(warning: str) -> str:
-    """Return a warning as a line for the user."""
     return f"warning of an engine's start: {warning}"
 
 

@@ -1,42 +1,25 @@
-"""Choose `max_num_batched_tokens` and the sizes of CUDA graphs. Pure functions; vLLM's sources are cited.
-
-A step runs as a CUDA graph if a captured size is at least its number of tokens. A larger step runs eagerly: Python
-launches each kernel. By default, vLLM 0.29 captures up to 512 tokens (`VllmConfig._set_cudagraph_sizes`), which is too
-small for speculation:
-
-- Verifying takes 1 + K tokens per request, and a pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7, more
-  than 64 concurrent requests are verified eagerly, and for more than 36 the drafter runs eagerly.
-- Model runner V1, which P-EAGLE needs, rounds each size up to a multiple of 1 + K and drops sizes above the largest.
-  With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (see also
-  vllm-project/vllm issue 54933).
-
-So the sizes are set explicitly, up to the widest step of `max_num_seqs` requests.
-"""
+"""Choose `max_num_batched_tokens` and the sizes of CUDA graphs."""
 
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
-# vLLM's own prefill budget of a step: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS` on CPU, and
-# its default for data-centre GPUs (`EngineArgs.get_batch_defaults`).
+# vLLM's prefill budget of a step: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS` on CPU, and its default for
+# data-centre GPUs (`EngineArgs.get_batch_defaults`).
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 # vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
 _FINE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# vLLM's default maximum on most cards, and on Blackwell or with gpt-oss.
-_VLLM_TOKENS = 1024
-# Above vLLM's sizes, each size is an eighth larger than the previous one, so padding wastes at most a ninth of a step.
-_GROWTH = 1.125
 # The largest useful size: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
 # own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
-_MOST_TOKENS = 4096
+_MAX_TOKENS = 4096
 # Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
 # vllm-project/vllm pull 22897, at 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
 # limits add at most about 40 s to the start, and the graphs take at most 4 % of the memory.
 _SIZE_GIB = 28 / 1024
-_MOST_SIZES = 96
+_MAX_SIZES = 96
 _MEMORY_SHARE = 0.04
 # vLLM's arguments that set the sizes.
-_STATED = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"})
+_SIZE_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"}
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
@@ -59,11 +42,7 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
 
 
 def check_slots(spec: EngineSpec) -> None:
-    """Refuse a value that leaves no room for prefill, because decoding requests are scheduled first.
-
-    Raises:
-        ConfigError: names the required number.
-    """
+    """Raise a ConfigError if no room is left for prefill, because decoding requests are scheduled first."""
     needed = spec.max_num_seqs * slots_per_request(spec.drafter)
     if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
         drafts = f" with {spec.drafter.num_speculative_tokens} drafts each" if spec.drafter else ""
@@ -85,25 +64,43 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
 def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
     """Return vLLM's `cudagraph_capture_sizes`, ascending; None if nothing is captured or the user sets them.
 
+    A step runs as a CUDA graph if a captured size is at least its number of tokens. A larger step runs eagerly: Python
+    launches each kernel. By default, vLLM 0.29 captures up to 512 tokens (`VllmConfig._set_cudagraph_sizes`), which is
+    too small for speculation:
+
+    - Verifying takes 1 + K tokens per request, and a pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7,
+      more than 64 concurrent requests are verified eagerly, and for more than 36 the drafter runs eagerly.
+    - Model runner V1, which P-EAGLE needs, rounds each size up to a multiple of 1 + K and drops sizes above the
+      largest. With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (see also
+      vllm-project/vllm issue 54933).
+
     Example: with 128 requests and P-EAGLE at K = 7, verifying takes 128 x 8 = 1,024 tokens and drafting 128 x 14 =
     1,792. So the sizes end at 1,792 = 224 x 8 and include 1,024.
     """
-    if hardware.platform != "cuda" or spec.enforce_eager or _STATED & spec.extra.keys():
+    if hardware.platform != "cuda" or spec.enforce_eager or _SIZE_ARGUMENTS & spec.extra.keys():
         return None
     if spec.drafter is None and spec.max_num_seqs in _FINE:
         return None  # vLLM's own list is long enough
     width = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
     widest = _rounded_up(spec.max_num_seqs * max(width, slots_per_request(spec.drafter)), width)
-    # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default.
-    ceiling = min(max(widest, min(2 * spec.max_num_seqs * width, _VLLM_TOKENS)), _MOST_TOKENS) // width * width
+    # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default maximum on most cards.
+    with_prefill = min(2 * spec.max_num_seqs * width, 1024)
+    ceiling = min(max(widest, with_prefill), _MAX_TOKENS) // width * width
     sizes = list(_FINE)
     while sizes[-1] < ceiling:
-        sizes.append(round(sizes[-1] * _GROWTH))
+        sizes.append(round(sizes[-1] * 1.125))  # so padding wastes at most a ninth of a step
     if spec.drafter is not None and spec.drafter.method == "peagle":  # as model runner V1 rounds them
         sizes = [_rounded_up(size, width) for size in sizes]
-    wanted = {spec.max_num_seqs * width, widest, ceiling}
-    most = min(_MOST_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
-    return _thinned(sorted(size for size in {*sizes, *wanted} if size <= ceiling), wanted, most)
+    required = {spec.max_num_seqs * width, widest, ceiling}
+    sizes = sorted(size for size in {*sizes, *required} if size <= ceiling)
+    max_sizes = min(_MAX_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
+    while len(sizes) > max_sizes:  # remove the sizes with the closest neighbours
+        gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
+        closest = min(gaps.keys() - required, key=lambda size: (gaps[size], size), default=None)
+        if closest is None:
+            break
+        sizes.remove(closest)
+    return sizes
 
 
 def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
@@ -112,17 +109,6 @@ def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
         return 0.0
     sizes = capture_sizes(spec, hardware) or [size for size in _FINE if size <= 2 * spec.max_num_seqs]  # vLLM's own
     return _SIZE_GIB * len(sizes)
-
-
-def _thinned(sizes: list[int], kept: set[int], most: int) -> list[int]:
-    """Remove the sizes with the closest neighbours until at most `most` remain, but keep those in `kept`."""
-    while len(sizes) > most:
-        gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
-        closest = min((size for size in gaps if size not in kept), key=lambda size: gaps[size], default=None)
-        if closest is None:
-            break
-        sizes.remove(closest)
-    return sizes
 
 
 def _rounded_up(number: int, multiple: int) -> int:

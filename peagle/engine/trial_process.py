@@ -1,8 +1,7 @@
 """Try to compile grammars: `python -m peagle.engine.trial_process`.
 
-Reads lines of JSON: first the tokenizer (as xgrammar writes it, or the model's name), then constraints. A child process
-with limits on CPU time and memory compiles each constraint. This process has no threads, so it can fork at any time; it
-exits when its standard input is closed.
+Reads lines of JSON: first the tokenizer (as xgrammar writes it, or the model's name), then constraints. A forked child
+with limits on CPU time and memory compiles each constraint.
 """
 
 import json
@@ -17,11 +16,10 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 
-_WALL_FACTOR = 20  # CPU time
 # The compiler crashed, as it would in an engine. Other signals are external.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-_STEPS = 16
-_STEP_S = 0.01  # CPU time per token mask, for which every request on the engine waits
+_NUM_STEPS = 16
+_MAX_STEP_S = 0.01  # CPU time per token mask; every request on the engine waits for it
 
 
 def main() -> None:
@@ -29,31 +27,28 @@ def main() -> None:
     import xgrammar
 
     settings = json.loads(sys.stdin.readline())
-    tokenizer = _tokenizer(xgrammar, settings)
-    os.nice(vllm_plugin.NICE)
-    _say({"outcome": "ready"})
-    for line in sys.stdin:
-        _say(_tried(xgrammar, tokenizer, json.loads(line), settings))
-
-
-def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
     if "tokenizer" in settings:
-        return xgrammar.TokenizerInfo.deserialize_json(settings["tokenizer"])
-    from peagle.requests.tokenizer import load_tokenizer
+        vocabulary = xgrammar.TokenizerInfo.deserialize_json(settings["tokenizer"])
+    else:
+        from peagle.requests.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(settings["model"], settings["revision"])
-    return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=settings["vocab_size"])
+        tokenizer = load_tokenizer(settings["model"], settings["revision"])
+        vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=settings["vocab_size"])
+    os.nice(vllm_plugin.NICE)
+    _write({"outcome": "ready"})
+    for line in sys.stdin:
+        _write(_try(xgrammar, vocabulary, json.loads(line), settings))
 
 
-def _tried(xgrammar: Any, tokenizer: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a child's verdict on the constraint, or the signal that killed it."""
+def _try(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a child's verdict on the constraint. This process has no threads, so it can fork."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.dup2(2, 1)  # keep output of libraries out of standard output
-            _limit(settings["cpu_s"], settings["memory_bytes"])
-            os.write(writable, json.dumps(_compile(xgrammar, tokenizer, job)).encode())
+            _set_limits(settings["cpu_s"], settings["memory_bytes"])
+            os.write(writable, json.dumps(_compile(xgrammar, vocabulary, job)).encode())
         except MemoryError:
             os._exit(0)  # no output: too large
         except BaseException:
@@ -62,26 +57,26 @@ def _tried(xgrammar: Any, tokenizer: Any, job: dict[str, Any], settings: dict[st
         finally:
             os._exit(0)
     os.close(writable)
-    with os.fdopen(readable, "rb") as answer:
-        said = answer.read()
-    _, status, used = os.wait4(child, 0)
-    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    with os.fdopen(readable, "rb") as pipe:
+        output = pipe.read()
+    _, status, usage = os.wait4(child, 0)
+    killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     outcomes: dict[int | None, str] = {signal.SIGPROF: "slow", **dict.fromkeys(_CRASHES, "large")}
-    verdict = json.loads(said) if said else {"outcome": outcomes.get(ended_by, "busy")}
-    return {**verdict, "cpu_s": used.ru_utime + used.ru_stime}
+    verdict = json.loads(output) if output else {"outcome": outcomes.get(killed_by, "busy")}
+    return {**verdict, "cpu_s": usage.ru_utime + usage.ru_stime}
 
 
-def _limit(cpu_s: float, memory_bytes: int) -> None:
+def _set_limits(cpu_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, cpu_s * _WALL_FACTOR)
-    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + memory_bytes,) * 2)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * 20)
+    present_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _compile(xgrammar: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _compile(xgrammar: Any, vocabulary: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Compile like vLLM 0.29's `XgrammarBackend.compile_grammar`, and compute some masks."""
-    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     kind, spec = job["kind"], job["spec"]
     try:
         if kind == "json":
@@ -96,10 +91,10 @@ def _compile(xgrammar: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, An
         return {"outcome": "large"}
     except Exception as error:  # xgrammar raises any type; vLLM handles or reports the error
         return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
-    step_s = _step_s(xgrammar, compiled, tokenizer.vocab_size)
+    step_s = _step_s(xgrammar, compiled, vocabulary.vocab_size)
     if step_s is None:
         return {"outcome": "unsatisfiable"}
-    return {"outcome": "ok" if step_s <= _STEP_S else "slow_steps"}
+    return {"outcome": "ok" if step_s <= _MAX_STEP_S else "slow_steps"}
 
 
 def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
@@ -107,8 +102,8 @@ def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
     if "structures" not in tags:
         return compiler.compile_structural_tag(spec)
     items = [
-        xgrammar.StructuralTagItem(begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"])
-        for one in tags["structures"]
+        xgrammar.StructuralTagItem(begin=tag["begin"], schema=json.dumps(tag["schema"]), end=tag["end"])
+        for tag in tags["structures"]
     ]
     return compiler.compile_structural_tag(items, tags["triggers"])
 
@@ -117,8 +112,8 @@ def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
     """Return the mean CPU seconds of a token mask along one valid response; None if no token can start a response."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)
-    began = time.process_time()
-    for step in range(1, _STEPS + 1):
+    started_at = time.process_time()
+    for step in range(1, _NUM_STEPS + 1):
         matcher.fill_next_token_bitmask(mask, 0)
         words = mask[0].nonzero()
         if not len(words):
@@ -129,10 +124,10 @@ def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
         bits = int(mask[0][index]) & 0xFFFFFFFF
         if not matcher.accept_token(index * 32 + (bits & -bits).bit_length() - 1) or matcher.is_terminated():
             break
-    return (time.process_time() - began) / step
+    return (time.process_time() - started_at) / step
 
 
-def _say(verdict: dict[str, Any]) -> None:
+def _write(verdict: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(verdict) + "\n")
     sys.stdout.flush()
 

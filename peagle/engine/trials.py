@@ -1,8 +1,7 @@
-"""Compile grammars in a separate trial process, one at a time, before the engine compiles them. For bulk and online.
+"""Compile grammars in a separate trial process with limits, one at a time, before the engine compiles them.
 
-The cost of compiling a schema, a regular expression or a grammar cannot be predicted from its size. vLLM compiles in
-the engine's process without limits, and all requests wait. A trial has limits on CPU time and memory; its result is
-cached, a refusal for ten minutes.
+vLLM compiles in the engine's process without limits, and all requests wait. The cost of a schema, a regular expression
+or a grammar cannot be predicted from its size.
 """
 
 import asyncio
@@ -18,8 +17,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 from peagle.engine import vllm_internals
@@ -27,14 +26,13 @@ from peagle.errors import ConfigError
 from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
-REQUESTER: ContextVar[str] = ContextVar("requester", default="")
-"""The requester of the current task: trials serve requesters in turn."""
-_REMEMBERED = 4_096
+REQUESTER: ContextVar[str] = ContextVar("requester", default="")  # trials serve requesters in turn
+_MAX_CACHED = 4_096
 _REFUSED_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
-_MOST_PER_REQUESTER = 5  # concurrent trials, including waiting trials
-_MOST_OF_ALL = 64
-_MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
+_MAX_PER_REQUESTER = 5  # concurrent trials, including waiting trials
+_MAX_TOTAL = 64
+_MAX_REFUSED_S, _DECAY = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
 _REASONS = {
     "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",
     "slow_steps": "checking it takes too long at each token",
@@ -52,7 +50,7 @@ class TrialsBusy(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class Trials:
-    """The trials of one engine's requests.
+    """The trials of one engine's requests; results are cached, a refusal for ten minutes.
 
     Args:
         tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
@@ -91,9 +89,8 @@ class Trials:
         """
         for kind, spec in _specs(constraint):
             digest = hashlib.sha256(f"{kind}\0{spec}".encode(errors="surrogatepass")).hexdigest()
-            if reason := await self._verdict(
-                digest, {"kind": kind, "spec": spec, "any_whitespace": self._any_whitespace}
-            ):
+            job = {"kind": kind, "spec": spec, "any_whitespace": self._any_whitespace}
+            if reason := await self._verdict(digest, job):
                 raise TrialRefused(f"the {kind} constraint is refused: {reason}")
 
     def close(self) -> None:
@@ -101,25 +98,25 @@ class Trials:
         self._process.close()
 
     async def _verdict(self, digest: str, job: Mapping[str, Any]) -> str | None:
-        reason, holds_until = self._verdicts.get(digest, (None, -math.inf))
-        if self._monotonic() < holds_until:
+        reason, expires_at = self._verdicts.get(digest, (None, -math.inf))
+        if self._monotonic() < expires_at:
             self._verdicts.move_to_end(digest)
             return reason
         task = self._running.get(digest)
         if task is None:
             requester = REQUESTER.get()
             counts = self._num_by_requester
-            if self._is_shared and (counts[requester] >= _MOST_PER_REQUESTER or counts.total() >= _MOST_OF_ALL):
+            if self._is_shared and (counts[requester] >= _MAX_PER_REQUESTER or counts.total() >= _MAX_TOTAL):
                 raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
-            if self._is_shared and self._refused_s(requester) >= _MOST_REFUSED_S:
+            if self._is_shared and self._refused_s(requester) >= _MAX_REFUSED_S:
                 raise TrialsBusy("too many of your schemas or grammars took too long; try again in a minute")
             self._num_by_requester[requester] += 1
             # A trial continues when its client disconnects: otherwise the client could start another one immediately.
             task = self._running[digest] = asyncio.create_task(self._try(digest, job, requester))
-            task.add_done_callback(functools.partial(self._forget, digest, requester))
+            task.add_done_callback(functools.partial(self._on_done, digest, requester))
         return await asyncio.shield(task)
 
-    def _forget(self, digest: str, requester: str, task: "asyncio.Task[str | None]") -> None:
+    def _on_done(self, digest: str, requester: str, task: "asyncio.Task[str | None]") -> None:
         del self._running[digest]
         self._num_by_requester[requester] -= 1
         if not task.cancelled():
@@ -128,23 +125,24 @@ class Trials:
     async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
         await self._lock.acquire(requester)
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, job)
+            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.run, job)
         finally:
             self._lock.release()
         if verdict["outcome"] in ("busy", "gone"):
             raise TrialsBusy("the machine is too busy to check a new schema or grammar; try again")
-        reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
-        if reason is not None:
+        reason, expires_at = None, math.inf
+        if verdict["outcome"] in _REASONS:
+            reason, expires_at = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s), self._monotonic() + _REFUSED_S
             self._refused[requester] = self._refused_s(requester) + verdict.get("cpu_s", 0.0), self._monotonic()
-        self._verdicts[digest] = reason, math.inf if reason is None else self._monotonic() + _REFUSED_S
-        if len(self._verdicts) > _REMEMBERED:
+        self._verdicts[digest] = reason, expires_at
+        if len(self._verdicts) > _MAX_CACHED:
             self._verdicts.popitem(last=False)
         return reason
 
     def _refused_s(self, requester: str) -> float:
         """Return the CPU time of this requester's recent refused trials."""
-        seconds, at = self._refused.get(requester, (0.0, 0.0))
-        return max(0.0, seconds - (self._monotonic() - at) * _FORGOTTEN)
+        seconds, updated_at = self._refused.get(requester, (0.0, 0.0))
+        return max(0.0, seconds - (self._monotonic() - updated_at) * _DECAY)
 
 
 class _Process:
@@ -154,11 +152,19 @@ class _Process:
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Run one trial."""
         try:
             if self._process is None:
-                self._process = _started()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "peagle.engine.trial_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    # One thread, because the process forks. It needs no accelerator.
+                    env=os.environ
+                    | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
+                )
                 _exchange(self._process, self._settings())
             return _exchange(self._process, job)
         except (OSError, ValueError):  # the process died
@@ -170,17 +176,6 @@ class _Process:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-
-def _started() -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "peagle.engine.trial_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # One thread, because the process forks. It needs no accelerator.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
-    )
 
 
 def _exchange(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,20 +217,17 @@ class _FairLock:
 
 
 def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: int | None) -> None:
-    """Check a run's JSON schema in the same way as its engines.
-
-    Raises:
-        ConfigError: every row would be refused.
-    """
+    """Raise a ConfigError if a run's engines would refuse its JSON schema."""
     trials = Trials(lambda: {"model": model, "revision": revision, "vocab_size": vocab_size})
+    constraint = SimpleNamespace(json=schema, regex=None, structural_tag=None, grammar=None, choice=None)
     try:
-        asyncio.run(trials.require(_SchemaOnly(schema)))
+        asyncio.run(trials.require(constraint))
     except TrialRefused as refusal:
         raise ConfigError(
             f"json_schema: {refusal}", hint="make the schema smaller; docs/http-api.md lists the limits"
         ) from None
     except TrialsBusy:
-        pass  # each engine checks the schema, too
+        pass  # each engine checks the schema again
     finally:
         trials.close()
 
@@ -254,8 +246,8 @@ def guard_engine(client: Any, trials: Trials) -> None:
         # Ids of media placeholders may lie outside the vocabulary; vLLM replaces them.
         is_tokens = isinstance(prompt, Mapping) and prompt.get("type", "token") == "token"
         ids = prompt.get("prompt_token_ids") if is_tokens else None
-        if wrong := token_id_error({"prompt": ids}, vocab_size):
-            raise vllm_internals.refusal_of(*wrong)
+        if error := token_id_error({"prompt": ids}, vocab_size):
+            raise vllm_internals.refusal_of(*error)
         if (constraint := getattr(params, "structured_outputs", None)) is not None:
             try:
                 await trials.require(constraint)
@@ -289,15 +281,4 @@ def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
     if constraint.grammar is not None:
         yield "grammar", vllm_internals.as_ebnf(constraint.grammar)
     if constraint.choice is not None:
-        yield "grammar", vllm_internals.grammar_of_choices(constraint.choice)
-
-
-@dataclass(frozen=True, slots=True)
-class _SchemaOnly:
-    """The fields of vLLM's `StructuredOutputsParams` that a run's schema needs."""
-
-    json: str
-    regex: None = None
-    structural_tag: None = None
-    grammar: None = None
-    choice: None = None
+        yield "grammar", vllm_internals.choices_to_grammar(constraint.choice)

@@ -32,14 +32,10 @@ from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
 
 _COUNTERS = "vllm:spec_decode_"
-_NO_ANSWER = ("error", "abort")
 
 
 class VllmEngine:
-    """A running vLLM engine.
-
-    Args:
-        arguments: keyword arguments of `vllm.AsyncEngineArgs`, from `engine_args`.
+    """A running vLLM engine, from keyword arguments of `vllm.AsyncEngineArgs`.
 
     Raises:
         EngineError: vLLM did not start; the cause is chained.
@@ -74,11 +70,9 @@ class VllmEngine:
         return await generate(self._llm, request_id, {"prompt_token_ids": prompt_token_ids}, sampling)
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """See `Engine.speculation_totals`; from vLLM's Prometheus counters."""
         return _totals(counters())
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`."""
         return self._steps.num_steps
 
     def shutdown(self) -> None:
@@ -104,8 +98,7 @@ async def generate(
     """
     try:
         params = _sampling_params(sampling)
-        answers = llm.generate(prompt, params, request_id, priority=priority)
-        outputs = [answer async for answer in answers]  # FINAL_ONLY: one output
+        outputs = [output async for output in llm.generate(prompt, params, request_id, priority=priority)]
     except engine_death() as error:
         raise EngineError("the vLLM engine process died") from error
     except refusals() as error:
@@ -114,8 +107,15 @@ async def generate(
         raise RequestFailed(f"vLLM failed on this request: {error.__cause__!r}") from error
     if not outputs:
         raise EngineError(f"vLLM ended request {request_id} without an output")
-    _require_answers(outputs[-1], is_constrained=params.structured_outputs is not None)
-    return _generation(outputs[-1], sampling.get("logprobs") or 0)
+    output = outputs[-1]
+    # vLLM ends a response early if its constraint does not compile or allows no further token.
+    for completion in output.outputs:
+        if (reason := str(completion.finish_reason)) in ("error", "abort"):
+            num_tokens = len(completion.token_ids)
+            if params.structured_outputs is not None and reason == "error":
+                raise RequestRefused(f"the constraint allows no further token after {num_tokens} tokens")
+            raise RequestRefused(f"vLLM ended the response early ({reason}) after {num_tokens} tokens")
+    return _generation(output, sampling.get("logprobs") or 0)
 
 
 class _StepCounter:
@@ -198,41 +198,23 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
     )
 
 
-def _require_answers(output: Any, *, is_constrained: bool) -> None:
-    """Refuse an incomplete answer that vLLM ended, because a constraint does not compile or allows no further token.
-
-    Raises:
-        RequestRefused: a response is incomplete.
-    """
-    for completion in output.outputs:
-        if (reason := str(completion.finish_reason)) in _NO_ANSWER:
-            num_tokens = len(completion.token_ids)
-            if is_constrained and reason == "error":
-                raise RequestRefused(f"the constraint allows no further token after {num_tokens} tokens")
-            raise RequestRefused(f"vLLM ended the response early ({reason}) after {num_tokens} tokens")
-
-
 def _generation(output: Any, num_top: int = 0) -> Generation:
     first = output.outputs[0]
     times = output.metrics
-    started = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
+    has_times = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
     with_completions = len(output.outputs) > 1 or first.logprobs is not None
+    drafts = [stats for completion in output.outputs if (stats := drafts_of(completion)) is not None]
     return Generation(
         text=first.text,
         finish_reason=str(first.finish_reason),
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
-        speculation=_speculation(output.outputs),
-        ttft_s=times.first_token_ts - times.scheduled_ts if started else None,
-        latency_s=times.last_token_ts - times.scheduled_ts if started else None,
+        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else None,
+        ttft_s=times.first_token_ts - times.scheduled_ts if has_times else None,
+        latency_s=times.last_token_ts - times.scheduled_ts if has_times else None,
         completions=tuple(_completion(c, num_top) for c in output.outputs) if with_completions else (),
     )
-
-
-def _speculation(completions: Sequence[Any]) -> SpeculationStats | None:
-    drafts = [found for completion in completions if (found := drafts_of(completion)) is not None]
-    return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 
 
 def _completion(completion: Any, num_top: int) -> CompletionOutput:
@@ -269,7 +251,7 @@ def start_engine(
     num_engines_on_node: int = 1,
     node_rank: NodeRank | None = None,
 ) -> VllmEngine:
-    """Start vLLM with its environment variables.
+    """Set the environment variables and start vLLM.
 
     Args:
         node_rank: the leader's rank, for an engine on several nodes; the start waits for the other nodes.
@@ -292,7 +274,7 @@ def _prepare(
     spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None
 ) -> dict[str, Any]:
     """Set the environment, and return vLLM's arguments."""
-    assert (node_rank is not None) == (spec.num_nodes > 1), "each node of several has its rank"
+    assert (node_rank is not None) == (spec.num_nodes > 1), "an engine on several nodes has a rank on each"
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError(

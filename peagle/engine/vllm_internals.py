@@ -1,18 +1,16 @@
-"""Private and internal names of vLLM 0.29.
+"""Private and internal names of vLLM 0.29; docs/upstream.md lists each. Only `vllm_plugin.py` uses others.
 
-vLLM guarantees neither the modules below `vllm.v1` nor the wording of its log. Only this file and `vllm_plugin.py`,
-which works inside vLLM's processes, use them. docs/upstream.md lists each. vLLM is imported in functions, after the
-environment variables that it reads have been set.
+vLLM is imported in functions, after the environment variables that it reads have been set.
 """
 
 import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from peagle.engine.startup import LATE
+from peagle.engine.startup import TIMEOUT_PATTERN
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
@@ -49,19 +47,12 @@ def refusals() -> tuple[type[Exception], ...]:
     """Return vLLM's exceptions for an invalid request: its own classes in 0.29, ValueError in 0.24."""
     import vllm.exceptions
 
-    own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
-    return (ValueError, *filter(None, own))
-
-
-_GENERIC_REFUSAL = "the engine cannot process this request: a field has an unexpected value"
+    classes = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
+    return (ValueError, *filter(None, classes))
 
 
 def client_text(error: BaseException) -> str:
-    """Return the part of vLLM's exception for an invalid request that a client may read.
-
-    That is the text of vLLM's own exceptions, and of a chat template that rejects a conversation. The text of other
-    exceptions is Python's ("tuple indices must be integers").
-    """
+    """Return the text of vLLM's exception for an invalid request, or a generic text if the client may not read it."""
     import vllm.exceptions
 
     if not hasattr(vllm.exceptions, "VLLMClientError"):  # 0.24 refuses with a ValueError
@@ -70,7 +61,10 @@ def client_text(error: BaseException) -> str:
         return str(error)
     # vLLM 0.29 turns any exception of a chat template into a ValueError.
     template_error = error.__cause__ if type(error) is ValueError else error
-    return str(template_error) if type(template_error).__name__ == "TemplateError" else _GENERIC_REFUSAL
+    if type(template_error).__name__ == "TemplateError":
+        return str(template_error)
+    # The text of other exceptions is Python's ("tuple indices must be integers").
+    return "the engine cannot process this request: a field has an unexpected value"
 
 
 def counters() -> list[Any]:
@@ -81,23 +75,20 @@ def counters() -> list[Any]:
 
 
 def drafts_of(sequence: Any) -> SpeculationStats | None:
-    """Return the draft statistics of a finished sequence from vLLM's `RequestSpecDecodeMetrics`, or None (0.24 lacks
-    it).
-
-    `vllm_plugin.DraftLookup` adds its own count to them.
-    """
+    """Return the draft statistics of a finished sequence, or None without them (0.24)."""
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
         return None
+    # `vllm_plugin.DraftLookup` adds its count to `per_step_drafted`.
     return SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens, sum(drafts.per_step_drafted))
 
 
 def model_runner(client: Any) -> str | None:
-    """Return the model runner of an `AsyncLLM`, "V1" or "V2", which vLLM chooses by the drafter; None if vLLM has only
-    one.
-    """
+    """Return the model runner of an `AsyncLLM`, "V1" or "V2"; None if vLLM has only one."""
     is_v2 = getattr(client.vllm_config, "use_v2_model_runner", None)
-    return None if is_v2 is None else "V2" if is_v2 else "V1"
+    if is_v2 is None:
+        return None
+    return "V2" if is_v2 else "V1"
 
 
 def before_each_request(client: Any, check: Callable[[Any, Any], Awaitable[None]]) -> None:
@@ -127,12 +118,11 @@ def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
         tokenizer=maybe_wrap_mistral_common_tokenizer(tokenizer),
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
-    written: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
-    return written
+    serialized: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+    return serialized
 
 
-def grammar_of_choices(choices: list[str]) -> str:
-    """Return vLLM's grammar for a choice."""
+def choices_to_grammar(choices: list[str]) -> str:
     from vllm.v1.structured_output.utils import choice_as_grammar
 
     return str(choice_as_grammar(choices))
@@ -153,10 +143,7 @@ def as_ebnf(grammar: str) -> str:
 def follow(arguments: Mapping[str, Any]) -> None:
     """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
-    The ranks may not notice that the leader has ended.
-
-    Raises:
-        EngineError: the ranks did not start.
+    The ranks may not notice that the leader has ended. Raises EngineError if they do not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -190,8 +177,8 @@ def root_cause(log: str) -> str | None:
     >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
     'ValueError: the KV cache is too small'
     """
-    logged = re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
-    return logged[0] if logged else None
+    logged = re.search(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return logged[1] if logged else None
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
@@ -199,12 +186,12 @@ def with_root_cause(error: EngineError, log: str) -> EngineError:
     cause = root_cause(log)
     if cause is None:
         return error
-    late = re.search(LATE, error.message)
-    return EngineError(f"{late[0] if late else 'vLLM did not start'}: {cause}", hint=error.hint)
+    timeout = re.search(TIMEOUT_PATTERN, error.message)
+    return EngineError(f"{timeout[0] if timeout else 'vLLM did not start'}: {cause}", hint=error.hint)
 
 
-_WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
-_COSTS = re.compile(
+_WARNING = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", re.MULTILINE)
+_COSTLY = re.compile(
     r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
 )
 # Warnings that do not matter here, or that are about peagle's own decisions.
@@ -212,8 +199,7 @@ _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
     "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
 )
-_MOST = 10
-_LONGEST = 400  # characters
+_MAX_LENGTH = 400  # characters
 
 
 def costly_warnings(log: str) -> list[str]:
@@ -222,13 +208,11 @@ def costly_warnings(log: str) -> list[str]:
     >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
     ['no libtcmalloc: performance is lost']
     """
-    return list(dict.fromkeys(_costly(log)))[:_MOST]
-
-
-def _costly(log: str) -> Iterator[str]:
-    for warning in _WARNED.findall(log):
-        if _COSTS.search(warning) and not warning.startswith(_HARMLESS):
-            yield warning if len(warning) <= _LONGEST else f"{warning[:_LONGEST]}..."
+    warnings = []
+    for warning in _WARNING.findall(log):
+        if _COSTLY.search(warning) and not warning.startswith(_HARMLESS):
+            warnings.append(warning if len(warning) <= _MAX_LENGTH else f"{warning[:_MAX_LENGTH]}...")
+    return list(dict.fromkeys(warnings))[:10]
 
 
 class ServeArguments:
@@ -255,7 +239,6 @@ class ServeArguments:
         return str(self._actions[name].dest)
 
     def default(self, name: str) -> Any:
-        """Return the default of an argument."""
         return self._actions[name].default
 
     def is_switch(self, name: str) -> bool:
@@ -263,13 +246,10 @@ class ServeArguments:
         return bool(self._actions[name].nargs == 0)
 
     def parse(self, name: str, values: Sequence[str]) -> Any:
-        """Return an argument's value as plain data.
+        """Return an argument's value as plain data; raises ValueError if vLLM rejects it.
 
         Args:
             values: the words after the flag on a command line; empty for a switch.
-
-        Raises:
-            ValueError: vLLM rejects it.
         """
         from vllm.engine.arg_utils import _expand_json_human_readable_numbers
 
@@ -277,12 +257,12 @@ class ServeArguments:
         # A value may begin with a hyphen.
         line = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
         try:
-            found, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
+            parsed, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
-        if rest or found.model_tag:  # a second value would be parsed as the model
+        if rest or parsed.model_tag:  # a second value would be parsed as the model
             raise ValueError(f"argument {flag}: expected one value")
-        value = getattr(found, self.destination(name))
+        value = getattr(parsed, self.destination(name))
         if value is None or isinstance(value, bool | int | float | str | dict):
             return value
         if isinstance(value, list | tuple | set):

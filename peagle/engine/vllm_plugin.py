@@ -26,19 +26,13 @@ if TYPE_CHECKING:
 NAME = "peagle"
 _GROUP = "vllm.general_plugins"
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"
-"""Environment variable of an engine: the shortest n-gram of the prompt lookup. Empty disables the lookup."""
+LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 
 
 def register() -> None:
-    """Install the work-arounds.
-
-    vLLM calls this in each of its processes, before a worker loads kernels and compiles.
-    """
+    """Install the work-arounds; vLLM calls this in each process, before a worker loads kernels and compiles."""
     exit_with_parent()
-
     lower_grammar_compile_priority()
-
     cut_at_stop_strings()
     count_drafts_toward_min_tokens()
 
@@ -58,13 +52,16 @@ def exit_with_parent() -> None:
     """Exit when the parent process is gone, even after kill -9.
 
     Otherwise a core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children
-    of a lost worker, but not if Ray itself is lost.
-
-    Under Ray, vLLM spawns its core. A forked core (without Ray on a CPU) does not get here, because it inherits the
-    loaded plug-ins.
+    of a lost worker, but not if Ray itself is lost. Under Ray, vLLM spawns its core; a forked core (without Ray on a
+    CPU) inherits the loaded plug-ins and does not call this.
     """
-    if (starter := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_end_after, args=(starter,), name="end-with-starter", daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+
+        def wait_for_parent() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=wait_for_parent, name="exit-with-parent", daemon=True).start()
 
 
 def require() -> None:
@@ -79,11 +76,6 @@ def require() -> None:
             "the plug-in, an engine with a drafter counts tokens after a stop string, and samples wrongly on a CPU",
             hint="install peagle into this environment: pip install --no-deps -e . in its checkout",
         )
-
-
-def _end_after(starter: Any) -> None:
-    starter.join()
-    os._exit(1)
 
 
 def load_compiled() -> None:
@@ -152,20 +144,16 @@ def replace_kernel() -> None:
     that it discards, and divides the target's logits by uninitialised memory. As soon as one request of a batch is
     sampled, all requests of that batch get wrong answers, including greedy requests
     (https://github.com/vllm-project/vllm/issues/55005).
-
-    0.29 installs the first of these names, 0.32 registers the second.
     """
     from vllm.utils import cpu_triton_utils
 
     if hasattr(cpu_triton_utils, "expand_kernel"):
-        cpu_triton_utils.expand_kernel = _Launched()
-    cpu_triton_utils._expand_kernel_impl = expand
+        cpu_triton_utils.expand_kernel = _ExpandLauncher()  # 0.29 installs this name
+    cpu_triton_utils._expand_kernel_impl = expand  # 0.32 registers this name
 
 
 def probe() -> None:
     """Test the kernel that this process samples with.
-
-    The temperatures and top-k of two requests have values that cannot be left in memory by an earlier computation.
 
     Raises:
         RuntimeError: drafts would be verified with values that differ from those of their requests.
@@ -174,15 +162,15 @@ def probe() -> None:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     ends = torch.tensor([3, 3, 4, 6], dtype=torch.int32)
-    for values, expected in (
+    for values, expected in (  # temperatures and top-k that no earlier computation leaves in memory
         ([0.8125, 7.5, 0.0, 0.40625], [0.8125] * 3 + [1.0] + [0.40625] * 2),
         ([2713, 31, 0, 4409], [2713] * 3 + [1] + [4409] * 2),
     ):
-        found = expand_batch_to_tokens(torch.tensor(values), ends, 6, replace_from=0, replace_to=1).tolist()
-        if found != expected:
+        expanded = expand_batch_to_tokens(torch.tensor(values), ends, 6, replace_from=0, replace_to=1).tolist()
+        if expanded != expected:
             raise RuntimeError(
                 "this vLLM does not use the requests' sampling values for drafts: "
-                f"{values} over 3, 0, 1 and 2 drafts became {found}, not {expected}. Run without a drafter, or with "
+                f"{values} over 3, 0, 1 and 2 drafts became {expanded}, not {expected}. Run without a drafter, or with "
                 "the version of vLLM that peagle is made for"
             )
 
@@ -200,16 +188,16 @@ def probe_before_loading() -> None:
 
     @functools.wraps(original)
     def init_device(self: Any) -> Any:
-        answer = original(self)
+        result = original(self)
         if self.vllm_config.speculative_config is not None:
             probe()
-        return answer
+        return result
 
     init_device.probes = True  # type: ignore[attr-defined]
     WorkerWrapperBase.init_device = init_device
 
 
-class _Launched:
+class _ExpandLauncher:
     """Called like a Triton kernel: `kernel[grid](...)`."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -226,22 +214,21 @@ def lower_grammar_compile_priority() -> None:
     """
     from vllm.v1.structured_output import StructuredOutputManager
 
-    begin = StructuredOutputManager.__init__
-    if hasattr(begin, "__wrapped__"):
+    original = StructuredOutputManager.__init__
+    if hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(begin)
-    def begin_behind(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **options)
+    def lower_priority() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+    @functools.wraps(original)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
         if threads := getattr(self, "executor", None):  # None without a tokenizer
             threads.shutdown(wait=False)
-            self.executor = ThreadPoolExecutor(max_workers=threads._max_workers, initializer=_give_way)
+            self.executor = ThreadPoolExecutor(max_workers=threads._max_workers, initializer=lower_priority)
 
-    StructuredOutputManager.__init__ = begin_behind
-
-
-def _give_way() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    StructuredOutputManager.__init__ = init
 
 
 def skip_drafts() -> None:
@@ -257,17 +244,18 @@ def skip_drafts() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.sample import logits_processor
 
-    take, build = Scheduler.update_draft_token_ids, logits_processor.build_logitsprocs
-    if getattr(take, "skips_drafts", False):
+    update, build = Scheduler.update_draft_token_ids, logits_processor.build_logitsprocs
+    if getattr(update, "skips_drafts", False):
         return
 
-    @functools.wraps(take)
-    def take_if_verifiable(self: Any, draft_token_ids: Any) -> None:
-        for place, request_id in enumerate(draft_token_ids.req_ids):
+    @functools.wraps(update)
+    def update_verifiable(self: Any, draft_token_ids: Any) -> None:
+        for index, request_id in enumerate(draft_token_ids.req_ids):
             request = self.requests.get(request_id)
-            if request is not None and is_unverifiable(request.sampling_params):
-                draft_token_ids.draft_token_ids[place] = []
-        take(self, draft_token_ids)
+            sampling = request and request.sampling_params
+            if sampling is not None and (sampling.min_p > 0 or sampling.logit_bias):
+                draft_token_ids.draft_token_ids[index] = []
+        update(self, draft_token_ids)
 
     @functools.wraps(build)
     def build_all(vllm_config: Any, device: Any, *arguments: Any, **options: Any) -> Any:
@@ -275,24 +263,15 @@ def skip_drafts() -> None:
         if vllm_config.speculative_config is None or vllm_config.model_config.runner_type == "pooling":
             return processors
         kinds = (logits_processor.LogitBiasLogitsProcessor, logits_processor.MinPLogitsProcessor)
-        own = [kind(vllm_config, device, False) for kind in kinds]
-        return logits_processor.LogitsProcessors([*processors.all, *own])
+        added = [kind(vllm_config, device, False) for kind in kinds]
+        return logits_processor.LogitsProcessors([*processors.all, *added])
 
-    take_if_verifiable.skips_drafts = True  # type: ignore[attr-defined]
-    Scheduler.update_draft_token_ids = take_if_verifiable
-    SamplingParams._validate_spec_decode = _accept
+    update_verifiable.skips_drafts = True  # type: ignore[attr-defined]
+    Scheduler.update_draft_token_ids = update_verifiable
+    SamplingParams._validate_spec_decode = lambda self, speculative_config: None  # would refuse both parameters
     logits_processor.build_logitsprocs = build_all
-    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # imported by name there
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # the runner imports the function by name
         runner.build_logitsprocs = build_all  # type: ignore[attr-defined]
-
-
-def is_unverifiable(sampling: Any) -> bool:
-    """Whether vLLM cannot verify drafts of a request with these sampling parameters."""
-    return sampling is not None and bool(sampling.min_p > 0 or sampling.logit_bias)
-
-
-def _accept(self: Any, speculative_config: Any) -> None:
-    """Replace vLLM's refusal of `logit_bias` and `min_p` with a drafter."""
 
 
 class DraftLookup:
@@ -316,10 +295,10 @@ class DraftLookup:
         if self._has_failed:
             return
         try:
-            for place, request_id in enumerate(drafted.req_ids):
+            for index, request_id in enumerate(drafted.req_ids):
                 request = requests.get(request_id)
                 if request is not None and not request.is_finished() and not request.is_prefill_chunk:
-                    drafted.draft_token_ids[place] = self._redraft(request, drafted.draft_token_ids[place])
+                    drafted.draft_token_ids[index] = self._redraft(request, drafted.draft_token_ids[index])
         except Exception:
             self._has_failed = True
             logging.getLogger("vllm").warning(
@@ -348,30 +327,27 @@ class DraftLookup:
 
 
 def look_up_drafts() -> None:
-    """Make vLLM's scheduler look up drafts if `LOOKUP` says so.
+    """Make vLLM's scheduler look up drafts if `LOOKUP` is set.
 
     Sampling stays exact: with `draft_sample_method` "greedy", vLLM's rejection sampler treats each draft as certain
-    (one-hot), which also holds for a token that was looked up.
-
-    The engine does not start if scheduling or the model runner keeps drafts on the device, where the lookup cannot
-    reach them.
+    (one-hot), which is also true for a token that was looked up.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    begin, take, count = Scheduler.__init__, Scheduler.update_draft_token_ids, Scheduler.make_spec_decoding_stats
-    if getattr(begin, "looks_up", False):
+    init, update, count = Scheduler.__init__, Scheduler.update_draft_token_ids, Scheduler.make_spec_decoding_stats
+    if getattr(init, "looks_up", False):
         return
 
-    @functools.wraps(begin)
-    def begin_with_lookup(self: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, vllm_config, *arguments, **options)
+    @functools.wraps(init)
+    def init_with_lookup(self: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        init(self, vllm_config, *arguments, **options)
         self.draft_lookup = _draft_lookup(vllm_config)
 
-    @functools.wraps(take)
-    def take_redrafted(self: Any, draft_token_ids: Any) -> None:
+    @functools.wraps(update)
+    def update_redrafted(self: Any, draft_token_ids: Any) -> None:
         if self.draft_lookup is not None:
             self.draft_lookup.redraft(self.requests, draft_token_ids)
-        take(self, draft_token_ids)
+        update(self, draft_token_ids)
 
     @functools.wraps(count)
     def count_by_source(self: Any, *arguments: Any, num_accepted_tokens: int, request_id: str, **options: Any) -> Any:
@@ -379,9 +355,9 @@ def look_up_drafts() -> None:
             self.draft_lookup.count(self.requests[request_id], num_accepted_tokens)
         return count(self, *arguments, num_accepted_tokens=num_accepted_tokens, request_id=request_id, **options)
 
-    begin_with_lookup.looks_up = True  # type: ignore[attr-defined]
-    Scheduler.__init__ = begin_with_lookup
-    Scheduler.update_draft_token_ids = take_redrafted
+    init_with_lookup.looks_up = True  # type: ignore[attr-defined]
+    Scheduler.__init__ = init_with_lookup
+    Scheduler.update_draft_token_ids = update_redrafted
     Scheduler.make_spec_decoding_stats = count_by_source
 
 
@@ -390,7 +366,7 @@ def _draft_lookup(vllm_config: Any) -> DraftLookup | None:
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     if not min_ngram or speculation is None:
         return None
-    if vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner:
+    if vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner:  # drafts stay on the device
         raise RuntimeError(
             "draft lookup requires model runner V1 and no asynchronous scheduling, else drafts stay on the device. "
             "Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
@@ -423,7 +399,7 @@ def cut_at_stop_strings() -> None:
             is_last = number == len(new_token_ids)
             stop_string = update(self, [token_id], stop_terminated and is_last)
             if stop_string is not None:
-                del new_token_ids[number:]  # vLLM builds the answer from this list
+                del new_token_ids[number:]  # vLLM builds the response from this list
                 return stop_string
         return None
 
@@ -438,10 +414,10 @@ def cut_at_stop_strings() -> None:
 
 
 def count_drafts_toward_min_tokens() -> None:
-    """Allow the token after drafts that reach `min_tokens` to end an answer.
+    """Allow the token after drafts that reach `min_tokens` to end a response.
 
     vLLM counts earlier drafts for each draft, but not for the token after the last draft. So it bans stop tokens there
-    although `min_tokens` is reached, and the answer becomes longer than without a drafter.
+    although `min_tokens` is reached, and the response becomes longer than without a drafter.
     """
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
@@ -465,26 +441,22 @@ def count_drafts_toward_min_tokens() -> None:
 
 @contextlib.contextmanager
 def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Lift the bans of requests that reach `min_tokens` with their drafts.
-
-    Args:
-        drafts: drafts by the request's index in the batch.
-    """
+    """Lift the bans of requests that reach `min_tokens` with their drafts, given by index in the batch."""
     import torch
 
     reached = [
-        place
-        for place, (min_tokens, output_token_ids, *_) in processor.min_toks.items()
-        if len(output_token_ids) + len(drafts[place]) >= min_tokens
+        index
+        for index, (min_tokens, output_token_ids, *_) in processor.min_toks.items()
+        if len(output_token_ids) + len(drafts[index]) >= min_tokens
     ]
     if not reached:
         yield
         return
     names = ("logits_slice", "restore_logits_slice")  # older versions only have the first
     banned = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
-    for name, (places, tokens) in banned.items():
-        stays = ~torch.isin(places, places.new_tensor(reached))
-        setattr(processor, name, (places[stays], tokens[stays]))
+    for name, (indices, tokens) in banned.items():
+        stays = ~torch.isin(indices, indices.new_tensor(reached))
+        setattr(processor, name, (indices[stays], tokens[stays]))
     try:
         yield
     finally:

@@ -41,30 +41,26 @@ class RequestBuilder:
         self.sampling = sampling
 
     def build(self, columns: Mapping[str, Any]) -> Request | RowError:
-        if self._prompts.spec.body_column is not None:
-            return self._from_body(columns)
-        column = self.sampling.column
-        own = {} if column is None else parse_overrides(columns.get(column))
-        if isinstance(own, str):
-            return _invalid(f"column {column!r}: {own}")
-        return self._request(self._prompts.build(columns), own)
-
-    def _from_body(self, columns: Mapping[str, Any]) -> Request | RowError:
-        body = parse_body(columns["url"], columns[self._prompts.spec.body_column or ""])
-        if isinstance(body, str):
-            return _invalid(body)
-        return self._request(self._prompts.of_body(body), body.sampling)
-
-    def _request(self, prompt: list[int] | RowError, own: dict[str, Any]) -> Request | RowError:
-        if "structured_outputs" in own:  # replaces the run's schema
-            own = {"json_schema": None, **own}
-        if own and (wrong := conflict({**self.sampling.base, **own}, self.sampling.limits)):
-            return _invalid(wrong)
+        body_column, column = self._prompts.spec.body_column, self.sampling.column
+        if body_column is not None:
+            body = parse_body(columns["url"], columns[body_column])
+            if isinstance(body, str):
+                return _invalid(body)
+            prompt, overrides = self._prompts.of_body(body), body.sampling
+        else:
+            parsed = {} if column is None else parse_overrides(columns.get(column))
+            if isinstance(parsed, str):
+                return _invalid(f"column {column!r}: {parsed}")
+            prompt, overrides = self._prompts.build(columns), parsed
+        if "structured_outputs" in overrides:  # replaces the run's schema
+            overrides = {"json_schema": None, **overrides}
+        if overrides and (error := conflict({**self.sampling.base, **overrides}, self.sampling.limits)):
+            return _invalid(error)
         if isinstance(prompt, RowError):
             return prompt
         if unknown := token_id_error({"prompt": prompt}, self.sampling.limits.vocab_size):
             return RowError(reason="invalid_prompt", message=unknown[1])
-        return Request(prompt_token_ids=prompt, sampling=own)
+        return Request(prompt_token_ids=prompt, sampling=overrides)
 
 
 def _invalid(message: str) -> RowError:

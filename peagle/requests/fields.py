@@ -1,7 +1,6 @@
 """The fields of OpenAI's and vLLM's chat and completion requests, and their support online and in bulk.
 
-The endpoint, batches and bulk runs use this table to refuse requests, `docs/requests.md` is generated from it, and a
-test compares it with the installed schemas. Values are validated elsewhere.
+`docs/requests.md` is generated from this table. Values are validated elsewhere.
 """
 
 from collections.abc import Mapping
@@ -58,8 +57,10 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
             continue
         field = FIELDS.get(name)
         if field is None or url not in field.urls:
-            near = [known for known, one in FIELDS.items() if url in one.urls and one.use in ("honoured", "online")]
-            return Refused(field=name, value=value, why="unknown field", hint=did_you_mean(name, near))
+            supported = [
+                key for key, other in FIELDS.items() if url in other.urls and other.use in ("honoured", "online")
+            ]
+            return Refused(field=name, value=value, why="unknown field", hint=did_you_mean(name, supported))
         is_refused = field.use == "refused" or (in_bulk and field.use == "online")
         if is_refused and value not in field.neutral:
             return Refused(field=name, value=value, why=field.note)
@@ -67,7 +68,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether an accepted field can be dropped: its value is null, or is neutral and the engine lacks the field."""
+    """Return whether an accepted field can be dropped: its value is null, or neutral."""
     if value is None:
         return True
     field = FIELDS[name]

@@ -1,9 +1,6 @@
-"""Convert chat messages of rows and requests to the structure that a chat template expects.
+"""Convert chat messages to the structure that a chat template expects, in the same way as vLLM."""
 
-vLLM infers from the template whether contents are strings or lists of parts. This module does the same, so that a
-request has the same tokens in bulk and online.
-"""
-
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -12,9 +9,8 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-_SILENT = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with these, content is optional
-_CALL = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
-_NEEDED = "it needs a role and a content, both text"
+_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with these, content is optional
+_REQUIRED = "it needs a role and a content, both text"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
@@ -30,7 +26,9 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
     [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': {}}}], 'content': ''}]
     """
     if isinstance(value, str):
-        value = _json_list(value)
+        with contextlib.suppress(ValueError):
+            parsed_json = json.loads(value)
+            value = parsed_json if isinstance(parsed_json, list) else value
     if not isinstance(value, list) or not value:
         return f" must be a list of messages, not {kind_of(value)}"
     messages = []
@@ -47,10 +45,10 @@ def message_error(message: Mapping[str, Any]) -> str | None:
     if message.get("function_call") is not None:
         return "function_call is not supported: use tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
-        return f"its tool_calls must be a list of {_CALL}"
-    is_silent = message.get("role") == "assistant" and any(message.get(name) for name in _SILENT)
-    if message.get("content") in (None, []) and not is_silent:
-        return _NEEDED
+        return 'its tool_calls must be a list of {"type": "function", "function": {"name": ..., "arguments": ...}}'
+    is_optional = message.get("role") == "assistant" and any(message.get(name) for name in _CONTENT_REPLACEMENTS)
+    if message.get("content") in (None, []) and not is_optional:
+        return _REQUIRED
     return None
 
 
@@ -65,31 +63,23 @@ def kind_of(value: Any) -> str:
     return "an empty list" if value == [] else type(value).__name__
 
 
-def _json_list(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, list) else text
-
-
 def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return _NEEDED
-    if wrong := message_error(message):
-        return wrong
+        return _REQUIRED
+    if error := message_error(message):
+        return error
     texts = _texts(message.get("content"))
     if texts is None:
-        return _NEEDED
+        return _REQUIRED
     # In columnar files every struct has every key, so null means not set.
-    kept = {key: item for key, item in message.items() if item is not None}
-    if (reasoning := kept.get("reasoning", kept.get("reasoning_content"))) is not None:
-        kept |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
-    if calls := kept.pop("tool_calls", None):
-        kept["tool_calls"] = list(map(_with_arguments, calls))
+    parsed = {key: item for key, item in message.items() if item is not None}
+    if (reasoning := parsed.get("reasoning", parsed.get("reasoning_content"))) is not None:
+        parsed |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
+    if calls := parsed.pop("tool_calls", None):
+        parsed["tool_calls"] = list(map(_with_arguments, calls))
     if keep_parts and isinstance(message.get("content"), list) and message["role"] != "tool":
-        return kept | {"content": [{"type": "text", "text": text} for text in texts]}
-    return kept | {"content": "\n".join(texts)}
+        return parsed | {"content": [{"type": "text", "text": text} for text in texts]}
+    return parsed | {"content": "\n".join(texts)}
 
 
 def _texts(content: Any) -> list[str] | None:
@@ -98,16 +88,16 @@ def _texts(content: Any) -> list[str] | None:
         return [content]
     if content is None:
         return []
-    texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
-    if None in texts:
+    if not isinstance(content, list):
         return None
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
     return [text for text in texts if text]  # vLLM drops empty texts
-
-
-def _part_text(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(kind) if kind in _TEXT_PARTS else None
-    return text if isinstance(text, str) else None
 
 
 def _is_call(call: Any) -> bool:
@@ -139,18 +129,18 @@ def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[d
         for message in converted:
             if isinstance(text := message["content"], str) and message["role"] != "tool":
                 message["content"] = [{"type": "text", "text": text}] if text else []
-    knows_developers = '"developer"' in template or "'developer'" in template
-    if not knows_developers and any(message["role"] == "developer" for message in converted):
+    has_developer_role = '"developer"' in template or "'developer'" in template
+    if not has_developer_role and any(message["role"] == "developer" for message in converted):
         for message in converted:
             if message["role"] == "developer":
                 message["role"] = "system"
-        converted = _one_system_message(converted)
+        converted = _merge_system_messages(converted)
     return converted
 
 
 @functools.lru_cache(maxsize=32)
 def takes_parts(template: str) -> bool:
-    """Whether the template iterates over the parts of a content.
+    """Return whether the template iterates over the parts of a content.
 
     >>> takes_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     True
@@ -165,7 +155,7 @@ def takes_parts(template: str) -> bool:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether a node is a variable or an attribute `content`, possibly filtered, tested or sliced."""
+    """Return whether a node is a variable or an attribute `content`, possibly filtered, tested or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):
@@ -177,7 +167,7 @@ def _is_content(node: nodes.Node | None) -> bool:
     return isinstance(node, nodes.Name) and node.name == "content"
 
 
-def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge all system messages into one at the beginning."""
     system = [index for index, message in enumerate(messages) if message["role"] == "system"]
     if system == [0]:

@@ -1,8 +1,4 @@
-"""OpenAI's chat completions and completions: request bodies, answers, batch lines.
-
-Unsupported fields are refused by name (`fields.py`). An output line depends only on its row, so that the same run
-writes the same bytes.
-"""
+"""OpenAI's chat completions and completions: request bodies, responses, batch lines."""
 
 import hashlib
 import itertools
@@ -17,19 +13,16 @@ from peagle.requests.fields import CHAT_URL, refused_field
 from peagle.requests.sampling import MAX_LOGPROBS, RequestSampling, parse_overrides
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
-_NOT_FOR_TEMPLATES = ("chat_template", "tokenize")
-_TOOL = '{"type": "function", "function": {"name": ...}}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A request's content, the variables for its chat template, and its own sampling parameters.
+    """A parsed request body.
 
     Attributes:
         content: messages, a text or token ids.
         template: variables for the chat template, including `tools`.
-        add_special_tokens: None for the default of chats or completions.
+        add_special_tokens: by default False for chats and True for completions.
     """
 
     content: Any
@@ -39,7 +32,7 @@ class Body:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-class _Wrong(Exception):  # noqa: N818
+class _InvalidField(Exception):  # noqa: N818
     """An invalid field of a body; the message starts with its name."""
 
 
@@ -56,66 +49,63 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
         return f"body: the request has no {source}"
     try:
         return Body(
-            content=given[source] if is_chat else _one_prompt(given[source]),
+            content=given[source] if is_chat else _single_prompt(given[source]),
             is_chat=is_chat,
             template=_template(given) if is_chat else {},
             add_special_tokens=_flag(given, "add_special_tokens"),
             sampling=_sampling(given, is_chat),
         )
-    except _Wrong as wrong:
-        return f"body.{wrong}"
+    except _InvalidField as error:
+        return f"body.{error}"
 
 
 def template_error(arguments: Any) -> str | None:
     """Return an error message for invalid `chat_template_kwargs`, or None."""
     if not isinstance(arguments, dict):
         return f"must be an object, not {shown(arguments)}"
-    refused = next((name for name in _NOT_FOR_TEMPLATES if name in arguments), None)
+    refused = next((name for name in ("chat_template", "tokenize") if name in arguments), None)
     return refused and f"{refused} is not supported: the model's own template is used"
 
 
-def _one_prompt(prompt: Any) -> Any:
+def _single_prompt(prompt: Any) -> Any:
     """Return a text or token ids. The API also accepts a list of prompts; a row has only one prompt."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
-        raise _Wrong(f"prompt: has {len(prompt)} prompts, but a row has only one: use a line for each prompt")
+        raise _InvalidField(f"prompt: has {len(prompt)} prompts, but a row has only one: use a line for each prompt")
     return prompt[0]
 
 
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template, as in vLLM."""
-    own = given.get("chat_template_kwargs", {})
-    if wrong := template_error(own):
-        raise _Wrong(f"chat_template_kwargs: {wrong}")
-    template = {**own, **{name: _flag(given, name) for name in _FLAGS[1:] if name in given}}
+    arguments = given.get("chat_template_kwargs", {})
+    if error := template_error(arguments):
+        raise _InvalidField(f"chat_template_kwargs: {error}")
+    flags = ("add_generation_prompt", "continue_final_message")
+    template = {**arguments, **{name: _flag(given, name) for name in flags if name in given}}
     if template.get("continue_final_message") and template.get("add_generation_prompt", True):
-        raise _Wrong("continue_final_message: requires add_generation_prompt: false")
+        raise _InvalidField("continue_final_message: requires add_generation_prompt: false")
     if "reasoning_effort" in given:
         if (effort := given["reasoning_effort"]) not in EFFORTS:
-            raise _Wrong(f"reasoning_effort: must be one of {', '.join(EFFORTS)}, not {shown(effort)}")
+            raise _InvalidField(f"reasoning_effort: must be one of {', '.join(EFFORTS)}, not {shown(effort)}")
         template = {"enable_thinking": effort != "none", **template, "reasoning_effort": effort}
-    if "documents" in given:
-        template["documents"] = _documents(given["documents"])
+    if (documents := given.get("documents")) is not None:
+        is_list = isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
+        if not is_list or not all(isinstance(text, str) for document in documents for text in document.values()):
+            raise _InvalidField(f"documents: must be a list of objects with string values, not {shown(documents)}")
+        template["documents"] = documents
     if tools := given.get("tools"):
         template["tools"] = _tools(tools)
         if given.get("tool_choice") != "none":
-            raise _Wrong('tools: require tool_choice: "none" in bulk, where responses are only text')
+            raise _InvalidField('tools: require tool_choice: "none" in bulk, where responses are only text')
     return template
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
-        raise _Wrong(f"{name}: must be true or false, not {shown(value)}")
+        raise _InvalidField(f"{name}: must be true or false, not {shown(value)}")
     return value
-
-
-def _documents(documents: Any) -> list[dict[str, str]]:
-    is_list = isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
-    if not is_list or not all(isinstance(text, str) for document in documents for text in document.values()):
-        raise _Wrong(f"documents: must be a list of objects with string values, not {shown(documents)}")
-    return list(documents)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -124,10 +114,12 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _Wrong(f"tools: each must be {_TOOL}, not {shown(tool)}")
-        fields = {"name": function["name"], "description": None, "parameters": None} | {
-            key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None
-        }
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise _InvalidField(f"tools: each must be {form}, not {shown(tool)}")
+        fields = {"name": function["name"], "description": None, "parameters": None}
+        for key in ("description", "parameters", "strict"):
+            if function.get(key) is not None:
+                fields[key] = function[key]
         functions.append({"type": "function", "function": fields})
     return functions
 
@@ -138,23 +130,19 @@ def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
     if "max_completion_tokens" in given:
         values["max_tokens"] = given["max_completion_tokens"]
     if is_chat:
-        values["logprobs"] = _chat_logprobs(given)
+        is_requested, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+        if not isinstance(is_requested, bool):
+            raise _InvalidField(f"logprobs: must be true or false, not {shown(is_requested)}")
+        if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
+            raise _InvalidField(f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}")
+        if top and not is_requested:
+            raise _InvalidField("top_logprobs: requires logprobs: true")
+        values["logprobs"] = top if is_requested else None
     values |= _constraint(given.get("response_format", {"type": "text"}))
     parsed = parse_overrides(values)
     if isinstance(parsed, str):
-        raise _Wrong(parsed)
+        raise _InvalidField(parsed)
     return parsed
-
-
-def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    is_requested, top = given.get("logprobs", False), given.get("top_logprobs", 0)
-    if not isinstance(is_requested, bool):
-        raise _Wrong(f"logprobs: must be true or false, not {shown(is_requested)}")
-    if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
-        raise _Wrong(f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}")
-    if top and not is_requested:
-        raise _Wrong("top_logprobs: requires logprobs: true")
-    return top if is_requested else None
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
@@ -168,11 +156,11 @@ def _constraint(response_format: Any) -> dict[str, Any]:
         return {"structured_outputs": {"structural_tag": json.dumps(response_format)}}
     if kind != "json_schema":
         kinds = "text, json_object, json_schema or structural_tag"
-        raise _Wrong(f"response_format: its type must be {kinds}, not {shown(kind)}")
+        raise _InvalidField(f"response_format: its type must be {kinds}, not {shown(kind)}")
     named = response_format.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
-        raise _Wrong("response_format: json_schema requires a schema that is an object")
+        raise _InvalidField("response_format: json_schema requires a schema that is an object")
     return {"json_schema": schema}
 
 
@@ -187,11 +175,11 @@ _REQUEST_FAULTS = frozenset(
 
 
 def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, created: int, run_id: str) -> dict[str, Any]:
-    """Return a line of the output file.
+    """Return a line of the output file. It depends only on the arguments, so the same run writes the same bytes.
 
     Args:
         row: an output row of a run, with at least `ANSWER_COLUMNS`.
-        created: Unix time of the answer.
+        created: Unix time of the response.
         run_id: makes ids unique across runs.
     """
     key = _key(run_id, row["id"])
@@ -222,18 +210,27 @@ def _key(run_id: str, row_id: str) -> str:
 
 def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
     """Return the complete response for a row (as in `output_line`); `key` makes its id unique."""
+    single = {"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}
+    choices: list[dict[str, Any]] = []
+    for index, completion in enumerate(row["completions"] or [single]):
+        if is_chat:
+            content: Any = {"message": {"role": "assistant", "content": completion["text"], "refusal": None}}
+            logprobs = _chat_logprobs(completion["logprobs"])
+        else:
+            content, logprobs = {"text": completion["text"]}, _logprobs(completion["logprobs"])
+        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": completion["finish_reason"]})
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": row["model"],
-        "choices": [(_chat_choice if is_chat else _choice)(i, c) for i, c in enumerate(_completions(row))],
+        "choices": choices,
         "usage": usage(row["num_prompt_tokens"], row["num_output_tokens"], row["num_cached_tokens"]),
     }
 
 
 def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
-    """Return an event of a streamed answer, with choices made by `chunk_choice`. The last event has only usage."""
+    """Return an event of a streamed response, with choices made by `chunk_choice`. The last event has only usage."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion.chunk" if is_chat else "text_completion",
@@ -259,12 +256,12 @@ def chunk_choice(
         offset: number of characters in earlier chunks.
     """
     content = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    shown_logprobs = _chat_logprobs_of(logprobs) if is_chat else _logprobs_of(logprobs, offset)
-    return {"index": index, **content, "logprobs": shown_logprobs, "finish_reason": finish_reason}
+    converted = _chat_logprobs(logprobs) if is_chat else _logprobs(logprobs, offset)
+    return {"index": index, **content, "logprobs": converted, "finish_reason": finish_reason}
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None = None) -> dict[str, Any]:
-    """Return the usage of an answer or a choice. `num_cached_tokens` is None if unknown."""
+    """Return the usage of a response or a choice. `num_cached_tokens` is None if unknown."""
     details = None if num_cached_tokens is None else {"cached_tokens": num_cached_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -274,20 +271,7 @@ def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
     }
 
 
-def _completions(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return row["completions"] or [{"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}]
-
-
-def _chat_choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": completion["text"], "refusal": None},
-        "logprobs": _chat_logprobs_of(completion["logprobs"]),
-        "finish_reason": completion["finish_reason"],
-    }
-
-
-def _chat_logprobs_of(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+def _chat_logprobs(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
     content = [{**_token(token), "top_logprobs": [_token(top) for top in token["top"]]} for token in tokens]
@@ -295,23 +279,11 @@ def _chat_logprobs_of(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, A
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "token": token["token"],
-        "logprob": logprob_number(token["logprob"]),
-        "bytes": list(token["token"].encode()),
-    }
+    text = token["token"]
+    return {"token": text, "logprob": logprob_number(token["logprob"]), "bytes": list(text.encode())}
 
 
-def _choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": completion["text"],
-        "logprobs": _logprobs_of(completion["logprobs"]),
-        "finish_reason": completion["finish_reason"],
-    }
-
-
-def _logprobs_of(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
     if tokens is None:
         return None
     ends = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))

@@ -28,7 +28,7 @@ class PromptOptions(BaseModel):
     chat: bool | None = Field(None, description="apply the model's chat template; default: if the model has one")
 
     @model_validator(mode="after")
-    def _one_source_of_prompts(self) -> "PromptOptions":
+    def _single_source(self) -> "PromptOptions":
         named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} cannot be combined: a row has one prompt")
@@ -93,13 +93,27 @@ def resolve_prompts(
         ConfigError: the template is invalid, or the model has no chat template for a chat.
     """
     if body_column is not None:
-        return _batch_prompts(keys, body_column, has_chat_template)
+        for option in ("prompt_column", "prompt_template", "messages_column", "chat"):
+            if getattr(keys, option) is not None:
+                raise ConfigError(
+                    f"{option} cannot be used with an OpenAI batch: its prompts are in the bodies",
+                    hint=f"remove {option}, or use --input-format jsonl to read the lines as plain rows",
+                )
+        return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
     messages_column = keys.messages_column
     column = keys.prompt_column
     if keys.prompt_template is not None:
         Template(keys.prompt_template).require_columns(columns)
     elif messages_column is None and column is None:
-        column, messages_column = _default_source(columns, where)
+        if "messages" in columns:
+            messages_column = "messages"
+        elif "prompt" in columns:
+            column = "prompt"
+        else:
+            hint = "set --prompt-column or --messages-column, or build prompts with --prompt-template"
+            if {"custom_id", "body"}.issubset(columns):
+                hint = "the rows look like an OpenAI batch: use --input-format openai-batch"
+            raise InputError(f"{where} has no column 'prompt' or 'messages'; it has: {', '.join(columns)}", hint=hint)
     for name in (column, messages_column):
         if name is not None and name not in columns:
             raise InputError(f"{where} has no column {name!r}", hint=did_you_mean(name, columns))
@@ -115,16 +129,6 @@ def resolve_prompts(
         system_prompt=keys.system_prompt,
         chat=chat or messages_column is not None,
     )
-
-
-def _batch_prompts(keys: PromptOptions, body_column: str, has_chat_template: bool) -> PromptSpec:
-    for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
-        if getattr(keys, name) is not None:
-            raise ConfigError(
-                f"{name} cannot be used with an OpenAI batch: its prompts are in the bodies",
-                hint=f"remove {name}, or use --input-format jsonl to read the lines as plain rows",
-            )
-    return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
 
 
 class PromptBuilder:
@@ -152,22 +156,26 @@ class PromptBuilder:
             return messages if isinstance(messages, RowError) else self._tokens(replace(body, content=messages))
         if isinstance(content, str):
             return self._tokens(body)
-        if isinstance(content, list) and content and all(map(_is_token_id, content)):
-            return self._fitting(content)
-        return RowError(
-            reason="invalid_prompt", message=f"body.prompt must be text or token ids, not {kind_of(content)}"
-        )
+        if isinstance(content, list) and content and all(type(item) is int and 0 <= item < 2**31 for item in content):
+            return self._check_length(content)
+        message = f"body.prompt must be text or token ids, not {kind_of(content)}"
+        return RowError(reason="invalid_prompt", message=message)
 
     def _tokens(self, body: Body) -> list[int] | RowError:
+        # A template adds its own special tokens.
+        with_special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
+        # Passed only if necessary: not every tokenizer has this argument.
+        options = {} if with_special else {"add_special_tokens": False}
         try:
-            token_ids = self._encode(body)
+            text = self._chat(body) if body.is_chat else body.content
+            token_ids = list(self._tokenizer.encode(text, **options))
         except Exception as error:  # templates reject roles, and filters raise various errors
             # Clients of a batch see this: include the template's own message, but not Python's.
             reason = str(error) if type(error).__name__ == "TemplateError" else "unexpected value"
             return RowError(reason="template_error", message=f"the chat template failed: {reason}")
-        return self._fitting(token_ids)
+        return self._check_length(token_ids)
 
-    def _fitting(self, token_ids: list[int]) -> list[int] | RowError:
+    def _check_length(self, token_ids: list[int]) -> list[int] | RowError:
         if not token_ids:
             return RowError(reason="empty_prompt", message="the prompt has no tokens")
         if len(token_ids) >= self._max_model_len:
@@ -197,13 +205,6 @@ class PromptBuilder:
             return RowError(reason="invalid_messages", message=f"{where}{messages}")
         return messages
 
-    def _encode(self, body: Body) -> list[int]:
-        # A template adds its own special tokens.
-        special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
-        text = self._chat(body) if body.is_chat else body.content
-        # Passed only if necessary: not every tokenizer has this argument.
-        return list(self._tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
-
     def _chat(self, body: Body) -> Any:
         content = body.content
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
@@ -215,22 +216,7 @@ class PromptBuilder:
 
     def _chat_template(self, tools: Any) -> str:
         """Return the template's text; a model may have another template for tools."""
-        own = self._tokenizer.chat_template
-        if isinstance(own, dict):
-            own = own.get("tool_use" if tools and "tool_use" in own else "default", "")
-        return str(own)
-
-
-def _default_source(columns: list[str], where: str) -> tuple[str | None, str | None]:
-    if "messages" in columns:
-        return None, "messages"
-    if "prompt" in columns:
-        return "prompt", None
-    hint = "set --prompt-column or --messages-column, or build prompts with --prompt-template"
-    if {"custom_id", "body"}.issubset(columns):
-        hint = "the rows look like an OpenAI batch: use --input-format openai-batch"
-    raise InputError(f"{where} has no column 'prompt' or 'messages'; it has: {', '.join(columns)}", hint=hint)
-
-
-def _is_token_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
+        return str(template)

@@ -56,12 +56,12 @@ class SamplingOptions(BaseModel):
 
     @field_validator("top_k")
     @classmethod
-    def _off_is_zero(cls, value: int) -> int:
+    def _normalise_off(cls, value: int) -> int:
         return max(value, 0)
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _as_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
     @field_validator("stop")
@@ -79,8 +79,8 @@ class SamplingOptions(BaseModel):
     @field_validator("json_schema")
     @classmethod
     def _valid_schema(cls, value: str | None) -> str | None:
-        if value is not None and (wrong := _schema_error(value)):
-            raise ValueError(wrong)
+        if value is not None and (error := _schema_error(value)):
+            raise ValueError(error)
         return value
 
 
@@ -104,30 +104,30 @@ class RequestSampling(SamplingOptions):
 
     @field_validator("logit_bias")
     @classmethod
-    def _biases_are_of_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if wrong := next((key for key in value or () if not (key.isascii() and key.isdecimal())), None):
-            raise ValueError(f"{shown(wrong)} is not a token id")
+    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdecimal()):
+                raise ValueError(f"{shown(key)} is not a token id")
         return value
 
     @field_validator("repetition_detection")
     @classmethod
-    def _known_numbers(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+    def _known_names(cls, value: dict[str, int] | None) -> dict[str, int] | None:
         if unknown := sorted(set(value or ()) - set(_REPETITION_NAMES)):
             raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], _REPETITION_NAMES)}")
         return value
 
     @field_validator("structured_outputs")
     @classmethod
-    def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        given = {name for name, constraint in (value or {}).items() if constraint is not None}
-        if unknown := sorted(given - {*_CONSTRAINTS, *_CONSTRAINT_OPTIONS}):
-            raise ValueError(
-                f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS))}"
-            )
-        if value is not None and len(given.intersection(_CONSTRAINTS)) != 1:
+    def _single_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        names = {name for name, constraint in (value or {}).items() if constraint is not None}
+        valid = (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS)
+        if unknown := sorted(names.difference(valid)):
+            raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], valid)}")
+        if value is not None and len(names.intersection(_CONSTRAINTS)) != 1:
             raise ValueError(f"requires one of {', '.join(_CONSTRAINTS)}")
-        if wrong := request_error({"structured_outputs": value}):
-            raise ValueError(wrong[1])
+        if error := request_error({"structured_outputs": value}):
+            raise ValueError(error[1])
         return value
 
 
@@ -136,7 +136,6 @@ class SamplingLimits:
     """Limits of an engine, in addition to the limits of the fields.
 
     Attributes:
-        max_model_len: context in tokens.
         has_drafter: whether the engine drafts for every request, and so supports neither `logit_bias` nor `min_p`.
         can_seed: whether the engine supports a sampling seed.
         vocab_size: token ids of the model; None if unknown.
@@ -172,8 +171,8 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     # vLLM 0.29 rewinds a seeded request's generator when it prefills in chunks, which CPU generators do not support.
     if sampling.get("seed") is not None and not greedy and not limits.can_seed:
         return "seed: vLLM on CPU crashes with seeded sampling ('CPU Generator does not use offset'); leave it out"
-    if wrong := token_id_error(sampling, limits.vocab_size):
-        return wrong[1]
+    if error := token_id_error(sampling, limits.vocab_size):
+        return error[1]
     top = sampling.get("logprobs")
     shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if top is None else 1 + top)
     num_bytes = shape.num_bytes(sampling["max_tokens"])
@@ -210,28 +209,25 @@ def _overrides(values: Any) -> dict[str, Any] | str:
     if not isinstance(values, dict):
         return f"a {type(values).__name__}, not an object of parameters"
     given = {key: value for key, value in values.items() if value is not None}
-    if wrong := bounds_error(given):
-        return f"{wrong[0]}: {wrong[1]}"
+    if limit_error := bounds_error(given):
+        return f"{limit_error[0]}: {limit_error[1]}"
     try:
         model = RequestSampling.model_validate(given, strict=True)
-    except pydantic.ValidationError as error:
-        return _explain(error.errors()[0])
+    except pydantic.ValidationError as invalid:
+        first = invalid.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
+        return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
     return {key: getattr(model, key) for key in given}
-
-
-def _explain(error: Any) -> str:
-    name = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
-    return f"{name}: {error['msg'].removeprefix('Value error, ')}, not {shown(error['input'])}"
 
 
 @functools.lru_cache(maxsize=64)
 def _schema_error(text: str) -> str | None:
     import jsonschema
 
-    if wrong := schema_error(text):
-        return wrong
+    if limit_error := schema_error(text):
+        return limit_error
     try:
         schema = from_json(text)
     except (ValueError, RecursionError) as error:

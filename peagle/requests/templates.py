@@ -1,7 +1,6 @@
 """Prompt templates: sandboxed Jinja2 that treats null as missing and does not escape HTML in JSON.
 
-A missing value (no such key, null or NaN) can be tested, compared and given a default. Printing it or accessing its
-attributes raises, so that it never becomes part of a prompt.
+A missing value (no such key, null or NaN) can be tested, compared and given a default. It cannot be printed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,16 +25,13 @@ class Template:
             raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
 
     def require_columns(self, columns: Iterable[str]) -> None:
-        """Check that no column is missing that every rendering reads.
+        """Raise an InputError if a column that every rendering reads is missing.
 
         Names in branches, in tests or with a default may be missing.
-
-        Raises:
-            InputError: the template always reads a name that is not a column.
         """
-        absent = meta.find_undeclared_variables(self._tree).difference(columns)
-        own = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
-        for name in sorted(absent.intersection(_needed(self._tree)) - own):
+        missing = meta.find_undeclared_variables(self._tree).difference(columns)
+        assigned = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
+        for name in sorted(missing.intersection(_needed(self._tree)) - assigned):
             raise InputError(f"prompt_template uses {name!r}, which is not a column", hint=did_you_mean(name, columns))
 
     def render(self, columns: Mapping[str, Any]) -> str:
@@ -83,8 +79,8 @@ def _value(value: Any, name: str) -> Any:
     return value
 
 
-def _printed(value: Any) -> Any:
-    """Check an expression's value before it is printed; a method may have returned None."""
+def _check_printed(value: Any) -> Any:
+    """Raise if an expression's value is null before it is printed; a method may have returned None."""
     if value is None or is_nan(value):
         raise jinja2.UndefinedError(f"a rendered value is {'null' if value is None else 'NaN'}")
     return value
@@ -111,7 +107,7 @@ def _with_nulls(value: Any) -> Any:
 def _environment() -> jinja2.Environment:
     # Rows are untrusted: the sandbox prevents access to attributes of values.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        undefined=_Missing, finalize=_printed, keep_trailing_newline=True
+        undefined=_Missing, finalize=_check_printed, keep_trailing_newline=True
     )
     environment.filters["tojson"] = _tojson
     environment.tests["none"] = lambda value: value is None or isinstance(value, _Missing)

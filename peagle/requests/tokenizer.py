@@ -1,8 +1,4 @@
-"""Load a target's tokenizer, if possible without importing torch.
-
-`AutoTokenizer` imports torch, which takes five CPU seconds in each process that only tokenizes. The embedded target
-does not need `AutoTokenizer`.
-"""
+"""Load a target's tokenizer, if possible without `AutoTokenizer`, which imports torch in five CPU seconds."""
 
 import json
 from pathlib import Path

@@ -290,15 +290,15 @@ class Tuning(Measurement):
     def spend(self, spent_s: float) -> None:
         super().spend(spent_s)
         self.search.spent_s = spent_s
-        self.folder.keep(_SPENT, {"engine_s": spent_s})
+        self.folder.save(_SPENT, {"engine_s": spent_s})
 
-    def standing(self) -> str:
+    def describe_progress(self) -> str:
         return (
             f"{len(self.search.candidates)} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
             f"finished, after {format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         )
 
-    def words(self, one: Pass, record: PassRecord) -> str:
+    def describe_pass(self, one: Pass, record: PassRecord) -> str:
         rest_s = min(self.search.pending_s(one.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (

@@ -1,6 +1,8 @@
 import asyncio
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,21 +83,19 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
     assert stderr.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
 
 
-PAGE_GIB = os.sysconf("SC_PAGE_SIZE") / 1024**3
 GPU = Hardware(platform="cuda", accelerator="H100", num_accelerators=1, memory_gib=80, free_memory_gib=80, num_cpus=8)
 
 
-def write_process(proc, pid, parent, pages):
-    (proc / str(pid)).mkdir()
-    fields = ["S", str(parent), *["0"] * 19, str(pages), "0"]
-    (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {' '.join(fields)}")
-
-
-def test_memory_includes_descendants(tmp_path):
-    for pid, parent, pages in ((10, 1, 100), (11, 10, 20), (12, 11, 3), (13, 1, 5000)):
-        write_process(tmp_path, pid, parent, pages)
-    assert tree_rss_gib(10, tmp_path) == pytest.approx(123 * PAGE_GIB)
-    assert tree_rss_gib(99, tmp_path) is None
+def test_memory_includes_descendants():
+    grandchild = "x = bytearray(2**27); print('up', flush=True); input()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", child], **pipes) as process:
+        assert process.stdout.readline() == "up\n"
+        assert 2**27 / 1024**3 < tree_rss_gib(process.pid) < 2**28 / 1024**3
+        assert tree_rss_gib() > tree_rss_gib(process.pid)
+        process.communicate("\n")
+    assert tree_rss_gib(process.pid) is None
 
 
 def test_gpu_memory_excludes_earlier_use(monkeypatch):

@@ -2,6 +2,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from devices import cpu, gpu
 
 from peagle.bench import folder as module
 from peagle.bench.config import BenchConfig
@@ -14,7 +15,6 @@ from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.files import write_json
-from peagle.hardware import Hardware
 from peagle.requests.prompts import PromptSpec
 
 from .conftest import record, setup
@@ -61,11 +61,7 @@ def test_time_left():
     assert time_left_s(records, [], is_up=True) == 0
 
 
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
-GPU = Hardware(
-    platform="cuda", accelerator="H100", num_accelerators=2, compute_capability=(9, 0), memory_gib=80,
-    free_memory_gib=80, num_cpus=16,
-)  # fmt: skip
+CPU, GPU = cpu(), gpu(num_accelerators=2)
 
 
 def plan(target, hardware=CPU, **keys):

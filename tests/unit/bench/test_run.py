@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from devices import gpu
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener
@@ -12,7 +13,6 @@ from peagle.economics.spending import Days, Spend, charges
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError, EngineError
-from peagle.hardware import Hardware
 from peagle.runs.ledgers import find_ledgers
 
 ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
@@ -255,17 +255,8 @@ def test_progress_has_the_remaining_time(run):
     assert "left" not in passes[-1]
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    h100 = Hardware(
-        platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
-        free_memory_gib=80, num_cpus=8,
-    )  # fmt: skip
-    monkeypatch.setattr("peagle.hardware.detect", lambda: h100)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_synthetic_acceptance_identifies_an_engine(run, head):
+def test_synthetic_acceptance_identifies_an_engine(run, head, monkeypatch):
+    monkeypatch.setattr("peagle.hardware.detect", gpu)
     heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
     keys: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
     first, added, other, retry = Starter(), Starter(), Starter(), Starter()

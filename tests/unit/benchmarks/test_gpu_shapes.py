@@ -3,6 +3,7 @@ import re
 from typing import Any
 
 import pytest
+from devices import gpu
 from safetensors import safe_open
 
 from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, target_config
@@ -10,13 +11,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.plan import make_plan
 from peagle.catalog.head_files import check_fit
 from peagle.catalog.targets import resolve_model
-from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
-
-GPU = Hardware(
-    platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
-    free_memory_gib=80, num_cpus=16,
-)  # fmt: skip
 
 
 def test_the_target_has_the_published_size():
@@ -55,7 +50,7 @@ def test_a_benchmark_of_the_shapes_can_be_planned(shapes):
         "concurrency": "1,4,8,32,128", "max_model_len": 1024, "precision": "fp8",
         "synthetic_acceptance": ["peagle=3:3.02,7:3.94,11:4.20", "eagle3=3:2.65,7:3.03,11:3.08"],
     }  # fmt: skip
-    plan = make_plan(BenchConfig(**keys), GPU, resolve_model(keys["model"]))
+    plan = make_plan(BenchConfig(**keys), gpu(), resolve_model(keys["model"]))
     assert [setup.label for setup in plan.setups][::3] == ["no speculation", "EAGLE-3 K=11", "P-EAGLE K=11"]
     assert plan.precision.describe() == "fp8 weights, fp8 KV cache"
 

@@ -4,14 +4,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from peagle.catalog.cards import (
-    Deployment,
-    ModelCard,
-    PublishedTable,
-    StepTable,
-    load_card,
-    load_catalog,
-)
+from peagle.catalog.cards import Deployment, ModelCard, PublishedTable, StepTable, load_card, load_catalog
 from peagle.errors import CatalogError
 
 
@@ -228,12 +221,9 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_break_even_is_a_ratio_of_step_times():
-    assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
-
-
-def test_break_even_is_interpolated_by_k():
+def test_break_even_is_a_ratio_of_step_times_interpolated_by_k():
     table = StepTable(**TABLE)
+    assert table.break_even("peagle", 3) == {1: 1.5, 8: 2.0}
     assert table.break_even("peagle", 5) == pytest.approx({1: 1.75, 8: 3.0})
     assert [table.break_even(*unknown) for unknown in (("peagle", 1), ("peagle", 8), ("eagle3", 3))] == [{}, {}, {}]
 

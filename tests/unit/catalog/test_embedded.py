@@ -68,31 +68,23 @@ def test_a_target_is_converted_once(converter, peagle_home):
     assert (folders[0] / "model.safetensors").read_bytes() == GGUF * 100
 
 
-def flip_a_byte(folder):
-    weights = folder / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[7] ^= 1
-    weights.write_bytes(content)
-
-
-def truncate(folder):
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(10)
-
-
-def remove_a_file(folder):
-    (folder / "config.json").unlink()
-
-
-def break_the_manifest(folder):
-    (folder / "peagle-manifest.json").write_text("{")
-
-
-@pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_a_file, break_the_manifest])
-def test_a_damaged_target_is_converted_again(converter, damage):
-    folder = ensure_embedded(NAME)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", GGUF * 99 + GGUF[:-1] + b"?"),
+        ("model.safetensors", GGUF),
+        ("config.json", None),
+        ("peagle-manifest.json", b"{"),
+    ],
+    ids=["changed", "truncated", "removed", "manifest"],
+)
+def test_a_damaged_target_is_converted_again(converter, name, content):
+    file = ensure_embedded(NAME) / name
     ensure_embedded(NAME)  # records the verified files
-    damage(folder)
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
     assert not is_embedded_ready(NAME)
     assert (ensure_embedded(NAME) / "model.safetensors").read_bytes() == GGUF * 100
     assert converter.num_runs == 2

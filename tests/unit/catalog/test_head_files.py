@@ -36,13 +36,11 @@ def hub_head(**changes):
     return head | changes
 
 
-def test_read_the_layout_of_speculators():
+def test_read_both_layouts():
     head = check_fit(library_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (2, 15, 29), 5)
     assert (head.num_layers, head.draft_vocab_size, head.default_k) == (1, 8192, 5)
-
-
-def test_read_the_layout_of_the_hub():
+    assert check_fit(library_head(), {"text_config": TARGET}) == head
     head = check_fit(hub_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (1, 14, 28), None)
     assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
@@ -51,10 +49,6 @@ def test_read_the_layout_of_the_hub():
 def test_a_head_without_a_mask_token_is_eagle3():
     assert read_head(hub_head(ptd_token_id=None)).method == "eagle3"
     assert read_head(library_head(speculators_model_type="eagle3", mask_token_id=None)).method == "eagle3"
-
-
-def test_multimodal_targets_are_checked_by_their_text_config():
-    assert check_fit(library_head(), {"text_config": TARGET}).method == "peagle"
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,11 @@ import json
 
 import pytest
 import torch
+from devices import cpu
 from safetensors.torch import load_file, save_file
 
 from peagle.catalog.int8 import convert, ensure_int8, is_quantisable, quantize, require_convertible, weight_files
 from peagle.errors import CatalogError, PeagleError, PrecisionError
-from peagle.hardware import Hardware
-
-
-def cpu(*flags):
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
-
 
 VNNI, AMX = cpu("avx512_vnni"), cpu("avx512_vnni", "amx_tile")
 

@@ -5,46 +5,46 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from devices import cpu, gpu
 
 from peagle.engine.arguments import command_line, engine_args, speculative_config
 from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
 from peagle.engine.steps import max_num_batched_tokens
-from peagle.errors import ConfigError, PrecisionError
+from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset({"avx512f"}))
-GPU = Hardware(
-    platform="cuda",
-    accelerator="H100",
-    num_accelerators=8,
-    compute_capability=(9, 0),
-    memory_gib=80,
-    free_memory_gib=80,
-    num_cpus=16,
-)
+CPU, GPU = cpu("avx512f"), gpu(num_accelerators=8)
 
 
 def head(method: DraftMethod = "peagle", k: int = 7) -> DrafterSpec:
     return DrafterSpec(method=method, model="head", num_speculative_tokens=k)
 
 
-def test_peagle_is_eagle3_with_parallel_drafting() -> None:
-    assert speculative_config(head("peagle", 5)) == {
-        "method": "eagle3",
-        "model": "head",
-        "num_speculative_tokens": 5,
-        "parallel_drafting": True,
-        "use_local_argmax_reduction": True,
-    }
+EAGLE3 = {"method": "eagle3", "model": "head", "num_speculative_tokens": 2, "use_local_argmax_reduction": True}
+PEAGLE = EAGLE3 | {"parallel_drafting": True}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5]}
 
 
-def test_eagle3_drafts_sequentially() -> None:
-    assert speculative_config(head("eagle3", 3)) == {
-        "method": "eagle3",
-        "model": "head",
-        "num_speculative_tokens": 3,
-        "use_local_argmax_reduction": True,
-    }
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (None, None),
+        (head("eagle3", 2), EAGLE3),
+        (head("peagle", 2), PEAGLE),
+        (replace(head("peagle", 2), revision="abc"), PEAGLE | {"revision": "abc"}),
+        (replace(head("peagle", 2), synthetic_rates=(0.8, 0.5)), PEAGLE | SYNTHETIC),
+        (
+            DrafterSpec(method="ngram", model="", num_speculative_tokens=4),
+            {"method": "ngram", "num_speculative_tokens": 4},
+        ),
+        (
+            DrafterSpec(method="suffix", model="", num_speculative_tokens=4),
+            {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0},
+        ),
+    ],
+)
+def test_speculative_config(drafter: DrafterSpec | None, expected: dict[str, object] | None) -> None:
+    assert speculative_config(drafter) == expected
 
 
 def test_head_classes_support_local_argmax() -> None:
@@ -54,32 +54,6 @@ def test_head_classes_support_local_argmax() -> None:
 
     for head_class in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
         assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
-
-
-def test_head_has_its_own_revision() -> None:
-    config = speculative_config(replace(head("peagle", 3), revision="abc"))
-    assert config == {**(speculative_config(head("peagle", 3)) or {}), "revision": "abc"}
-
-
-def test_ngram_needs_no_head() -> None:
-    ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=4)
-    assert speculative_config(ngram) == {"method": "ngram", "num_speculative_tokens": 4}
-    assert max_num_batched_tokens(EngineSpec(model="m", drafter=ngram, max_num_seqs=2), CPU) == 2048 + 2 * 5
-
-
-def test_suffix_uses_only_the_request() -> None:
-    config = speculative_config(DrafterSpec(method="suffix", model="", num_speculative_tokens=4))
-    assert config == {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
-
-
-def test_synthetic_acceptance_keeps_the_method() -> None:
-    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.8, 0.5))
-    config = speculative_config(drafter)
-    assert config == {
-        **(speculative_config(head(k=2)) or {}),
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.8, 0.5],
-    }
 
 
 def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
@@ -93,17 +67,11 @@ def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
 
 
-def test_kv_cache_precision_is_separate() -> None:
-    arguments = engine_args(EngineSpec(model="org/m", precision="bf16", kv_cache_precision="fp8"), GPU)
-    assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("bfloat16", "fp8")
-    assert "quantization" not in arguments
-
-
 def test_no_speculative_config_without_a_drafter() -> None:
     arguments = engine_args(EngineSpec(model="org/m"), CPU)
-    assert speculative_config(None) is None
     assert "speculative_config" not in arguments
     assert "per_request_spec_decode_metrics" not in arguments  # vLLM refuses it without speculation
+    assert "max_model_len" not in arguments
 
 
 def test_request_metrics_need_a_new_vllm() -> None:
@@ -116,6 +84,7 @@ def test_request_metrics_need_a_new_vllm() -> None:
     ("drafter", "hardware", "max_num_seqs", "expected"),
     [
         (None, CPU, 256, 2048 + 256),
+        (DrafterSpec(method="ngram", model="", num_speculative_tokens=4), CPU, 2, 2048 + 2 * 5),
         (head("eagle3", 7), CPU, 256, 2048 + 256 * 8),
         (head("peagle", 7), CPU, 256, 2048 + 256 * 14),
         (head("peagle", 1), CPU, 1, 2048 + 2),
@@ -146,48 +115,31 @@ def test_slots_suffice_for_vllms_scheduler(
     assert (admitted, budget) == (max_num_seqs, 2048)
 
 
-def test_explicit_slots_win() -> None:
-    spec = EngineSpec(model="org/m", drafter=head(), max_num_batched_tokens=999)
-    assert engine_args(spec, CPU)["max_num_batched_tokens"] == 999
+QUANTISED = {"native_quantization": "compressed-tensors"}
 
 
-def test_bf16_cache_of_quantised_checkpoints_is_explicit() -> None:
-    quantised = EngineSpec(model="org/m", precision="bf16", native_quantization="compressed-tensors")
-    assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
-    assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
-    assert engine_args(replace(quantised, kv_cache_precision="fp8"), GPU)["kv_cache_dtype"] == "fp8"
-    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # vLLM has no other name for it on CPUs
-
-
-def test_fp8_on_gpu_and_cpu() -> None:
-    spec = EngineSpec(model="org/m", precision="fp8")
-    on_gpu, on_cpu = engine_args(spec, GPU), engine_args(spec, CPU)
-    assert (on_gpu["dtype"], on_gpu["quantization"], on_gpu["kv_cache_dtype"]) == ("bfloat16", "fp8", "fp8")
-    assert (on_cpu["dtype"], on_cpu["kv_cache_dtype"]) == ("bfloat16", "fp8")
-    assert "quantization" not in on_cpu
-
-
-def test_int8_comes_from_the_converted_folder() -> None:
-    spec = EngineSpec(model="/targets/m-int8", precision="int8")
-    with_vnni = replace(CPU, cpu_flags=frozenset({"avx512f", "avx512_vnni"}))
-    arguments = engine_args(spec, with_vnni)
-    assert (arguments["dtype"], arguments["quantization"]) == ("bfloat16", "compressed-tensors")
-    assert arguments["kv_cache_dtype"] == "auto"
-
-
-def test_mxfp4_weights_stay_as_published() -> None:
-    spec = EngineSpec(model="openai/gpt-oss-20b", native_quantization="mxfp4")
-    assert "quantization" not in engine_args(spec, GPU)
-
-
-def test_float32_everywhere() -> None:
-    arguments = engine_args(EngineSpec(model="org/m", precision="float32"), CPU)
-    assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("float32", "auto")
-
-
-def test_unsupported_precision_is_refused() -> None:
-    with pytest.raises(PrecisionError):
-        engine_args(EngineSpec(model="org/m", precision="fp8"), replace(CPU, cpu_flags=frozenset()))
+@pytest.mark.parametrize(
+    ("precision", "changes", "hardware", "dtype", "quantization", "kv_cache_dtype"),
+    [
+        ("fp8", {}, GPU, "bfloat16", "fp8", "fp8"),
+        ("fp8", {}, CPU, "bfloat16", None, "fp8"),
+        ("bf16", {"kv_cache_precision": "fp8"}, GPU, "bfloat16", None, "fp8"),
+        ("int8", {}, cpu("avx512f", "avx512_vnni"), "bfloat16", "compressed-tensors", "auto"),
+        ("float32", {}, CPU, "float32", None, "auto"),
+        ("bf16", {"native_quantization": "mxfp4"}, GPU, "bfloat16", None, "bfloat16"),
+        # vLLM's "auto" would be the format that a quantised checkpoint names; on CPUs bf16 has no other name.
+        ("bf16", QUANTISED, GPU, "bfloat16", None, "bfloat16"),
+        ("float16", QUANTISED, GPU, "float16", None, "float16"),
+        ("bf16", QUANTISED | {"kv_cache_precision": "fp8"}, GPU, "bfloat16", None, "fp8"),
+        ("bf16", QUANTISED, CPU, "bfloat16", None, "auto"),
+    ],
+)
+def test_number_formats(
+    precision: str, changes: dict[str, str], hardware: Hardware, dtype: str, quantization: str, kv_cache_dtype: str
+) -> None:
+    arguments = engine_args(EngineSpec(model="org/m", precision=precision, **changes), hardware)  # type: ignore[arg-type]
+    assert (arguments["dtype"], arguments.get("quantization")) == (dtype, quantization)
+    assert arguments["kv_cache_dtype"] == kv_cache_dtype
 
 
 def test_kv_cache_is_sized_on_cpus_only() -> None:
@@ -207,6 +159,7 @@ def test_sizes_and_flags_pass_through() -> None:
     spec = EngineSpec(
         model="org/m",
         max_num_seqs=3,
+        max_num_batched_tokens=999,
         max_model_len=512,
         tensor_parallel_size=4,
         pipeline_parallel_size=2,
@@ -220,6 +173,7 @@ def test_sizes_and_flags_pass_through() -> None:
     expected = {
         "model": "org/m",
         "max_num_seqs": 3,
+        "max_num_batched_tokens": 999,
         "max_model_len": 512,
         "tensor_parallel_size": 4,
         "pipeline_parallel_size": 2,
@@ -231,10 +185,6 @@ def test_sizes_and_flags_pass_through() -> None:
         "block_size": 32,
     }
     assert expected.items() <= engine_args(spec, GPU).items()
-
-
-def test_unset_length_is_left_to_vllm() -> None:
-    assert "max_model_len" not in engine_args(EngineSpec(model="org/m"), GPU)
 
 
 @pytest.mark.parametrize(

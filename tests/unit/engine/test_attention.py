@@ -1,19 +1,13 @@
 from typing import Any
 
 import pytest
+from devices import gpu
 
 from peagle.engine.arguments import engine_args
 from peagle.engine.attention import AVOIDED, check_backends
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
-
-
-def gpu(*capability: int) -> Hardware:
-    return Hardware(
-        platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=(capability[0], capability[1]),
-        memory_gib=80, free_memory_gib=80, num_cpus=16,
-    )  # fmt: skip
 
 
 def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = None, **draft: Any) -> EngineSpec:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from devices import cpu, gpu
 
 from peagle.catalog.int8 import quantization_config as int8_config
 from peagle.engine.checkpoint import VLLM_METHODS, published_kv_cache, published_method, require_computable
@@ -11,17 +12,6 @@ from peagle.hardware import Hardware
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 FP8_LAYERS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": FP8}}}
-
-
-def gpu(*capability: int) -> Hardware:
-    return Hardware(
-        platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=(capability[0], capability[1]),
-        memory_gib=80, free_memory_gib=80, num_cpus=16,
-    )  # fmt: skip
-
-
-def cpu(*flags: str) -> Hardware:
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
 
 
 def config(**quantization: Any) -> dict[str, Any]:

@@ -40,20 +40,14 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return paths
 
 
-def test_usage_statistics_are_off() -> None:
-    variables = environment(SPEC, GPU, inherited={})
-    assert (variables["VLLM_NO_USAGE_STATS"], variables["DO_NOT_TRACK"]) == ("1", "1")
-
-
-def test_gpu_node_needs_no_binding() -> None:
-    expected = {
-        "VLLM_NO_USAGE_STATS",
-        "DO_NOT_TRACK",
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
-        "VLLM_XGRAMMAR_CACHE_MB",
-        LOOKUP,
+def test_variables_on_a_gpu() -> None:
+    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}) == {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+        "VLLM_XGRAMMAR_CACHE_MB": "64",
+        LOOKUP: "",
     }
-    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}).keys() == expected
 
 
 def test_ninja_is_found_without_activation() -> None:
@@ -73,9 +67,6 @@ def test_lookup_variable_is_always_set() -> None:
 def test_default_media_and_grammar_variables() -> None:
     from vllm import envs
 
-    variables = environment(SPEC, GPU, inherited={})
-    assert variables["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
-    assert int(variables["VLLM_XGRAMMAR_CACHE_MB"]) <= 64
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()
     user_variables = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
     assert not user_variables.keys() & environment(SPEC, GPU, inherited=user_variables).keys()
@@ -99,33 +90,30 @@ def test_local_models_are_offline(tmp_path: Path) -> None:
     assert offline == [True, False, False, True]
 
 
-def test_single_engine_gets_all_cores() -> None:
-    assert environment(SPEC, cpu(0, 1), inherited={})["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
-
-
-def test_single_engine_keeps_the_users_binding() -> None:
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
-    assert environment(SPEC, cpu(0, 1), inherited=bound)["VLLM_CPU_OMP_THREADS_BIND"] == "1"
-    pair = [environment(SPEC, cpu(0, 1), engine_index=i, num_engines_on_node=2, inherited=bound) for i in range(2)]
-    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in pair] == ["0", "1"]
-
-
-def test_engines_of_a_node_divide_the_cores() -> None:
-    bindings = [
-        environment(SPEC, cpu(0, 1, 2, 3, 4), engine_index=i, num_engines_on_node=2, inherited={}) for i in range(2)
-    ]
-    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "2,3,4"]
-
-
-def test_additional_engine_shares_cores() -> None:
-    bindings = [environment(SPEC, cpu(0, 1), engine_index=i, inherited={}) for i in range(2)]
-    assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "0,1"]
-
-
-def test_ranks_have_their_own_cores() -> None:
-    spec = EngineSpec(model="org/m", tensor_parallel_size=2)
-    variables = environment(spec, cpu(*range(8)), engine_index=1, num_engines_on_node=2, inherited={})
-    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+@pytest.mark.parametrize(
+    ("num_cores", "num_engines", "tensor_parallel_size", "inherited", "bindings"),
+    [
+        (2, 1, 1, "", ["0,1"]),
+        (2, 1, 1, "", ["0,1", "0,1"]),  # an additional engine, of a lost node, shares cores
+        (5, 2, 1, "", ["0,1", "2,3,4"]),
+        (8, 2, 2, "", ["0,1|2,3", "4,5|6,7"]),
+        (2, 1, 1, "1", ["1"]),  # only a single engine keeps the user's binding
+        (2, 2, 1, "1", ["0", "1"]),
+    ],
+)
+def test_engines_of_a_node_divide_the_cores(
+    num_cores: int, num_engines: int, tensor_parallel_size: int, inherited: str, bindings: list[str]
+) -> None:
+    spec, name = replace(SPEC, tensor_parallel_size=tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND"
+    for index, binding in enumerate(bindings):
+        variables = environment(
+            spec,
+            cpu(*range(num_cores)),
+            engine_index=index,
+            num_engines_on_node=num_engines,
+            inherited={name: inherited} if inherited else {},
+        )
+        assert variables[name] == binding
 
 
 def test_cpu_engine_has_a_compile_cache() -> None:
@@ -144,19 +132,15 @@ def test_cpu_quota_disables_binding() -> None:
     assert variables["OMP_NUM_THREADS"] == "2"
 
 
-def test_both_libraries_are_preloaded() -> None:
-    preload = environment(SPEC, cpu(0), inherited={})["LD_PRELOAD"]
-    assert preload == "/lib/libtcmalloc_minimal.so.4:/env/libiomp5.so"
-
-
 @pytest.mark.parametrize(
     ("inherited", "expected"),
     [
+        ("", "/lib/libtcmalloc_minimal.so.4:/env/libiomp5.so"),
         ("/x/liba.so", "/x/liba.so:/lib/libtcmalloc_minimal.so.4:/env/libiomp5.so"),
         ("/x/libgomp.so.1", "/x/libgomp.so.1:/lib/libtcmalloc_minimal.so.4"),
         ("/x/libtcmalloc.so.4 /x/libiomp5.so", "/x/libtcmalloc.so.4:/x/libiomp5.so"),
     ],
-    ids=["kept", "no-second-openmp", "already-there"],
+    ids=["both", "kept", "no-second-openmp", "already-there"],
 )
 def test_existing_preload_is_kept(inherited: str, expected: str) -> None:
     assert environment(SPEC, cpu(0), inherited={"LD_PRELOAD": inherited})["LD_PRELOAD"] == expected

@@ -86,8 +86,8 @@ def test_engine_dies_with_its_process():
     engine = FakeEngine(FakeTraits(has_core=True))
     try:
         assert asyncio.run(engine.generate("a", [1, 2, 3], GREEDY)).text == generate(GREEDY).text
-        os.kill(engine.core_pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine.core_pid, os.WEXITED | os.WNOWAIT)
+        os.kill(engine._core.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._core.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(EngineError):
             asyncio.run(engine.generate("b", [1, 2, 3], GREEDY))
     finally:
@@ -98,7 +98,7 @@ def test_shutdown_ends_the_process():
     engine = FakeEngine(FakeTraits(has_core=True))
     engine.shutdown()
     with pytest.raises(ProcessLookupError):
-        os.kill(engine.core_pid, 0)
+        os.kill(engine._core.pid, 0)
 
 
 def test_hanging_engine_shows_no_sign_of_life():

@@ -2,6 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from devices import cpu, gpu
 from pydantic import ValidationError
 
 from peagle.engine.keys import (
@@ -17,15 +18,13 @@ from peagle.engine.keys import (
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
 
 BF16 = Precision(dtype="bfloat16")
 FP8 = Precision(dtype="bfloat16", kv_cache_dtype="fp8")
 SLIDING = {"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}
 HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 NGRAM = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
-GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, compute_capability=(9, 0))
+CPU, GPU = cpu(), gpu()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 
 import peagle
@@ -42,45 +43,42 @@ def make_model(folder: Path, *, weights_gib: float = 0.25, **changes: Any) -> st
     return str(folder)
 
 
-def cpu(free_gib: float = 20, *flags: str) -> Hardware:
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=free_gib, num_cpus=2, cpu_flags=frozenset(flags))
+def cpu(free_gib: float = 20) -> Hardware:
+    return devices.cpu(free_memory_gib=free_gib)
 
 
-def gpu(memory_gib: float = 80, num: int = 1, capability: tuple[int, int] = (9, 0)) -> Hardware:
-    return Hardware(
-        platform="cuda",
-        accelerator="H100",
-        num_accelerators=num,
-        compute_capability=capability,
-        memory_gib=memory_gib,
-        free_memory_gib=memory_gib,
-        num_cpus=16,
-    )
+def gpu(memory_gib: float = 80, num: int = 1) -> Hardware:
+    return devices.gpu(memory_gib=memory_gib, num_accelerators=num)
 
 
-def test_cache_per_token(tmp_path: Path) -> None:
+def test_footprint_of_a_folder(tmp_path: Path) -> None:
     footprint = read_footprint(make_model(tmp_path / "m"))
     assert footprint is not None
-    assert footprint.weights_bytes == GIB // 4
-    assert footprint.kv_cache_bytes(1, dtype_bytes=2) == 23_040
-    assert footprint.kv_cache_bytes(8192, dtype_bytes=1) == 8192 * 11_520
+    assert (footprint.weights_bytes, footprint.context_tokens) == (GIB // 4, 8192)
+    assert footprint_from_config({"text_config": SMALL_LLAMA}, GIB // 4) == footprint
 
 
-def test_sliding_layers_are_limited_to_their_window() -> None:
-    config = SMALL_LLAMA | {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 128,
-    }
-    footprint = footprint_from_config(config, 0)
+SLIDING = {"layer_types": ["sliding_attention"] * 30, "sliding_window": 128}
+HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 15, "sliding_window": 128}
+GLOBAL = {"layer_types": ["full_attention"] * 30, "num_global_key_value_heads": 1, "global_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens", "options", "expected"),
+    [
+        ({}, 1, {"dtype_bytes": 2}, 23_040),
+        ({}, 8192, {"dtype_bytes": 1}, 8192 * 11_520),
+        ({}, 1, {"dtype_bytes": 2, "ranks": 3}, 23_040),
+        ({}, 1, {"dtype_bytes": 2, "ranks": 6}, 2 * 23_040),  # more ranks than KV heads
+        (HALF_SLIDING, 1000, {"dtype_bytes": 1}, 15 * (1000 + 128) * 384),
+        (SLIDING, 9000, {"dtype_bytes": 1, "in_flight_tokens": 872}, 30 * 1000 * 384),
+        (GLOBAL, 1, {"dtype_bytes": 1}, 30 * 2 * 128),
+    ],
+)
+def test_kv_cache_of_a_request(config: dict[str, Any], num_tokens: int, options: dict[str, int], expected: int) -> None:
+    footprint = footprint_from_config(SMALL_LLAMA | config, 0)
     assert footprint is not None
-    assert footprint.kv_cache_bytes(1000, dtype_bytes=1) == (2 * 1000 + 2 * 128) * 384
-
-
-def test_multimodal_config_uses_text_config() -> None:
-    footprint = footprint_from_config({"text_config": SMALL_LLAMA}, 0)
-    assert footprint is not None
-    assert footprint.context_tokens == 8192
+    assert footprint.kv_cache_bytes(num_tokens, **options) == expected
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 8}, SMALL_LLAMA | {"kv_lora_rank": 512}])
@@ -129,26 +127,11 @@ def test_cache_without_room_for_drafts_is_refused(tmp_path: Path) -> None:
     check_capacity(replace(spec, drafter=None), cpu())
 
 
-def test_headless_drafts_need_no_cache(tmp_path: Path) -> None:
-    drafter = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
-    spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
-    assert default_kv_cache_gib(spec, cpu()) == default_kv_cache_gib(replace(spec, drafter=None), cpu())
-
-
 def test_default_cache_is_at_most_a_quarter(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=500)
     assert default_kv_cache_gib(spec, cpu(free_gib=20)) == 5.0
     assert default_kv_cache_gib(spec, cpu(free_gib=20), num_engines_on_node=2) == 2.5
-
-
-def test_unknown_model_gets_a_quarter() -> None:
     assert default_kv_cache_gib(EngineSpec(model="org/m"), cpu(free_gib=8)) == 2.0
-
-
-def test_fitting_engine_passes(tmp_path: Path) -> None:
-    spec = EngineSpec(model=make_model(tmp_path / "m"))
-    check_capacity(spec, cpu())
-    check_capacity(spec, gpu())
 
 
 def test_unknown_size_passes() -> None:
@@ -177,14 +160,10 @@ def test_fp8_halves_the_weights_and_parallelism_divides_them(tmp_path: Path) -> 
         check_capacity(EngineSpec(model=model, precision="bf16"), gpu())
 
 
-def test_float32_doubles_bf16_weights(tmp_path: Path) -> None:
-    spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=50), precision="float32")
-    with pytest.raises(CapacityError, match=r"weights 100\.0"):
-        check_capacity(spec, gpu())
-
-
-def test_native_weights_are_not_scaled(tmp_path: Path) -> None:
+def test_float32_doubles_bf16_weights_but_not_native_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", weights_gib=65)
+    with pytest.raises(CapacityError, match=r"weights 130\.0"):
+        check_capacity(EngineSpec(model=model, precision="float32"), gpu())
     check_capacity(EngineSpec(model=model, native_quantization="mxfp4"), gpu())
 
 
@@ -212,31 +191,6 @@ def test_engine_over_several_nodes(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"weights 20\.0"):
         check_capacity(large, cpu(16))
     check_capacity(replace(large, num_nodes=2), cpu(16))
-
-
-def test_more_ranks_than_kv_heads() -> None:
-    footprint = footprint_from_config(SMALL_LLAMA, 0)
-    assert footprint is not None
-    assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=3) == 23_040
-    assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=6) == 2 * 23_040
-
-
-def test_steps_in_flight_extend_the_window() -> None:
-    config = SMALL_LLAMA | {"layer_types": ["sliding_attention"] * 30, "sliding_window": 128}
-    footprint = footprint_from_config(config, 0)
-    assert footprint is not None
-    assert footprint.kv_cache_bytes(9000, dtype_bytes=1, in_flight_tokens=872) == 30 * 1000 * 384
-
-
-def test_global_layers_with_other_heads() -> None:
-    config = SMALL_LLAMA | {
-        "layer_types": ["full_attention"] * 30,
-        "num_global_key_value_heads": 1,
-        "global_head_dim": 128,
-    }
-    footprint = footprint_from_config(config, 0)
-    assert footprint is not None
-    assert footprint.kv_cache_bytes(1, dtype_bytes=1) == 30 * 2 * 128
 
 
 def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:

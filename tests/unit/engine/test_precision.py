@@ -1,27 +1,11 @@
 import pytest
+from devices import cpu, gpu
 
 from peagle.engine.precision import PRECISIONS, Precision, resolve_precision
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 
-
-def gpu(capability: tuple[int, int]) -> Hardware:
-    return Hardware(
-        platform="cuda",
-        accelerator="GPU",
-        num_accelerators=1,
-        memory_gib=80,
-        free_memory_gib=80,
-        num_cpus=8,
-        compute_capability=capability,
-    )
-
-
-def cpu(*flags: str) -> Hardware:
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
-
-
-HOPPER, AMPERE, TURING = gpu((9, 0)), gpu((8, 6)), gpu((7, 5))
+HOPPER, AMPERE, TURING = gpu(9, 0), gpu(8, 6), gpu(7, 5)
 AVX512, AVX2 = cpu("avx512f", "avx2"), cpu("avx2")
 VNNI, AVX_VNNI = cpu("avx512f", "avx2", "avx512_vnni"), cpu("avx2", "avx_vnni")
 BF16 = Precision(dtype="bfloat16")
@@ -36,7 +20,7 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
     ("requested", "hardware", "expected"),
     [
         ("auto", HOPPER, FP8_WEIGHTS),
-        ("auto", gpu((8, 9)), FP8_WEIGHTS),
+        ("auto", gpu(8, 9), FP8_WEIGHTS),
         ("auto", AMPERE, BF16),
         ("auto", TURING, FLOAT16),
         ("auto", AVX512, BF16),
@@ -81,10 +65,10 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
 def test_auto_uses_an_fp8_cache_for_long_contexts(
     capability: tuple[int, int], context_tokens: int | None, kv_cache: str
 ) -> None:
-    precision = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
+    precision = resolve_precision("auto", gpu(*capability), context_tokens=context_tokens)
     assert (precision.weights, precision.kv_cache) == ("fp8", kv_cache)
-    assert resolve_precision("fp8", gpu(capability), context_tokens=context_tokens).kv_cache == "fp8"
-    assert resolve_precision("bf16", gpu(capability), context_tokens=context_tokens).kv_cache == "bf16"
+    assert resolve_precision("fp8", gpu(*capability), context_tokens=context_tokens).kv_cache == "fp8"
+    assert resolve_precision("bf16", gpu(*capability), context_tokens=context_tokens).kv_cache == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +106,9 @@ def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware
         ("fp8", AMPERE, "compute capability 8.9", "--precision int8, bf16, or auto"),
         ("fp8", TURING, "compute capability 8.9", "--precision int8, float16, or auto"),
         ("fp8", AVX2, "AVX-512", "--precision bf16, or auto"),
-        ("int8", gpu((10, 0)), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
-        ("int8", gpu((12, 0)), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
-        ("int8", gpu((7, 0)), "compute capability 7.5 to 9.0", "--precision float16, or auto"),
+        ("int8", gpu(10, 0), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
+        ("int8", gpu(12, 0), "compute capability 7.5 to 9.0", "--precision fp8, bf16, or auto"),
+        ("int8", gpu(7, 0), "compute capability 7.5 to 9.0", "--precision float16, or auto"),
         ("int8", AVX512, "VNNI", "--precision bf16, or auto"),
         ("int8", AVX2, "VNNI", "--precision bf16, or auto"),
         ("int8", cpu(), "VNNI", "--precision bf16, or auto"),
@@ -181,8 +165,3 @@ def test_auto_keeps_a_published_fp8_cache() -> None:
 
     assert cache("auto", HOPPER) == "fp8"
     assert [cache("auto", AMPERE), cache("bf16", HOPPER), cache("auto", HOPPER, "bf16")] == ["bf16"] * 3
-
-
-def test_describe_precision() -> None:
-    assert FP8.describe() == "fp8 weights, fp8 KV cache"
-    assert FLOAT32.describe() == "float32 weights, float32 KV cache"

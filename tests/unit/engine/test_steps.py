@@ -2,21 +2,20 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import devices
 import pytest
+from devices import cpu
 
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
 from peagle.engine.steps import capture_sizes, graphs_gib
 from peagle.hardware import Hardware
 
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
+CPU = cpu()
 
 
 def gpu(memory_gib: float = 80) -> Hardware:
-    return Hardware(
-        platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=(9, 0), memory_gib=memory_gib,
-        free_memory_gib=memory_gib, num_cpus=16,
-    )  # fmt: skip
+    return devices.gpu(memory_gib=memory_gib)
 
 
 def engine(method: DraftMethod | None, k: int, concurrency: int, **changes: Any) -> EngineSpec:

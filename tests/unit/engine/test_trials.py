@@ -178,22 +178,29 @@ def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
         os.kill(os.getpid(), getattr(signal, number))
 
     monkeypatch.setattr(trial_process, "_compile", die)
-    trial = trial_process._tried(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
+    trial = trial_process._try(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
     assert trial["outcome"] == outcome
 
 
-def test_refusals_expire(monkeypatch):
+@pytest.fixture
+def use_process(monkeypatch):
+    """Replace the trial process by a function that returns the outcome of a constraint."""
+
+    def use(run):
+        process = SimpleNamespace(run=lambda job: run(job["spec"]), close=lambda: None)
+        monkeypatch.setattr(module, "_Process", lambda settings: process)
+
+    return use
+
+
+def test_refusals_expire(use_process):
     outcomes, specs, now = ["slow", "ok"], [], [0.0]
 
-    class Process:
-        def ask(self, job):
-            specs.append(job["spec"])
-            return {"outcome": outcomes.pop(0)}
+    def run(spec):
+        specs.append(spec)
+        return {"outcome": outcomes.pop(0)}
 
-        def close(self):
-            pass
-
-    monkeypatch.setattr(module, "_Process", lambda settings: Process())
+    use_process(run)
     trials = Trials(vocabulary, monotonic=lambda: now[0])
 
     async def scene():
@@ -210,18 +217,14 @@ def test_refusals_expire(monkeypatch):
     trials.close()
 
 
-def test_slow_grammars_delay_only_their_requester(monkeypatch):
+def test_slow_grammars_delay_only_their_requester(use_process):
     specs, now = [], [0.0]
 
-    class Process:
-        def ask(self, job):
-            specs.append(job["spec"])
-            return {"outcome": "slow" if job["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
+    def run(spec):
+        specs.append(spec)
+        return {"outcome": "slow" if spec.startswith("slow") else "ok", "cpu_s": 3.0}
 
-        def close(self):
-            pass
-
-    monkeypatch.setattr(module, "_Process", lambda settings: Process())
+    use_process(run)
     trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
 
     async def outcome(key, spec):
@@ -244,26 +247,21 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     trials.close()
 
 
-class BlockedProcess:
-    """A process that answers once `may_answer` is set."""
+@pytest.fixture
+def blocked_trials(use_process):
+    """Shared trials, the constraints that were tried, and an event: trials end once it is set."""
+    specs, may_end = [], threading.Event()
 
-    def __init__(self):
-        self.specs, self.may_answer = [], threading.Event()
-
-    def ask(self, job):
-        self.specs.append(job["spec"])
-        while not self.may_answer.is_set():
+    def run(spec):
+        specs.append(spec)
+        while not may_end.is_set():
             time.sleep(0.005)
         return {"outcome": "ok"}
 
-    def close(self):
-        pass
-
-
-def shared_trials(monkeypatch):
-    process = BlockedProcess()
-    monkeypatch.setattr(module, "_Process", lambda settings: process)
-    return Trials(vocabulary, is_shared=True), process
+    use_process(run)
+    trials = Trials(vocabulary, is_shared=True)
+    yield trials, specs, may_end
+    trials.close()
 
 
 async def require_for(trials, key, spec):
@@ -271,41 +269,39 @@ async def require_for(trials, key, spec):
     await trials.require(constraint(regex=spec))
 
 
-def test_flooding_key_only_delays_itself(monkeypatch):
+def test_flooding_key_only_delays_itself(blocked_trials):
     """A few of its trials wait, the rest are refused; another key's trial comes next."""
-    trials, process = shared_trials(monkeypatch)
+    trials, specs, may_end = blocked_trials
 
     async def scene():
         flood = [asyncio.create_task(require_for(trials, "mallory", f"m{index}")) for index in range(50)]
         await asyncio.sleep(0.05)
         alice = asyncio.create_task(require_for(trials, "alice", "a"))
         await asyncio.sleep(0.05)
-        process.may_answer.set()
+        may_end.set()
         ends = await asyncio.gather(*flood, alice, return_exceptions=True)
         return sum(isinstance(end, TrialsBusy) for end in ends[:-1]), ends[-1]
 
     num_refused, alice_outcome = asyncio.run(scene())
     assert (num_refused, alice_outcome) == (50 - 5, None)
-    assert process.specs.index("a") <= 2
-    trials.close()
+    assert specs.index("a") <= 2
 
 
-def test_same_constraint_is_tried_once(monkeypatch):
-    trials, process = shared_trials(monkeypatch)
+def test_same_constraint_is_tried_once(blocked_trials):
+    trials, specs, may_end = blocked_trials
 
     async def scene():
         many = [asyncio.create_task(require_for(trials, f"k{index}", "same")) for index in range(20)]
         await asyncio.sleep(0.05)
-        process.may_answer.set()
+        may_end.set()
         await asyncio.gather(*many)
 
     asyncio.run(scene())
-    assert process.specs == ["same"]
-    trials.close()
+    assert specs == ["same"]
 
 
-def test_disconnected_client_keeps_its_trial(monkeypatch):
-    trials, process = shared_trials(monkeypatch)
+def test_disconnected_client_keeps_its_trial(blocked_trials):
+    trials, specs, may_end = blocked_trials
 
     async def scene():
         num_busy = 0
@@ -314,13 +310,12 @@ def test_disconnected_client_keeps_its_trial(monkeypatch):
             await asyncio.sleep(0.01)
             num_busy += request.done() and isinstance(request.exception(), TrialsBusy)
             request.cancel()
-        process.may_answer.set()
+        may_end.set()
         await asyncio.sleep(0.2)
         return num_busy
 
     assert asyncio.run(scene()) == 25
-    assert len(process.specs) == 5
-    trials.close()
+    assert len(specs) == 5
 
 
 def test_requesters_take_turns():
@@ -372,12 +367,11 @@ def test_invalid_token_ids_do_not_reach_the_engine():
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
-def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, status):
+def test_refused_constraints_do_not_reach_the_engine(use_process, outcome, status):
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
     received = []
-
-    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda job: {"outcome": outcome}))
+    use_process(lambda spec: {"outcome": outcome})
     client = Client(received)
     guard_engine(client, Trials(vocabulary))
 

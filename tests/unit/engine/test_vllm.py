@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from devices import cpu
 
 from peagle.engine import vllm as start
 from peagle.engine.arguments import NodeRank
@@ -15,7 +16,6 @@ from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, generate, has_request_metrics
 from peagle.errors import ConfigError, EngineError
-from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
 
 
@@ -122,55 +122,37 @@ def test_all_parameters_reach_vllm():
     assert {name: getattr(params, name) for name in plain} == {name: sampling[name] for name in plain}
 
 
-def test_refusal_of_vllm_is_an_error_of_the_request():
+class FailingLlm:
+    def __init__(self, error):
+        self._error = error
+
+    async def generate(self, *_, **__):
+        raise self._error from IndexError("no such block")
+        yield
+
+
+def generate_with(llm, **sampling):
+    engine = object.__new__(VllmEngine)
+    engine._llm = llm
+    return asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4, **sampling}))
+
+
+def test_refusals_and_failures_of_vllm(monkeypatch):
     from vllm.exceptions import VLLMValidationError
-
-    class RefusingEngine:
-        async def generate(self, *_, **__):
-            raise VLLMValidationError("Grammar error: no such pointer")
-            yield
-
-    engine = object.__new__(VllmEngine)
-    engine._llm = RefusingEngine()
-    sampling = {"temperature": 0.0, "max_tokens": 4}
-    with pytest.raises(RequestRefused, match="no such pointer"):
-        asyncio.run(engine.generate("r", [1], sampling))
-    with pytest.raises(RequestRefused, match="temperature"):
-        asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
-
-
-def test_refusals_of_older_vllm(monkeypatch):
-    class RefusingEngine:
-        async def generate(self, *_, **__):
-            raise ValueError("the prompt is too long")
-            yield
-
-    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
-    engine = object.__new__(VllmEngine)
-    engine._llm = RefusingEngine()
-    with pytest.raises(RequestRefused, match="too long"):
-        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
-
-
-def test_failed_request_and_dead_engine():
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-    class FailingEngine:
-        def __init__(self, error):
-            self.error = error
-
-        async def generate(self, *_, **__):
-            raise self.error from IndexError("no such block")
-            yield
-
-    engine = object.__new__(VllmEngine)
-    engine._llm = FailingEngine(EngineGenerateError())
-    sampling = {"temperature": 0.0, "max_tokens": 4}
+    refusing = FailingLlm(VLLMValidationError("Grammar error: no such pointer"))
+    with pytest.raises(RequestRefused, match="no such pointer"):
+        generate_with(refusing)
+    with pytest.raises(RequestRefused, match="temperature"):
+        generate_with(refusing, temperature=-1)
     with pytest.raises(RequestRefused, match="no such block"):
-        asyncio.run(engine.generate("r", [1], sampling))
-    engine._llm = FailingEngine(EngineDeadError())
+        generate_with(FailingLlm(EngineGenerateError()))
     with pytest.raises(EngineError, match="engine process died"):
-        asyncio.run(engine.generate("r", [1], sampling))
+        generate_with(FailingLlm(EngineDeadError()))
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
+    with pytest.raises(RequestRefused, match="too long"):
+        generate_with(FailingLlm(ValueError("the prompt is too long")))
 
 
 def test_steps_are_signs_of_life():
@@ -237,10 +219,8 @@ def test_incomplete_answers_are_refused(reason):
             yield output_of(completion([1, 2, 3]), incomplete)
 
     assert reason in FINISH_REASON_STRINGS
-    engine = object.__new__(VllmEngine)
-    engine._llm = AbortingEngine()
     with pytest.raises(RequestRefused, match=rf"ended the response early \({reason}\) after 2 tokens"):
-        asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
+        generate_with(AbortingEngine())
 
 
 @pytest.mark.parametrize(
@@ -258,7 +238,7 @@ def test_vllm_names_its_model_runner() -> None:
     assert isinstance(VllmConfig.use_v2_model_runner, property)
 
 
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, core_ids=(0, 1))
+CPU = cpu()
 SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num_speculative_tokens=3))
 
 

@@ -35,13 +35,8 @@ def test_chat_parameters_are_translated():
 
 
 def test_completion_parameters():
-    body = parse_body("/v1/completions", {"prompt": "once", "logprobs": 3, "echo": False, "best_of": 1})
-    assert (body.content, body.is_chat, body.sampling) == ("once", False, {"logprobs": 3})
-
-
-def test_top_k_off():
-    assert parse_body("/v1/completions", {"prompt": "x", "top_k": -1}).sampling == {"top_k": 0}
-    assert parse_body("/v1/completions", {"prompt": "x", "top_k": 0}).sampling == {"top_k": 0}
+    body = parse_body("/v1/completions", {"prompt": "once", "logprobs": 3, "echo": False, "best_of": 1, "top_k": -1})
+    assert (body.content, body.is_chat, body.sampling) == ("once", False, {"logprobs": 3, "top_k": 0})
 
 
 def test_parameters_of_one_prompt():
@@ -62,11 +57,6 @@ def test_parameters_of_one_prompt():
         assert parse_body(url, {**source, **parameters}).sampling == parameters
 
 
-def test_completion_with_response_format():
-    body = parse_body("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object"}})
-    assert json.loads(body.sampling["json_schema"]) == {"type": "object"}
-
-
 def test_structural_tag():
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     (constraint,) = parse_body(CHAT_URL, {"messages": MESSAGES, "response_format": tag}).sampling.values()
@@ -75,7 +65,8 @@ def test_structural_tag():
 
 @pytest.mark.parametrize(("kind", "expected"), [("text", {}), ("json_object", {"json_schema": '{"type": "object"}'})])
 def test_response_formats_without_a_schema(kind, expected):
-    assert parse_body(CHAT_URL, {"messages": MESSAGES, "response_format": {"type": kind}}).sampling == expected
+    for url, source in ((CHAT_URL, {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
+        assert parse_body(url, {**source, "response_format": {"type": kind}}).sampling == expected
 
 
 @pytest.mark.parametrize(

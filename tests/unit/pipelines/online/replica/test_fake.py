@@ -118,8 +118,8 @@ def test_crash_in_a_stream_is_an_error_event():
         await engine.start()
         stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
         first = await anext(stream)
-        os.kill(engine._engine.core_pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine._engine.core_pid, os.WEXITED | os.WNOWAIT)
+        os.kill(engine._engine._core.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
         rest = [text async for text in stream]
         with pytest.raises(EngineDeadError):
             await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
@@ -137,8 +137,8 @@ def test_dead_engine_raises_vllms_error():
         engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"has_core": True}), CONFIG)
         await engine.start()
         await engine.check_health()
-        os.kill(engine._engine.core_pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine._engine.core_pid, os.WEXITED | os.WNOWAIT)
+        os.kill(engine._engine._core.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
         for ask in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
             with pytest.raises(EngineDeadError):
                 await ask
