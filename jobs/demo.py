@@ -14,7 +14,7 @@ Answer HumanEval prompts one at a time with the embedded model and its P-EAGLE d
 without the drafter, and compare the costs. No accelerator, account or network is needed.
 """
 MODEL = "smollm2-135m"
-NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 5
+NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 10, 5, 128, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Run twice, and print both reports and their comparison."""
     from peagle.economics.report.data import compare
     from peagle.economics.report.html import render_html
-    from peagle.economics.report.text import text_comparison, text_summary
+    from peagle.economics.report.text import short_summary, text_comparison
     from peagle.files import write_atomic
     from peagle.humaneval import PROMPT_TEMPLATE
     from peagle.quiet import QuietStderr
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             # The demo would start a new run instead of resuming.
             request = RunRequest(config=config, command=["peagle", "generate", *flags.words(config)])
             reports.append(generate(request, progress).report)
-            progress.say(text_summary(reports[-1]) + "\n")
+            progress.say(short_summary(reports[-1]) + "\n")
     write_atomic(folder / "report.html", render_html(reports).encode())
     print(text_comparison(reports))
     print(

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
         return print_forecast(forecast(request, print))
 
-    from peagle.economics.report.text import text_summary
+    from peagle.economics.report.text import short_summary
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import describe_answers
     from peagle.runs.progress import RunProgress
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     outcome = generate(request, RunProgress(console(soft_wrap=True)))
     if outcome.was_already_finished:
         print(f"{config.output} is already finished.")
-    print(text_summary(outcome.report))
+    print(short_summary(outcome.report))
     if answers := describe_answers(RunDirectory(config.output)):
         print(answers)
     if outcome.export is not None:
         print(f"exported {outcome.export.describe()}")
-    print(f"report: {config.output / 'report.html'}")
+    print(f"report: {config.output / 'report.html'}, or peagle report {config.output}")
     return 0, outcome.report
 
 

@@ -198,6 +198,7 @@ _COSTLY = re.compile(
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
     "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
+    "is not found in LD_PRELOAD",  # `peagle doctor` advises about libraries
 )
 _MAX_LENGTH = 400  # characters
 
@@ -205,12 +206,12 @@ _MAX_LENGTH = 400  # characters
 def costly_warnings(log: str) -> list[str]:
     """Return the unique warnings of a start that affect speed or correctness, in order.
 
-    >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
-    ['no libtcmalloc: performance is lost']
+    >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [kv_cache.py:9] scaling factor 1.0: accuracy issues")
+    ['scaling factor 1.0: accuracy issues']
     """
     warnings = []
     for warning in _WARNING.findall(log):
-        if _COSTLY.search(warning) and not warning.startswith(_HARMLESS):
+        if _COSTLY.search(warning) and not any(text in warning for text in _HARMLESS):
             warnings.append(warning if len(warning) <= _MAX_LENGTH else f"{warning[:_MAX_LENGTH]}...")
     return list(dict.fromkeys(warnings))[:10]
 

@@ -11,7 +11,7 @@ from peagle.economics.report.figures import format_duration, format_usd
 from peagle.economics.usage import UnitUsage
 from peagle.speculation import SpeculationStats
 
-_PLAIN_LINE_EVERY_S = 10.0
+_PLAIN_LINE_EVERY_S = 30.0
 
 
 @dataclass
@@ -45,6 +45,11 @@ class Tally:
         left = self.num_rows_planned - done
         self.seconds_left = seconds_left(left, done, self.num_output_tokens, self.tokens_per_s)
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether an engine of this attempt has generated something."""
+        return self.tokens_per_s > 0 or self.num_rows + self.num_failed_rows > self._rows_before
+
     def line(self) -> str:
         done = self.num_rows + self.num_failed_rows
         parts = [f"{done}/{self.num_rows_planned} rows"]
@@ -53,8 +58,6 @@ class Tally:
         if self.tokens_per_s:
             engines = f" of {self.num_engines} engines" if self.num_engines > 1 else ""
             parts.append(f"{self.tokens_per_s:.1f} output tokens/s{engines}")
-        elif done == self._rows_before:
-            parts.append("engines starting")
         if self.speculation.acceptance_length is not None:
             parts.append(f"acceptance length {self.speculation.acceptance_length:.2f}")
         parts.append(format_usd(self.usd))
@@ -64,30 +67,42 @@ class Tally:
 
 
 class RunProgress:
-    """A display of a `Tally`: a live line on a terminal, otherwise a line every 10 s."""
+    """The phase of a run, its time and its `Tally`: a live line on a terminal, otherwise a line every 30 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._last_line_at = 0.0
+        self._started_at = self._last_line_at = time.monotonic()
+        self._phase = ""
+        self._tally: Tally | None = None
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def enter(self, phase: str) -> None:
+        """Start a phase, such as "planning"."""
+        self._phase = phase
+        if self._console.is_terminal and self._live is None:
+            self._live = Live(console=self._console, get_renderable=lambda: Text(self._line()), refresh_per_second=4)
+            self._live.start()
+
     def show(self, tally: Tally, *, final: bool = False) -> None:
-        if self._console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._console, refresh_per_second=4)
-                self._live.start()
-            self._live.update(Text(tally.line()))
-        elif final or time.monotonic() - self._last_line_at >= _PLAIN_LINE_EVERY_S:
+        self._tally = tally
+        if tally.is_generating:
+            self._phase = "generating"
+        if self._live is None and (final or time.monotonic() - self._last_line_at >= _PLAIN_LINE_EVERY_S):
             self._last_line_at = time.monotonic()
-            self.say(tally.line())
+            self.say(self._line())
 
     def close(self) -> None:
+        """Leave the last state of the live line on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _line(self) -> str:
+        parts = [format_duration(time.monotonic() - self._started_at), self._phase]
+        return "  ".join(parts if self._tally is None else [*parts, self._tally.line()])
 
 
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:

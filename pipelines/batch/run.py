@@ -60,7 +60,8 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
         TooManyFailedRows: more dead letters than allowed.
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues the run.
     """
-    with stoppable(request), connection() as cluster:
+    with stoppable(request), contextlib.closing(progress), connection() as cluster:
+        progress.enter("planning")
         resolved = decide(request, cluster, progress.say)
         with open_run(request, resolved, progress) as run:
             units = run.plan.left(run.directory.committed())
@@ -196,6 +197,7 @@ def execute(
         stack.enter_context(copy_log(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
+        progress.enter("starting Ray")
         cluster.start()
         with stop_on_signal(request.stop, message=request.killed_message):
             ray.require_capacity(
@@ -206,6 +208,7 @@ def execute(
                 announce=progress.say,
             )
             ray.release_nodes()  # the engines request them from now on
+            progress.enter("loading" if run.spec.enforce_eager else "loading and compiling")
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 

@@ -18,6 +18,30 @@ from peagle.economics.report.figures import (
 )
 from peagle.tables import aligned
 
+_MAX_NOTES = 3
+
+
+def short_summary(report: Mapping[str, Any]) -> str:
+    """Return what a finished run made and cost, in a few lines, with the first notes of the report."""
+    check_report(report)
+    run, account = report["run"], report["account"]
+    of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
+    lines = [("rows", f"{account['num_rows']:,}{of_all}, {account['num_failed_rows']:,} failed")]
+    tokens, prompts = format_count(account["num_output_tokens"]), format_count(account["num_prompt_tokens"])
+    lines.append(("tokens", f"{tokens} generated, {prompts} in prompts"))
+    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
+    if busy is not None and wall is not None:
+        speed = f"{busy:.1f} output tokens/s, {wall:.1f} with loading and idle time"
+        length = account["speculation"]["acceptance_length"]
+        lines.append(("speed", speed if length is None else f"{speed}; acceptance length {length:.2f}"))
+    cost = _labelled(FIGURES["total_usd"].text(report), report)
+    if account["tokens_per_usd"] is not None:
+        cost = f"{cost}: {FIGURES['tokens_per_usd'].text(report)} output tokens per dollar"
+    lines.append(("cost", cost))
+    notes = report["notes"]
+    more = [f"  {len(notes) - _MAX_NOTES} more notes: peagle report {run['path']}"] if len(notes) > _MAX_NOTES else []
+    return "\n".join([*(f"{name:<8}{text}" for name, text in lines), *_wrapped_notes(notes[:_MAX_NOTES]), *more])
+
 
 def text_summary(report: Mapping[str, Any]) -> str:
     check_report(report)

@@ -1,7 +1,12 @@
+import io
+import re
+
 import pytest
+from rich.console import Console
 from usage_records import unit_usage
 
-from peagle.runs.progress import Tally, seconds_left
+from peagle.runs import progress
+from peagle.runs.progress import RunProgress, Tally, seconds_left
 
 UNIT = unit_usage(num_rows=8, num_failed_rows=2, num_output_tokens=400, busy_s=4.0, finished_at=5.0)
 
@@ -25,3 +30,37 @@ def test_no_time_left_after_the_last_row():
 @pytest.mark.parametrize("measured", [(5, 0, 0, 10.0), (5, 5, 0, 10.0), (5, 5, 100, 0.0), (0, 5, 100, 10.0)])
 def test_unknown_time_left_is_none(measured):
     assert seconds_left(*measured) is None
+
+
+def test_lines_have_time_and_phase(monkeypatch):
+    monkeypatch.setattr(progress, "_PLAIN_LINE_EVERY_S", 0.0)
+    output = io.StringIO()
+    shown = RunProgress(Console(file=output, width=200))
+    shown.enter("planning")
+    tally = Tally(num_rows_planned=20)
+    shown.enter("loading")
+    shown.show(tally)
+    tally.observe(0.5, num_engines=1, tokens_per_s=100.0)
+    shown.show(tally)
+    loading, generating = (re.split(r"  +", line) for line in output.getvalue().splitlines())
+    assert loading[1:] == ["loading", "0/20 rows", "$0"]
+    assert generating[1:] == ["generating", "0/20 rows", "100.0 output tokens/s", "$0.500"]
+
+
+def test_plain_lines_are_rare():
+    output = io.StringIO()
+    shown = RunProgress(Console(file=output, width=200))
+    for _ in range(100):
+        shown.show(Tally(num_rows_planned=20))
+    shown.show(Tally(num_rows_planned=20), final=True)
+    assert len(output.getvalue().splitlines()) == 1
+
+
+def test_live_line_on_a_terminal():
+    output = io.StringIO()
+    shown = RunProgress(Console(file=output, width=100, force_terminal=True))
+    shown.enter("planning")
+    shown.say("drafter: none")
+    shown.close()
+    assert "planning" in output.getvalue()
+    assert "drafter: none" in output.getvalue()

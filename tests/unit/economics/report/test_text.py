@@ -1,4 +1,4 @@
-from peagle.economics.report.text import text_comparison, text_summary
+from peagle.economics.report.text import short_summary, text_comparison, text_summary
 
 
 def test_the_summary_of_a_run_with_a_drafter(with_drafter):
@@ -35,7 +35,23 @@ def test_summary_shows_measured_savings(make_report):
 
 
 def test_summary_without_output(make_report):
-    assert "no output yet" in text_summary(make_report(tokens=0))
+    report = make_report(tokens=0)
+    assert "no output yet" in text_summary(report)
+    assert "unknown" not in short_summary(report)
+
+
+def test_short_summary_has_at_most_three_notes(with_drafter):
+    notes = [f"Note {number}." for number in range(5)]
+    assert short_summary(with_drafter | {"notes": notes}).splitlines() == [
+        "rows    40 of 40, 0 failed",
+        "tokens  6,000 generated, 8,000 in prompts",
+        "speed   60.0 output tokens/s, 46.2 with loading and idle time; acceptance length 1.60",
+        "cost    $0.00722: 830,769 output tokens per dollar",
+        "  ! Note 0.",
+        "  ! Note 1.",
+        "  ! Note 2.",
+        f"  2 more notes: peagle report {with_drafter['run']['path']}",
+    ]
 
 
 def test_comparison_shows_ratios_to_the_baseline(with_drafter, without_drafter):
