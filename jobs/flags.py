@@ -67,6 +67,8 @@ def add_flags(
         else:
             options["metavar"] = _METAVARS.get(kind, "TEXT")
         headings.get(name, parser).add_argument(*names, **options)
+        for old in _old_names(name, model.model_fields):
+            parser.add_argument(f"--{old.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS})
 
 
 def load(
@@ -166,6 +168,10 @@ class _Loader(yaml.SafeLoader):
     }
 
 
+def _old_names(name: str, known: Mapping[str, FieldInfo]) -> list[str]:
+    return [old for old, new in removed.RENAMED.items() if new == name and old not in known]
+
+
 def _variable(name: str) -> str:
     return f"PEAGLE_{name.upper()}"
 
@@ -174,7 +180,8 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the keys set by variables. Ignores empty ones, and those that Kubernetes sets for a service."""
     values: dict[str, Any] = {}
     for name, field in known.items():
-        value = os.environ.get(_variable(name), "")
+        variables = [name, *_old_names(name, known)]
+        value = next(filter(None, (os.environ.get(_variable(variable)) for variable in variables)), "")
         if not is_unicode(value):
             raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
         if value and not (name.endswith("port") and is_service_link(value)):
@@ -183,7 +190,9 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    values = _mapping(path)
+    values = {
+        name if name in known else removed.RENAMED.get(str(name), name): value for name, value in _mapping(path).items()
+    }
     for key in values:
         if key in known:
             continue

@@ -8,8 +8,8 @@ HELP = """\
 Add a drafter head to your catalog, so that `peagle generate --model TARGET` drafts with it.
 
   peagle models add heads/mine/head
-  peagle models add downloads/gpt-oss-20b-p-eagle --target gpt-oss-20b
-  peagle models add heads/other --target /models/my-llama --name my-llama --max-concurrency 8
+  peagle models add downloads/gpt-oss-20b-p-eagle --model gpt-oss-20b
+  peagle models add heads/other --model /models/my-llama --name my-llama --max-concurrency 8
 
 DIR is a folder that `peagle train` wrote, a head in the published layout (config.json with ptd_token_id, weights with
 mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads. The target's card
@@ -21,7 +21,13 @@ limit is kept unless --max-concurrency is set.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="DIR", help="the head's folder, or its name in the catalog")
     parser.add_argument("--name", metavar="NAME", help="name of the card (default: the target's)")
-    parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: from the head)")
+    parser.add_argument(
+        "--model",
+        "--target",
+        dest="target",
+        metavar="TEXT",
+        help="catalog name, folder or hub id (default: from the head)",
+    )
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="N", help="K (default: from the card, else from the head)"
     )

@@ -1,4 +1,7 @@
-"""Removed commands, flags, YAML keys and values, with their replacements."""
+"""Renamed and removed commands, flags, YAML keys and values, with their replacements."""
+
+RENAMED = {"target": "model"}
+"""New names by old name; old names are still accepted in YAML, flags and the environment."""
 
 COMMANDS = {
     "deploy skypilot": "edit examples/skypilot.yaml and run `sky jobs launch examples/skypilot.yaml`",

@@ -24,7 +24,7 @@ the same command resumes the bulk runs, and continues training from the last che
 """
 _GROUPS = {
     "data": [
-        "target", "prompts", "output", "features", "on_the_fly", "verifier", "prompt_column", "max_document_tokens",
+        "model", "prompts", "output", "features", "on_the_fly", "verifier", "prompt_column", "max_document_tokens",
         "exclude", "held_out",
     ],
     "responses": [
@@ -44,7 +44,7 @@ _GROUPS = {
     "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],
 }  # fmt: skip
 COMMON = (
-    "target", "prompts", "limit", "output", "algorithm", "num_layers", "init", "epochs", "time_budget_s", "workers",
+    "model", "prompts", "limit", "output", "algorithm", "num_layers", "init", "epochs", "time_budget_s", "workers",
     "device", "config",
 )  # fmt: skip
 

@@ -61,7 +61,7 @@ def main() -> None:
     if facts.method != "eagle3" or facts.num_layers != 1:
         raise ConfigError(f"{folder}: only an EAGLE-3 head of one layer can be unrolled")
     config = TrainConfig(
-        target=options.target,
+        model=options.target,
         prompts=options.prompts,
         responses="given",
         output=options.output,

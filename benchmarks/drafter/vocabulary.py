@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder that is not there yet")
     options = parser.parse_args()
     config = TrainConfig(
-        target=options.target, prompts=options.prompts, responses="given", output=options.output, held_out=0
+        model=options.target, prompts=options.prompts, responses="given", output=options.output, held_out=0
     )
-    target = load_target(config.target, None, print)
+    target = load_target(config.model, None, print)
     tokens = [token for sample in read_corpus(config, target, print).samples for token in sample.token_ids]
     end = read_config(target.folder, DrafterError)["eos_token_id"]
     chosen = frequent_vocabulary(tokens, size=options.size, target_size=target.vocab_size, always=[end])

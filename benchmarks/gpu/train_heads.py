@@ -28,7 +28,7 @@ _SAVE_S = 15  # to save a checkpoint
 _START_S = 60  # to read the documents and load the target
 UNROLLED = Path("runs/unrolled-head")
 SHARED = [
-    "--target", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
+    "--model", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
     "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--cod-ratio", "0.8",
 ]  # fmt: skip
 PEAGLE = [

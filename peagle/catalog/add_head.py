@@ -62,7 +62,7 @@ def add_head(
         base_model = front_matter.get("base_model")
         target = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
         if not target:
-            raise DrafterError(f"{folder} does not name its target model", hint="set --target")
+            raise DrafterError(f"{folder} does not name its target model", hint="set --model")
     card, target_config = _find_target(folder, str(target), name, announce)
     check_fit(config, target_config)
     check_weights(read_shapes(folder), facts)
@@ -154,7 +154,7 @@ def _find_target(
         try:
             model = resolve_model(target, announce=announce)
         except CatalogError as error:
-            hint = "set --target to a folder, a hub id or a catalog name on this machine"
+            hint = "set --model to a folder, a hub id or a catalog name on this machine"
             raise CatalogError(f"{folder} is for {target}: {error.message}", hint=hint) from error
         card = model.card or _new_card(model.path, model.config, name)
     taken = catalog.cards.get(name or card.name)

@@ -23,7 +23,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    target: str = Field("smollm2-135m", description="target model: catalog name or folder")
+    model: str = Field("smollm2-135m", description="target model: catalog name or folder")
     prompts: list[str] = Field(
         min_length=1,
         description="a corpus in any format that generate reads, the directory of a bulk run, or shipped prompts:"

@@ -222,7 +222,15 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response are -1.
     """
-    k, num_tokens = num_speculative_tokens, len(document.token_ids_T)
+    num_tokens, k = len(document.token_ids_T), num_speculative_tokens
+    anchor, depth, states = _draft_states(head, document, k)
+    drafted = torch.full((num_tokens - 1 + k, k), -1)
+    drafted[anchor, depth] = drafted_ids(head, states).cpu()
+    return drafted[: num_tokens - 1]
+
+
+def _draft_states(head: Any, document: Document, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return anchor [R], depth [R] and state [R, H] of each draft of a document's response."""
     # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
     padded = Document(
         token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
@@ -234,9 +242,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
     rows = batch.row_R[: batch.num_loss_rows]
-    drafted = torch.full((num_tokens - 1 + k, k), -1)
-    drafted[batch.anchor_S[rows], batch.depth_S[rows]] = drafted_ids(head, states).cpu()
-    return drafted[: num_tokens - 1]
+    return batch.anchor_S[rows], batch.depth_S[rows], states
 
 
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:

@@ -65,7 +65,7 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if config.init not in INITS:
         config = config.model_copy(update={"init": find_head(config.init)})
-    target = load_target(config.target, config.aux_layers, say)
+    target = load_target(config.model, config.aux_layers, say)
     spec = head_spec(config, target)
     architecture = require_buildable(target.folder, spec)
     if config.mask_token_id >= target.vocab_size:

@@ -127,7 +127,7 @@ def training_spending(
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)
     facts = EngineFacts.priced(
-        price, model=config.target, num_devices=num_devices, device=device, tags=tags_to_text(config.tags)
+        price, model=config.model, num_devices=num_devices, device=device, tags=tags_to_text(config.tags)
     )
     return TrainingSpending((config.output / "ledger").resolve(), facts)
 

@@ -190,7 +190,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths, because workers have other working directories."""
     return config.model_copy(
         update={
-            "target": _target_for_workers(config),
+            "model": _target_for_workers(config),
             "prompts": [
                 source if is_shipped_source(source) else str(storage_path(source)) for source in config.prompts
             ],
@@ -205,9 +205,9 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
 
 def _target_for_workers(config: TrainConfig) -> str:
     """Return the target by a name that every node can resolve."""
-    folder = user_path(config.target)
-    is_folder = load_catalog().find(config.target) is None and folder.is_dir()
-    return str(folder.resolve()) if is_folder else config.target
+    folder = user_path(config.model)
+    is_folder = load_catalog().find(config.model) is None and folder.is_dir()
+    return str(folder.resolve()) if is_folder else config.model
 
 
 def _work(loop_config: dict[str, Any]) -> DivergedError | None:

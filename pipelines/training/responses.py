@@ -33,7 +33,7 @@ def regenerate(
     config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
     """Generate the missing responses; `config.response_sources` then has them."""
-    target = load_target(config.target, config.aux_layers, progress.say)
+    target = load_target(config.model, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     letters = []
     for mode, prompts in zip(
@@ -59,7 +59,7 @@ def _run_config(
     config: TrainConfig, mode: str, corpus: Path, target: Target, has_messages: bool, engine: Literal["vllm", "fake"]
 ) -> GenerateConfig:
     values: dict[str, Any] = {
-        "model": config.target,
+        "model": config.model,
         "drafter": "none",
         "input": str(corpus),
         "output": config.answers(mode),

@@ -25,7 +25,7 @@ def config(chat_target, write_jsonl, tmp_path):
     values = {"draft_vocab_size": 40, "num_depths": 3, "epochs": 1, "precision": "fp32", "device": "cpu"}
 
     def make(**changes):
-        source = {"target": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
+        source = {"model": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
         return TrainConfig(**{**source, **values, **changes})
 
     return make

@@ -33,7 +33,7 @@ def config(chat_target, write_jsonl):
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
         return TrainConfig(
-            target=str(chat_target),
+            model=str(chat_target),
             prompts=[responses],
             responses="given",
             output=output,

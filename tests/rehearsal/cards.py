@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from peagle.economics import machines
+from peagle.economics import price_options
 from peagle.hardware import Hardware
 
 
@@ -45,5 +45,5 @@ CARDS = {
         memory_mib=card.memory_mib,
         num_processors=_NUM_PROCESSORS[key],
     )
-    for key, card in machines.CARDS.items()
+    for key, card in price_options.CARDS.items()
 }

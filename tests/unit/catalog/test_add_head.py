@@ -153,8 +153,8 @@ def test_an_unknown_target_must_be_stated(tmp_path):
         add_head(published_head(tmp_path / "silent"))
     with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as missing:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
-    assert "--target" in unstated.value.hint
-    assert "--target" in missing.value.hint
+    assert "--model" in unstated.value.hint
+    assert "--model" in missing.value.hint
 
 
 def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):

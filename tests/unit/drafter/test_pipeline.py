@@ -47,7 +47,7 @@ def _config(target, responses, output, **changes):
         "num_speculative_tokens": 3,
     }
     return TrainConfig(
-        target=str(target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+        model=str(target), prompts=[responses], responses="given", output=output, **{**values, **changes}
     )
 
 

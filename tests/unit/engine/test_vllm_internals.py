@@ -140,8 +140,8 @@ peagle: this run is slow
 
 def test_costly_warnings() -> None:
     assert costly_warnings(LOG) == [
-        "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",
         "Using KV cache scaling factor 1.0 for fp8_e4m3. It may cause accuracy issues.",
+        "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",
     ]
 
 

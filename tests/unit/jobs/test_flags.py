@@ -210,3 +210,16 @@ def test_words_set_the_same_values(tmp_path):
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     assert flags.load(GenerateConfig, parser.parse_args(flags.words(config))) == config
+
+
+def test_old_names_are_accepted(tmp_path, monkeypatch):
+    def model(*argv):
+        parser = argparse.ArgumentParser()
+        train.add_arguments(parser)
+        return flags.load(TrainConfig, parser.parse_args(["--prompts", "stdlib", "--output", "o", *argv])).model
+
+    assert model("--target", "by-flag") == model("--model", "by-flag") == "by-flag"
+    (tmp_path / "old.yaml").write_text("target: by-yaml\n")
+    assert model("--config", str(tmp_path / "old.yaml")) == "by-yaml"
+    monkeypatch.setenv("PEAGLE_TARGET", "by-environment")
+    assert model("--config", str(tmp_path / "old.yaml")) == "by-environment"

@@ -183,7 +183,7 @@ def test_workers_resume_a_training_with_relative_paths(
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(chat_target, "tiny")
-    config = training(write_jsonl, target="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
+    config = training(write_jsonl, model="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
     begun = train_head(second, Listener())
@@ -217,7 +217,7 @@ def test_cluster_hardware_determines_the_training_device(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
-    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
+    config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
     with pytest.raises(PeagleError, match="the workers failed: not here"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
@@ -232,7 +232,7 @@ def test_gpus_missing_in_the_cluster_are_refused(worker_elsewhere, write_jsonl, 
 def test_workers_with_non_finite_loss_are_not_restarted(
     worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
-    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
+    config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
     train_head(config, Listener())
     no_loss = BatchLoss.zeros(config.num_depths, "cpu")
     no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
@@ -248,8 +248,8 @@ def test_names_that_are_not_paths_reach_workers_unchanged(tmp_path, monkeypatch)
     (tmp_path / "smollm2-135m").mkdir()
     sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
-    parameters = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
-    assert (parameters.target, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
+    parameters = _for_workers(TrainConfig(model="smollm2-135m", prompts=sources, output="out", exclude=excluded))
+    assert (parameters.model, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
     assert parameters.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
     assert parameters.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
-    assert _for_workers(TrainConfig(target="org/name", prompts=sources, output="out")).target == "org/name"
+    assert _for_workers(TrainConfig(model="org/name", prompts=sources, output="out")).model == "org/name"
