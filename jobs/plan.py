@@ -10,17 +10,17 @@ HELP = """\
 Find the cheapest machines, drafter and K for a job or a service, on demand and spot, from measured speeds and a price
 table. The result shows time, cost, and the effect of the acceptance length.
 
-  peagle plan --measured runs/bench/first/report.json --tokens 2B --within 24h
+  peagle plan --model qwen3-coder-30b-a3b-instruct --tokens 2B --within 24h        from published speeds
+  peagle plan --measured runs/bench/first/report.json --tokens 2B --within 24h     from your own
   peagle plan --measured report.json --tokens 500M --within 8h --market spot --spot-interruptions-per-h 0.1
   peagle plan --measured report.json --tokens-per-s 20000 --max-tpot-ms 40
-  peagle plan --measured qwen3-coder-30b-a3b-instruct --start-s 300 --tokens 2B      published speeds
 
 No engine is started. See docs/planning.md for the formulas and the format of external measurements, and
 benchmarks/plan/README.md for plans compared with runs.
 """
 _GROUPS = {
     "goal": ["tokens", "within", "tokens_per_s", "max_tpot_ms", "max_ttft_ms", "max_machines"],
-    "measurements": ["measured", "start_s", "lost_s"],
+    "measurements": ["model", "measured", "start_s", "lost_s"],
     "money": ["instance_types", "market", "provider", "region", "prices"],
     "assumptions": [
         "target_utilisation",
@@ -30,7 +30,18 @@ _GROUPS = {
         "replace_s",
     ],
 }
-COMMON = ("measured", "tokens", "within", "tokens_per_s", "max_tpot_ms", "market", "instance_types", "prices", "config")
+COMMON = (
+    "model",
+    "measured",
+    "tokens",
+    "within",
+    "tokens_per_s",
+    "max_tpot_ms",
+    "market",
+    "instance_types",
+    "prices",
+    "config",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

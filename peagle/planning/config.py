@@ -13,9 +13,13 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 class PlanConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    model: str | None = Field(
+        None, description="catalog name or hub id of a model with published speeds, if you measured nothing yourself"
+    )
     measured: list[Path] = Field(
         default_factory=list,
-        description="report.json of `peagle bench`, a sweep file, or a model with published speeds (docs/planning.md)",
+        description="report.json of `peagle bench`, or a sweep file (docs/planning.md); default: published speeds of "
+        "--model",
     )
     tokens: float | None = Field(None, gt=0, description="output tokens to generate: 2e9, 500M, 1.5B")
     within: float | None = Field(
@@ -42,7 +46,7 @@ class PlanConfig(BaseModel):
     failures_per_h: float = Field(0.0, ge=0, description="assumed failures of a machine per hour")
     provision_s: float = Field(180, ge=0, description="assumed seconds to provision machines")
     replace_s: float = Field(300, ge=0, description="assumed seconds to replace a lost machine")
-    start_s: float | None = Field(None, ge=0, description="seconds to start an engine; default: as measured")
+    start_s: float | None = Field(None, ge=0, description="seconds to start an engine; default: as measured, or 300")
     lost_s: float | None = Field(
         None, ge=0, description="engine seconds lost per interruption; default: half of the open rows"
     )
@@ -70,8 +74,8 @@ class PlanConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        if not self.measured:
-            raise ValueError("measured: at least one file of measurements is required")
+        if not self.measured and self.model is None:
+            raise ValueError("set model, to use its published speeds, or measured, to use your own")
         if (self.tokens is None) == (self.tokens_per_s is None):
             raise ValueError("set either tokens (a job) or tokens_per_s (a service)")
         if self.within is not None and self.tokens is None:

@@ -28,6 +28,8 @@ from peagle.planning.config import PlanConfig
 from peagle.planning.sweeps import Sweep
 from peagle.profiles.measurements import Cell
 
+ASSUMED_START_S = 300.0  # of an engine with published speeds
+
 
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
@@ -320,11 +322,11 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
 def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
     """Return a machine with as many engines as fit."""
     start_s = cell.start_s if config.start_s is None else config.start_s
+    if start_s is None and sweep.is_published:
+        start_s = ASSUMED_START_S
     if start_s is None:
-        raise ConfigError(
-            f"{sweep.name} has no start time of an engine",
-            hint="set --start-s" if sweep.is_published else "add start_s to it, or set --start-s",
-        )
+        hint = "add start_s to it, or set --start-s"
+        raise ConfigError(f"{sweep.name} has no start time of an engine", hint=hint)
     spot = config.spot_interruptions_per_h if price.market == "spot" else 0.0
     return Machine(
         price=price,

@@ -1,14 +1,16 @@
 """A plan: the cheapest fleet, its alternatives, and the effect of the acceptance length on the cost; also as text."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from peagle.economics.prices import PriceTable
 from peagle.economics.report.figures import format_duration, format_share, format_usd
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Option, exceeded_limit, options, scaled, with_cell
+from peagle.planning.options import ASSUMED_START_S, Option, exceeded_limit, options, scaled, with_cell
 from peagle.planning.sweeps import read_sweeps
 from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
@@ -18,11 +20,11 @@ SCHEMA = 1
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
-    sweeps = read_sweeps(config.measured)
+    sweeps = read_sweeps(config.measured or [Path(config.model or "")])
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
             f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
-            hint="plan for option model at a time",
+            hint="plan for one model at a time",
         )
     found, reasons = options(config, sweeps, PriceTable.load(config.prices))
     if not found:
@@ -41,6 +43,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "wanted": config.model_dump(mode="json"),
         "labels": [label for sweep in sweeps for label in sweep.labels],
         "chosen": option_dict(chosen, config),
+        "command": _command(chosen, config),
         "options": [option_dict(option, config) for option in best.values()],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
@@ -62,6 +65,7 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "usd_per_machine_h": price.usd_per_hour,
         "measured": option.sweep.name,
         "precision": option.sweep.precision,
+        "start_is_assumed": option.cell.start_s is None,
         "method": cell.method,
         "k": cell.k,
         "label": method_label(cell.method, cell.k),
@@ -77,6 +81,22 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "lost_share": found.lost_share if found else 1 - option.machine.useful_share,
         "device_s": asdict(found.device_s) if found else None,
     }
+
+
+def _command(chosen: Option, config: PlanConfig) -> list[str]:
+    """Return the command that runs the choice: a bulk run, or an endpoint if the goal is tokens per second."""
+    cell, price = chosen.cell, chosen.machine.price
+    command = ["peagle", "generate" if config.tokens_per_s is None else "serve", "--model", chosen.sweep.model]
+    command += ["--drafter", cell.method]
+    if cell.drafts:
+        command += ["--num-speculative-tokens", str(cell.k)]
+    command += ["--max-num-seqs", str(cell.concurrency)]
+    command += ["--engines" if config.tokens_per_s is None else "--max-replicas", str(chosen.num_engines)]
+    if price.market != "fixed":
+        command += ["--instance-type", price.instance_type, "--market", price.market, "--provider", price.provider]
+    if config.tokens_per_s is None:
+        command += ["--input", "CORPUS", "--output", "DIR"]
+    return command
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
@@ -104,7 +124,7 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Per engine; a step without drafts yields option token in 1 / speed.
+    # Per engine; a step without drafts yields one token in 1 / speed.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
@@ -167,7 +187,10 @@ def text_plan(plan: Mapping[str, Any]) -> str:
     ]
     if wanted["tokens_per_s"] is not None:
         assumed.insert(0, f"machines used to {wanted['target_utilisation']:.0%} of their capacity")
-    return "\n".join([*lines, "", f"Assumed, not measured: {', '.join(assumed)}.", *plan["notes"]])
+    if wanted["start_s"] is None and plan["chosen"]["start_is_assumed"]:
+        assumed.append(f"{ASSUMED_START_S:g} s to start an engine")
+    lines += ["", f"Assumed, not measured: {', '.join(assumed)}.", *plan["notes"]]
+    return "\n".join([*lines, "", "Run it with:", f"  {shlex.join(plan['command'])}"])
 
 
 def _sentence(option: Mapping[str, Any], *, has_several: bool) -> str:

@@ -1,10 +1,15 @@
+import shlex
+
 import pytest
 
+from jobs import cli, flags
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Machine, Option, estimate, machines_for
 from peagle.planning.plan import make_plan, text_plan
+from pipelines.batch.config import GenerateConfig
+from pipelines.online.config import ServeConfig
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
 
@@ -40,10 +45,7 @@ def test_other_accelerators_are_refused_with_a_command():
     assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in refused.value.hint
 
 
-def test_values_without_published_figures_must_be_stated():
-    with pytest.raises(ConfigError, match="has no start time of an engine") as refused:
-        plan(start_s=None)
-    assert refused.value.hint == "set --start-s"
+def test_limit_without_published_latencies_is_refused():
     with pytest.raises(ConfigError, match="its latencies are unknown"):
         plan(max_tpot_ms=20)
 
@@ -103,3 +105,21 @@ def test_a_service_does_not_pay_during_replacements():
     assert candidate.sustained_tokens_per_s == 50
     option = Option(sweep=None, cell=None, machine=candidate, num_machines=2, estimate=None)
     assert option.usd_per_h == 3.6
+
+
+def test_published_speeds_by_model_and_the_command_to_run(capsys):
+    assert cli.run(["plan", "--model", QWEN, "--tokens", "2B"]) == 0
+    text = capsys.readouterr().out
+    assert "300 s to start an engine" in text
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:8] == ["peagle", "generate", "--model", QWEN, "--drafter", "peagle", "--num-speculative-tokens", "7"]
+    config = flags.load(GenerateConfig, cli.parser_of("generate").parse_args(words[2:]))
+    chosen = plan(measured=[], model=QWEN, start_s=None)["chosen"]
+    assert (config.engines, config.instance_type) == (str(chosen["num_engines"]), chosen["instance_type"])
+    service = make_plan(PlanConfig(model=QWEN, tokens_per_s=20_000))["command"]
+    flags.load(ServeConfig, cli.parser_of("serve").parse_args(service[2:]))
+
+
+def test_plan_needs_a_source(capsys):
+    assert cli.run(["plan", "--tokens", "2B"]) == 2
+    assert "set model, to use its published speeds, or measured" in capsys.readouterr().err

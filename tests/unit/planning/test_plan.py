@@ -252,7 +252,7 @@ def test_text_names_file_and_precision(plan, report):
         ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation requires tokens_per_s"),
         ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
         ({"tokens": 5, "within": "soon"}, "not a duration, as 24h"),
-        ({"tokens": 5, "measured": []}, "at least one file"),
+        ({"tokens": 5, "measured": []}, "set model, to use its published speeds"),
         ({"tokens_per_s": "1e400"}, "should be a finite number"),
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
     ],
