@@ -12,6 +12,7 @@
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the docs again, in headless Chromium
+# make docs-recording  run the first command of the README and draw its output, docs/images/first-run.svg
 # make docs-metrics  draw the dashboard's panels of docs/metrics.md again, from a real Prometheus (Debian's package prometheus)
 # make lock   resolve requirements/*.txt again
 #
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs docs-reference docs-bad-inputs docs-requests docs-images docs-metrics lock clean
+.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs docs-reference docs-bad-inputs docs-requests docs-images docs-recording docs-metrics lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -122,6 +123,11 @@ docs-requests: setup
 
 docs-images: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/browser
+
+docs-recording: setup
+	cd examples && PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=.. python -m benchmarks.record ../docs/images/first-run.svg \
+		'peagle generate --input capitals.csv --output /tmp/peagle-first-run --max-tokens 48' 'peagle show /tmp/peagle-first-run'
+	@rm -rf /tmp/peagle-first-run
 
 docs-metrics: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q -m soak tests/integration/test_prometheus.py
