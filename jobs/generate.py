@@ -30,7 +30,7 @@ each key may also be set in the YAML of --config, or in the environment as PEAGL
 exit codes: 0 all rows committed or failed, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
 """
 _GROUPS = {
-    "model": list(MODEL_KEYS),
+    "model": [*MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "corpus": ["input", "input_format", "output", "output_format", "limit", "rows_per_unit", "retry_failed"],
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],

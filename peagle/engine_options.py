@@ -61,6 +61,16 @@ class EngineOptions(TargetOptions):
         None, ge=1, description="token slots per step; default: from K and max_num_seqs"
     )
 
+    tool_call_parser: str | None = Field(
+        None,
+        min_length=1,
+        description="vLLM's name of the form in which the model calls tools (hermes, qwen3_coder, ...); "
+        "default: requests with tools are refused",
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="vLLM's name of the form of the model's reasoning; default: reasoning is text"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _keys_of_the_profile(cls, values: Any) -> Any:

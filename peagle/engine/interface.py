@@ -28,6 +28,15 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """A call of a tool. `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """The result of one request.
 
@@ -40,6 +49,8 @@ class Generation:
         ttft_s: seconds from the first step in which the request was scheduled to its first token, without time in the
             queue.
         latency_s: seconds from the same moment to the last token.
+        reasoning, tool_calls: parts that a parser has taken from the text (`response_parser.py`); `completions` then
+            has the whole text.
     """
 
     text: str
@@ -51,6 +62,8 @@ class Generation:
     ttft_s: float | None
     latency_s: float | None
     completions: tuple[CompletionOutput, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[FunctionCall, ...] = ()
 
 
 FAILED = "engine_failed"  # reason of a dead letter: the engine failed on this row without crashing

@@ -270,3 +270,27 @@ class ServeArguments:
             return list(value)
         # The engine's arguments take vLLM's configuration objects as JSON.
         return json.loads(_expand_json_human_readable_numbers(values[0]))
+
+
+def parser_class(tool_call_parser: str | None, reasoning_parser: str | None) -> Any:
+    """Return vLLM's class that divides a response into reasoning, content and tool calls."""
+    from vllm.parser import ParserManager
+
+    return ParserManager.get_parser(
+        tool_parser_name=tool_call_parser,
+        reasoning_parser_name=reasoning_parser,
+        enable_auto_tools=tool_call_parser is not None,
+    )
+
+
+def chat_request(fields: Mapping[str, Any]) -> Any:
+    """Return vLLM's request with these fields and a placeholder message; raises ValueError for wrong fields."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], **fields)
+
+
+def tool_call_id() -> str:
+    from vllm.entrypoints.chat_utils import make_tool_call_id
+
+    return str(make_tool_call_id())

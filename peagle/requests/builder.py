@@ -18,19 +18,23 @@ class SamplingSpec:
         base: the run's parameters.
         column: the column with a row's own parameters, if there is one.
         limits: the engine's limits.
+        calls_tools, has_parser: as in `parse_body`.
     """
 
     base: Mapping[str, Any]
     column: str | None = None
     limits: SamplingLimits
+    calls_tools: bool = False
+    has_parser: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, and the parameters in which the row differs from the run."""
+    """A prompt, the parameters in which the row differs from the run, and what its parsers need (`Body.parsing`)."""
 
     prompt_token_ids: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
+    parsing: dict[str, Any] | None = None
 
 
 class RequestBuilder:
@@ -42,11 +46,15 @@ class RequestBuilder:
 
     def build(self, columns: Mapping[str, Any]) -> Request | RowError:
         body_column, column = self._prompts.spec.body_column, self.sampling.column
+        spec = self.sampling
+        parsing: dict[str, Any] | None = {} if spec.has_parser and self._prompts.spec.chat else None
         if body_column is not None:
-            body = parse_body(columns["url"], columns[body_column])
+            body = parse_body(
+                columns["url"], columns[body_column], calls_tools=spec.calls_tools, has_parser=spec.has_parser
+            )
             if isinstance(body, str):
                 return _invalid(body)
-            prompt, overrides = self._prompts.of_body(body), body.sampling
+            prompt, overrides, parsing = self._prompts.of_body(body), body.sampling, body.parsing
         else:
             parsed = {} if column is None else parse_overrides(columns.get(column))
             if isinstance(parsed, str):
@@ -56,11 +64,13 @@ class RequestBuilder:
             overrides = {"json_schema": None, **overrides}
         if overrides and (error := conflict({**self.sampling.base, **overrides}, self.sampling.limits)):
             return _invalid(error)
+        if spec.has_parser and {**spec.base, **overrides}.get("n", 1) > 1:
+            return _invalid("n: must be 1 with a tool_call_parser or reasoning_parser")
         if isinstance(prompt, RowError):
             return prompt
         if unknown := token_id_error({"prompt": prompt}, self.sampling.limits.vocab_size):
             return RowError(reason="invalid_prompt", message=unknown[1])
-        return Request(prompt_token_ids=prompt, sampling=overrides)
+        return Request(prompt_token_ids=prompt, sampling=overrides, parsing=parsing)
 
 
 def _invalid(message: str) -> RowError:

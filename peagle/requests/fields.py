@@ -12,7 +12,7 @@ from peagle.errors import did_you_mean, shown
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 URLS = (CHAT_URL, COMPLETIONS_URL)
-Use = Literal["honoured", "online", "ignored", "refused"]
+Use = Literal["honoured", "parsed", "online", "ignored", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Field:
     """A field of a request.
 
     Attributes:
-        use: "online" is refused in bulk; "ignored" has no effect on responses and is accepted everywhere.
+        use: "parsed" needs one of vLLM's parsers in bulk;
+            "online" is refused in bulk; "ignored" has no effect on responses and is accepted everywhere.
         neutral: values without an effect, which are accepted everywhere. So is null.
         note: why the field is refused, or a remark.
     """
@@ -46,7 +47,7 @@ class Refused:
         return f"{self.field} is not supported: {self.why}"
 
 
-def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refused | None:
+def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool, has_parser: bool = False) -> Refused | None:
     """Return the first refused field of a request body, or None. Null counts as not set.
 
     >>> str(refused_field("/v1/completions", {"prompt": "x", "best_of": 3}, in_bulk=False))
@@ -58,10 +59,13 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
         field = FIELDS.get(name)
         if field is None or url not in field.urls:
             supported = [
-                key for key, other in FIELDS.items() if url in other.urls and other.use in ("honoured", "online")
+                key
+                for key, other in FIELDS.items()
+                if url in other.urls and other.use in ("honoured", "parsed", "online")
             ]
             return Refused(field=name, value=value, why="unknown field", hint=did_you_mean(name, supported))
-        is_refused = field.use == "refused" or (in_bulk and field.use == "online")
+        in_bulk_refused = field.use == "online" or (field.use == "parsed" and not has_parser)
+        is_refused = field.use == "refused" or (in_bulk and in_bulk_refused)
         if is_refused and value not in field.neutral:
             return Refused(field=name, value=value, why=field.note)
     return None
@@ -79,6 +83,7 @@ _BOTH = URLS
 _CHAT = (CHAT_URL,)
 _COMPLETIONS = (COMPLETIONS_URL,)
 _NO_STREAM = "only online answers can be streamed"
+_NEEDS_TOOLS = "in bulk only with a tool_call_parser"
 _TEXT_ALONE = "a row's response is only text"
 _OF_THE_ENGINES = "reserved for the engines"
 _OF_THE_OPERATOR = "the endpoint's operator configures media"
@@ -108,9 +113,10 @@ FIELDS: dict[str, Field] = {
     **_fields("honoured", _CHAT, "max_completion_tokens", "top_logprobs", "documents", "reasoning_effort"),
     **_fields("honoured", _CHAT, "chat_template_kwargs", note="except chat_template and tokenize"),
     **_fields("honoured", _CHAT, "add_generation_prompt", "continue_final_message"),
-    **_fields("honoured", _CHAT, "tools", neutral=([],), note='in bulk only with tool_choice "none"'),
-    **_fields("online", _CHAT, "tool_choice", neutral=("none",), note='a row\'s response is only text: use "none"'),
-    **_fields("online", _CHAT, "parallel_tool_calls", neutral=(True, False), note=_TEXT_ALONE),
+    **_fields("honoured", _CHAT, "tools", neutral=([],),
+              note='in bulk only with a tool_call_parser, or tool_choice "none"'),
+    **_fields("parsed", _CHAT, "tool_choice", neutral=("none",), note=_NEEDS_TOOLS),
+    **_fields("parsed", _CHAT, "parallel_tool_calls", neutral=(True, False), note=_NEEDS_TOOLS),
     **_fields("online", _BOTH, "stream", neutral=(False,), note=_NO_STREAM),
     **_fields("online", _BOTH, "stream_options", "stream_interval", note=_NO_STREAM),
     **_fields("online", _BOTH, "echo", "return_token_ids", "return_tokens_as_token_ids", neutral=(False,),
@@ -119,8 +125,8 @@ FIELDS: dict[str, Field] = {
     **_fields("online", _BOTH, "prompt_logprobs", "logprob_token_ids", note=_TEXT_ALONE),
     **_fields("online", _BOTH, "truncate_prompt_tokens", "truncation_side",
               note="a prompt that is too long becomes a dead letter"),
-    **_fields("online", _BOTH, "thinking_token_budget", neutral=(-1,), note="bulk does not parse reasoning"),
-    **_fields("online", _CHAT, "include_reasoning", neutral=(True,), note="bulk does not parse reasoning"),
+    **_fields("online", _BOTH, "thinking_token_budget", neutral=(-1,), note="only online requests have it"),
+    **_fields("parsed", _CHAT, "include_reasoning", neutral=(True,), note="in bulk only with a reasoning_parser"),
     **_fields("ignored", _BOTH, "user"),
     **_fields("ignored", _CHAT, "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     **_fields("ignored", _CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),

@@ -12,6 +12,7 @@ from peagle.plain_json import logprob_number
 from peagle.requests.fields import CHAT_URL, refused_field
 from peagle.requests.sampling import MAX_LOGPROBS, RequestSampling, parse_overrides
 
+_PARSED = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -23,6 +24,7 @@ class Body:
         content: messages, a text or token ids.
         template: variables for the chat template, including `tools`.
         add_special_tokens: by default False for chats and True for completions.
+        parsing: fields that vLLM's parsers of tool calls and reasoning read; None without a parser or a chat.
     """
 
     content: Any
@@ -30,17 +32,23 @@ class Body:
     template: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    parsing: dict[str, Any] | None = None
 
 
 class _InvalidField(Exception):  # noqa: N818
     """An invalid field of a body; the message starts with its name."""
 
 
-def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
-    """Return the parsed body, or an error message. Null counts as not set."""
+def parse_body(url: str, body: Mapping[str, Any], *, calls_tools: bool = False, has_parser: bool = False) -> Body | str:
+    """Return the parsed body, or an error message. Null counts as not set.
+
+    Args:
+        calls_tools: whether a parser for tool calls is configured.
+        has_parser: whether any parser is configured.
+    """
     is_chat = url == CHAT_URL
     given = {key: value for key, value in body.items() if value is not None}
-    if refused := refused_field(url, given, in_bulk=True):
+    if refused := refused_field(url, given, in_bulk=True, has_parser=has_parser):
         if refused.hint is not None:
             return f"body: {refused}"
         return f"body.{refused.field}: {shown(refused.value)} is not supported: {refused.why}"
@@ -51,9 +59,10 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
         return Body(
             content=given[source] if is_chat else _single_prompt(given[source]),
             is_chat=is_chat,
-            template=_template(given) if is_chat else {},
+            template=_template(given, calls_tools=calls_tools) if is_chat else {},
             add_special_tokens=_flag(given, "add_special_tokens"),
             sampling=_sampling(given, is_chat),
+            parsing={name: given[name] for name in _PARSED if name in given} if is_chat and has_parser else None,
         )
     except _InvalidField as error:
         return f"body.{error}"
@@ -76,7 +85,7 @@ def _single_prompt(prompt: Any) -> Any:
     return prompt[0]
 
 
-def _template(given: Mapping[str, Any]) -> dict[str, Any]:
+def _template(given: Mapping[str, Any], *, calls_tools: bool) -> dict[str, Any]:
     """Return the variables of the chat template, as in vLLM."""
     arguments = given.get("chat_template_kwargs", {})
     if error := template_error(arguments):
@@ -96,8 +105,8 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
         template["documents"] = documents
     if tools := given.get("tools"):
         template["tools"] = _tools(tools)
-        if given.get("tool_choice") != "none":
-            raise _InvalidField('tools: require tool_choice: "none" in bulk, where responses are only text')
+        if given.get("tool_choice") != "none" and not calls_tools:
+            raise _InvalidField('tools: require a tool_call_parser, or tool_choice: "none"')
     return template
 
 
@@ -166,7 +175,7 @@ def _constraint(response_format: Any) -> dict[str, Any]:
 
 ANSWER_COLUMNS = frozenset(
     {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
-     "completions"}
+     "completions", "reasoning", "tool_calls"}
 )  # fmt: skip
 _REQUEST_FAULTS = frozenset(
     {"invalid", "invalid_row", "invalid_prompt", "invalid_messages", "empty_prompt", "prompt_too_long",
@@ -178,7 +187,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
     """Return a line of the output file. It depends only on the arguments, so the same run writes the same bytes.
 
     Args:
-        row: an output row of a run, with at least `ANSWER_COLUMNS`.
+        row: an output row of a run, with those of `ANSWER_COLUMNS` that the run has.
         created: Unix time of the response.
         run_id: makes ids unique across runs.
     """
@@ -208,17 +217,35 @@ def _key(run_id: str, row_id: str) -> str:
     return hashlib.sha256(f"{run_id}/{row_id}".encode()).hexdigest()[:32]
 
 
+def _parsed_message(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a chat's message that parsers have divided; empty without parsers."""
+    if "tool_calls" not in row:
+        return {}
+    message: dict[str, Any] = {"content": row["response"]}
+    if row["reasoning"] is not None:
+        message["reasoning"] = row["reasoning"]
+    if row["tool_calls"]:
+        calls = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in row["tool_calls"]
+        ]
+        message |= {"content": row["response"] or None, "tool_calls": calls}
+    return message
+
+
 def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
     """Return the complete response for a row (as in `output_line`); `key` makes its id unique."""
     single = {"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}
     choices: list[dict[str, Any]] = []
     for index, completion in enumerate(row["completions"] or [single]):
         if is_chat:
-            content: Any = {"message": {"role": "assistant", "content": completion["text"], "refusal": None}}
+            message = {"role": "assistant", "content": completion["text"], "refusal": None}
+            content: Any = {"message": message | _parsed_message(row)}
             logprobs = _chat_logprobs(completion["logprobs"])
         else:
             content, logprobs = {"text": completion["text"]}, _logprobs(completion["logprobs"])
-        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": completion["finish_reason"]})
+        reason = row["finish_reason"] if index == 0 else completion["finish_reason"]
+        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",

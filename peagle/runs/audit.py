@@ -19,10 +19,11 @@ from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import find, scan
 from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
+from peagle.engine.response_parser import has_parser
 from peagle.errors import ConfigError, InputError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.parquet_table import read_table
-from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
+from peagle.runs.columns import names_in_file, output_schema, plain_names
 from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
 from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
@@ -221,7 +222,7 @@ def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None
 def _audit_units(
     audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], retried: RetriedIds
 ) -> dict[int, "UnitAudit"]:
-    schema = expected_schema(plan.schema, keeps_inputs=run.keeps_inputs)
+    schema = expected_schema(plan.schema, keeps_inputs=run.keeps_inputs, is_parsed=has_parser(manifest["config"]))
     answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
     planned = {unit.unit: unit for unit in plan.units}
     audits = {}
@@ -415,10 +416,11 @@ class UnitAudit:
     letter_ids: tuple[str, ...] = ()
 
 
-def expected_schema(corpus: pa.Schema, *, keeps_inputs: bool) -> pa.Schema:
+def expected_schema(corpus: pa.Schema, *, keeps_inputs: bool, is_parsed: bool = False) -> pa.Schema:
     """Return the columns of every unit: the corpus's columns, then the output columns."""
-    names = names_in_file(corpus.names, keeps_inputs=keeps_inputs)
-    types = [column.type for schema in (corpus, OUTPUT_SCHEMA) for column in schema]
+    outputs = output_schema(is_parsed=is_parsed)
+    names = names_in_file(corpus.names, keeps_inputs=keeps_inputs, outputs=outputs)
+    types = [column.type for schema in (corpus, outputs) for column in schema]
     return pa.schema(list(zip(names, types, strict=True)))
 
 
@@ -447,7 +449,7 @@ def audit_unit(
         finding = Finding(kind="schema", where=path.name, message=wrong)
         return UnitAudit(findings=(finding,), usage=usage, letters_name=name, num_rows=table.num_rows)
     letters, damage = _letters(run, unit, name)
-    table = table.rename_columns(plain_names(table.column_names))
+    table = table.rename_columns(plain_names(table.schema))
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
     problems = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]

@@ -45,12 +45,22 @@ OUTPUT_SCHEMA = pa.schema(
     ]
 )
 
+_TOOL_CALL = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+_PARSED_SCHEMA = pa.schema([*OUTPUT_SCHEMA, ("reasoning", pa.string()), ("tool_calls", pa.list_(_TOOL_CALL))])
+_IS_PARSED = {b"peagle.parsed": b"1"}  # in the metadata of a file
 
-def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool) -> list[str]:
+
+def output_schema(*, is_parsed: bool) -> pa.Schema:
+    """Return the output columns. If vLLM's parsers have divided the responses, `completions` has the whole text."""
+    return _PARSED_SCHEMA.with_metadata(_IS_PARSED) if is_parsed else OUTPUT_SCHEMA
+
+
+def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Schema = OUTPUT_SCHEMA) -> list[str]:
     """Return the names of a file's columns.
 
     Args:
         keeps_inputs: whether input columns keep their names; False for older runs.
+        outputs: from `output_schema`.
 
     >>> names_in_file(["ID", "task"], keeps_inputs=True)[:4]
     ['ID', 'task', 'row_id', 'response']
@@ -58,32 +68,32 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool) -> list[str]:
     ['input_id', 'task', 'id', 'response']
     """
     if not keeps_inputs:
-        return [*_prefixed(inputs), *OUTPUT_SCHEMA.names]
+        return [*_prefixed(inputs, outputs), *outputs.names]
     taken = {name.casefold() for name in inputs}
-    outputs = []
-    for name in OUTPUT_SCHEMA.names:
+    renamed = []
+    for name in outputs.names:
         stored = "row_id" if name == "id" and name in taken else name
         while stored.casefold() in taken:
             stored = f"peagle_{stored}"
         taken.add(stored.casefold())
-        outputs.append(stored)
-    return [*inputs, *outputs]
+        renamed.append(stored)
+    return [*inputs, *renamed]
 
 
-def plain_names(stored: Sequence[str]) -> list[str]:
+def plain_names(file: pa.Schema) -> list[str]:
     """Return the names of a file's columns inside peagle. A file with fewer columns is not a unit's, and keeps them.
 
-    >>> plain_names(names_in_file(["id"], keeps_inputs=True))[:2]
-    ['input_id', 'id']
+    Example: the file's columns `id`, `row_id`, `response`, ... are `input_id`, `id`, `response`, ... inside peagle.
     """
-    if len(stored) < len(OUTPUT_SCHEMA):
-        return list(stored)
-    return [*_prefixed(stored[: -len(OUTPUT_SCHEMA)]), *OUTPUT_SCHEMA.names]
+    outputs = output_schema(is_parsed=_IS_PARSED.items() <= (file.metadata or {}).items())
+    if len(file) < len(outputs):
+        return list(file.names)
+    return [*_prefixed(file.names[: -len(outputs)], outputs), *outputs.names]
 
 
-def _prefixed(inputs: Iterable[str]) -> list[str]:
+def _prefixed(inputs: Iterable[str], outputs: pa.Schema) -> list[str]:
     """Return the names of input columns, with a prefix if an output column has the same name."""
-    taken = set(OUTPUT_SCHEMA.names)
+    taken = set(outputs.names)
     names = []
     for name in inputs:
         while name in taken:

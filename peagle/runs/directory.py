@@ -377,7 +377,7 @@ def read_rows(
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             stored = parquet.schema_arrow.names
-            names = dict(zip(stored, stored if as_stored else plain_names(stored), strict=True))
+            names = dict(zip(stored, stored if as_stored else plain_names(parquet.schema_arrow), strict=True))
             read = [name for name in stored if columns is None or names[name] in columns]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
                 yield plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])

@@ -20,6 +20,7 @@ from peagle.catalog.targets import resolve_model
 from peagle.corpus.scan import read
 from peagle.engine.interface import CompletionOutput, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
+from peagle.engine.response_parser import PARSER_KEYS, ResponseParser, has_parser
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError, InputError
@@ -120,14 +121,15 @@ def audit_rows(
     """Generate the chosen rows again, and compare them with the committed rows."""
     units = {unit.unit: unit for unit in run.plan().units}
     builder = _builder(manifest, target)
+    parser = None if target.is_fake else _parser(manifest["config"], target.spec)
     base = {k: v for k, v in manifest["fingerprint"]["sampling"].items() if k not in ("column", "seed")}
-    columns = ["id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens"]
+    columns = ["id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens", "completions"]
     outcomes: list[RowAudit | _Sample] = []
     for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
             table = read_table(file)
-        table = table.rename_columns(plain_names(table.column_names)).select(columns).take(rows)
-        outcomes += _samples(units[number], table.to_pylist(), builder, base, is_fake=target.is_fake)
+        table = table.rename_columns(plain_names(table.schema)).select(columns).take(rows)
+        outcomes += _samples(units[number], table.to_pylist(), builder, base, parser, is_fake=target.is_fake)
     samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
     audits = _regenerate(samples, target, announce, start) if samples else {}
     return [outcome if isinstance(outcome, RowAudit) else audits[outcome.id] for outcome in outcomes]
@@ -141,11 +143,32 @@ def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
     sampling = dict(fingerprint["sampling"])
     column = sampling.pop("column")
     limits = SamplingLimits(max_model_len=spec.max_model_len)
-    return RequestBuilder(prompts, SamplingSpec(base=sampling, column=column, limits=limits))
+    config = manifest["config"]
+    spec_of_rows = SamplingSpec(
+        base=sampling,
+        column=column,
+        limits=limits,
+        calls_tools=config.get("tool_call_parser") is not None,
+        has_parser=has_parser(config),
+    )
+    return RequestBuilder(prompts, spec_of_rows)
+
+
+def _parser(config: dict[str, Any], spec: EngineSpec) -> ResponseParser | None:
+    if not has_parser(config):
+        return None
+    parsers = {key: config.get(key) for key in PARSER_KEYS}
+    return ResponseParser(tokenizer_of(spec.model, spec.revision), **parsers)
 
 
 def _samples(
-    unit: WorkUnit, rows: Sequence[dict[str, Any]], builder: RequestBuilder, base: dict[str, Any], *, is_fake: bool
+    unit: WorkUnit,
+    rows: Sequence[dict[str, Any]],
+    builder: RequestBuilder,
+    base: dict[str, Any],
+    parser: ResponseParser | None,
+    *,
+    is_fake: bool,
 ) -> list[RowAudit | _Sample]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
@@ -160,12 +183,16 @@ def _samples(
             outcomes.append(RowAudit(id=row["id"], skipped="the input now yields a different prompt"))
             continue
         sampling = base | {key: value for key, value in request.sampling.items() if key != "seed"}
+        whole = row
+        if parser is not None and request.parsing is not None:
+            sampling |= parser.sampling(request.parsing)
+            whole = {**row["completions"][0], "response": row["completions"][0]["text"]}
         if sampling["temperature"] > 0 and not is_fake:
             # Even with a seed: verification draws other random numbers from the same distribution.
             outcomes.append(RowAudit(id=row["id"], skipped="sampled (temperature above 0)"))
             continue
         committed = Response(
-            text=row["response"], finish_reason=row["finish_reason"], num_output_tokens=row["num_output_tokens"]
+            text=whole["response"], finish_reason=whole["finish_reason"], num_output_tokens=row["num_output_tokens"]
         )
         outcomes.append(
             _Sample(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -14,12 +15,17 @@ from peagle.errors import InputError
 from peagle.plain_json import to_json
 from peagle.requests.builder import Request, RequestBuilder
 from peagle.requests.prompts import RowError
-from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
+from peagle.runs.columns import names_in_file, output_schema
 from peagle.runs.plan import WorkUnit, unit_from_json, unit_to_json
 
 # The columns of a prepared unit after those of the input. They are found by position, since a column of the input may
 # have any name.
-_CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
+_CARRIED = (
+    ("prompt_token_ids", pa.list_(pa.int32())),
+    ("sampling", pa.string()),
+    ("parsing", pa.string()),
+    ("error", pa.string()),
+)
 _UNIT = b"peagle.unit"  # key in the metadata of a prepared unit
 _UNFINISHED = b"peagle.unfinished_unit"
 _ENCODED = "unit"
@@ -39,15 +45,19 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
     """Return the input's columns and, for each row, its request or its dead letter."""
     prompts: list[list[int] | None] = []
     sampling: list[str | None] = []
+    parsing: list[str | None] = []
     errors: list[str | None] = []
     for row in rows:
         outcome = builder.build(row.columns) if row.error is None else RowError(reason=row.reason, message=row.error)
         prompts.append(None if isinstance(outcome, RowError) else outcome.prompt_token_ids)
         sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
+        parsing.append(
+            None if isinstance(outcome, RowError) or outcome.parsing is None else json.dumps(outcome.parsing)
+        )
         errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
     table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may have no rows
-    for (name, type_), values in zip(_CARRIED, (prompts, sampling, errors), strict=True):
+    for (name, type_), values in zip(_CARRIED, (prompts, sampling, parsing, errors), strict=True):
         table = table.append_column(name, pa.array(values, type_))
     return table
 
@@ -79,10 +89,11 @@ class PreparedUnit:
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_json(table.schema.metadata[_UNIT])
         num_inputs = table.num_columns - len(_CARRIED)
-        prompts, sampling, errors = (column.to_pylist() for column in table.columns[num_inputs:])
+        prompts, sampling, parsing, errors = (column.to_pylist() for column in table.columns[num_inputs:])
         self.prompts: list[list[int] | None] = prompts  # token ids by row; None if the row is a dead letter
         # By row, the parameters that differ from the run's parameters.
         self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
+        self.parsing: list[dict[str, Any] | None] = [json.loads(text) if text else None for text in parsing]
         # By row index.
         self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
         self._input = table.select(list(range(num_inputs))).replace_schema_metadata(None)
@@ -100,16 +111,23 @@ class PreparedUnit:
         ]
 
     def output(
-        self, generations: dict[int, Generation], model: str, drafter: str | None, *, keeps_inputs: bool = True
+        self,
+        generations: dict[int, Generation],
+        model: str,
+        drafter: str | None,
+        *,
+        keeps_inputs: bool = True,
+        is_parsed: bool = False,
     ) -> pa.Table:
         """Return the rows to commit, with the columns of `names_in_file`."""
+        outputs = output_schema(is_parsed=is_parsed)
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
         table = self._input.take(pa.array(indices, pa.int64()))
-        names = names_in_file(table.column_names, keeps_inputs=keeps_inputs)
-        for column in OUTPUT_SCHEMA:
+        names = names_in_file(table.column_names, keeps_inputs=keeps_inputs, outputs=outputs)
+        for column in outputs:
             table = table.append_column(column, pa.array([row[column.name] for row in rows], column.type))
-        return table.rename_columns(names)
+        return table.rename_columns(names).replace_schema_metadata(outputs.metadata)
 
     def _output_row(self, index: int, generation: Generation, model: str, drafter: str | None) -> dict[str, Any]:
         drafts = generation.speculation
@@ -128,6 +146,8 @@ class PreparedUnit:
             "model": model,
             "drafter": drafter,
             "completions": list(map(completion_row, generation.completions)) or None,
+            "reasoning": generation.reasoning,
+            "tool_calls": [asdict(call) for call in generation.tool_calls] or None,
         }
 
 

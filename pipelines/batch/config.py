@@ -23,6 +23,7 @@ from pydantic import (
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
 from peagle.engine.fake import FakeTraits
+from peagle.engine.response_parser import PARSER_KEYS
 from peagle.engine_options import EngineOptions
 from peagle.errors import ConfigError
 from peagle.private import user_path
@@ -161,6 +162,15 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     def _only_the_fake_engine_has_traits(self) -> "GenerateConfig":
         if self.engine != "fake" and self.fake != FakeTraits():
             raise ValueError("`fake` options require `engine: fake`")
+        return self
+
+    @model_validator(mode="after")
+    def _parsers_need_one_response_of_vllm(self) -> "GenerateConfig":
+        for key in PARSER_KEYS:
+            if getattr(self, key) is not None and self.engine == "fake":
+                raise ValueError(f"{key} cannot be used with engine: fake, whose text has no form")
+            if getattr(self, key) is not None and self.n > 1:
+                raise ValueError(f"{key} cannot be used with n: {self.n}, since one response is parsed per row")
         return self
 
     @model_validator(mode="after")

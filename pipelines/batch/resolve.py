@@ -21,6 +21,7 @@ from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineFacts
 from peagle.engine.compile_cache import has_compiled_code
 from peagle.engine.precision import Precision
+from peagle.engine.response_parser import PARSER_KEYS, ResponseParser, check_parsers, has_parser
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import check_schema
 from peagle.engine_options import EngineOptions, ResolvedEngine, compose_fake_engine, footprint_of, resolve_engine
@@ -131,6 +132,16 @@ class ResolvedRun:
         tokenizer = tokenizer_of(_tokenizer_name(self.config, self.engine), self.spec.revision)
         return RequestBuilder(PromptBuilder(self.prompts, tokenizer, self.sampling.limits.max_model_len), self.sampling)
 
+    def response_parser(self) -> ResponseParser | None:
+        """Return the parser of responses on the engine's side; None if none is configured."""
+        if not has_parser(self.config.model_dump()):
+            return None
+        return ResponseParser(
+            tokenizer_of(self.spec.model, self.spec.revision),
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
+        )
+
     def drafter_watch(self) -> DrafterWatch | None:
         """Return a new watch over the acceptance length; None without a drafter."""
         return self.engine.drafter_watch(self.hardware, self.spec.max_num_seqs)
@@ -162,6 +173,8 @@ class ResolvedRun:
             },
             "precision": self.precision.describe(),
             **({"engine_args": engine_args} if engine_args else {}),
+            # Omitted without parsers, so that older runs can be continued.
+            **{key: parser for key in PARSER_KEYS if (parser := getattr(self.config, key)) is not None},
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
@@ -199,6 +212,7 @@ def resolve(
     if not _is_worth_compiling(config, plan, hardware, engine):
         engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
         announce("not compiling the model, because this run is short (--no-enforce-eager compiles it)")
+    check_parsers(config.model_dump())
     tokenizer = _tokenizer_name(config, engine)
     if tokenizer is not None and config.json_schema is not None and find_spec("xgrammar") is not None:
         check_schema(
@@ -334,4 +348,10 @@ def _resolve_sampling(
         column = None
     elif column is not None and column not in columns:
         raise InputError(f"input {config.input} has no column {column!r}", hint=did_you_mean(column, columns))
-    return SamplingSpec(base=config.sampling(), column=column, limits=limits)
+    return SamplingSpec(
+        base=config.sampling(),
+        column=column,
+        limits=limits,
+        calls_tools=config.tool_call_parser is not None,
+        has_parser=has_parser(config.model_dump()),
+    )

@@ -58,6 +58,7 @@ class EngineWorker:
         self._engine, self._checkable, self._other_nodes = started.engine, started.checkable, started.others
         self._session.meter.ready(started.compile_s)
         self._session.beat()
+        self._parser = run.response_parser()
         slots = run.num_slots
         # The time limit of a row must not pass while it waits in the engine.
         self._slots = WeightedSemaphore(rows_in_engine(slots) if run.config.row_timeout_s is None else slots)
@@ -102,7 +103,9 @@ class EngineWorker:
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
-        output = prepared.output(generations, self._model, self._drafter, keeps_inputs=self._keeps_inputs)
+        output = prepared.output(
+            generations, self._model, self._drafter, keeps_inputs=self._keeps_inputs, is_parsed=self._parser is not None
+        )
         committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.letters())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)
@@ -148,13 +151,17 @@ class EngineWorker:
         assert prompt is not None, "a row without a prompt has a dead letter"
         # When Ray retries a unit, the same row may be in the engine twice.
         request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
-        answer = self._engine.generate(request_id, prompt, self._sampling(row_id, prepared.sampling[index]))
+        sampling, parsing = self._sampling(row_id, prepared.sampling[index]), prepared.parsing[index]
         num_tokens = 0
         self._session.meter.start(unit)
         try:
+            if self._parser is not None and parsing is not None:
+                sampling |= await asyncio.to_thread(self._parser.sampling, parsing)
             with self._rows.inside(unit, index):
-                generation = await self._within_limit(answer)
+                generation = await self._within_limit(self._engine.generate(request_id, prompt, sampling))
                 num_tokens = generation.num_output_tokens
+            if self._parser is not None and parsing is not None:
+                generation = await asyncio.to_thread(self._parser.parse, generation, parsing)
         except RequestRefused as error:
             prepared.refuse(index, RowError(reason=error.reason, message=str(error)))
             return None

@@ -30,15 +30,6 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
         min_length=1,
         description="name for clients, without a colon; default: the value of model, a folder's own name, or fake",
     )
-    tool_call_parser: str | None = Field(
-        None,
-        min_length=1,
-        description="vLLM's name of the form in which the model calls tools (hermes, qwen3_coder, ...); "
-        "default: requests with tools are refused",
-    )
-    reasoning_parser: str | None = Field(
-        None, min_length=1, description="vLLM's name of the form of the model's reasoning; default: reasoning is text"
-    )
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle one")
     max_replicas: int = Field(1, ge=1, description="most engines under load")
     target_ongoing_requests: float | None = Field(

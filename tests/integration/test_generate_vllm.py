@@ -160,3 +160,31 @@ def audited(peagle, run):
     output, _ = done.communicate()
     assert done.returncode == 1, output
     return json.loads(result.read_text())
+
+
+@pytest.mark.soak
+def test_tool_calls_of_rows(tmp_path, peagle):
+    """Required and named tools are constraints, so that even this model calls them; without a choice it answers."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    choices = {"required": "required", "named": {"type": "function", "function": {"name": "weather"}}, "none": "none"}
+    lines = []
+    for name, choice in choices.items():
+        messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+        body = {"messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": 40}
+        lines.append({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+    corpus = tmp_path / "batch.jsonl"
+    corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = tmp_path / "run"
+    flags = ("--tool-call-parser", "hermes", "--enforce-eager", "--usd-per-hour", 1)
+    finished(peagle("generate", "--input", corpus, "--output", run, *flags))
+    output = (run / "export" / "openai-batch" / "output.jsonl").read_text().splitlines()
+    answers = {line["custom_id"]: line["response"]["body"]["choices"][0] for line in map(json.loads, output)}
+    for name in ("required", "named"):
+        (call,) = answers[name]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+    assert answers["required"]["finish_reason"] == "tool_calls"
+    assert answers["none"]["message"]["content"]
+    assert "tool_calls" not in answers["none"]["message"]
+    finished(peagle("audit", run, "--sample", 3))

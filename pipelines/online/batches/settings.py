@@ -7,13 +7,14 @@ from typing import Any
 
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
+from peagle.engine.response_parser import PARSER_KEYS
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import EngineOptions
 from peagle.hardware import Hardware
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import FakeEngineOptions
 from pipelines.cluster.placement import Neighbours, Placement
-from pipelines.online.config import ServeConfig
+from pipelines.online.config import ServeConfig, ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import KeyRecord
@@ -96,7 +97,12 @@ class BatchSettings:
 
 _LENT_CPUS = 0.05  # for a process that only forwards rows to the endpoint's engines
 _ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
-_ENGINE_KEYS = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
+
+
+def _engine_keys(keys: ServedModelOptions) -> set[str]:
+    """Return the keys that a batch's engine shares with the endpoint's. The fake engine's text has no form to parse."""
+    shared = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
+    return shared.difference(PARSER_KEYS) if keys.engine == "fake" else shared
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
@@ -134,7 +140,7 @@ def batch_settings(
         models={
             keys.served_name: BatchModel(
                 model=models[keys.served_name],
-                config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
+                config={**keys.model_dump(mode="json", include=_engine_keys(keys)), **shared},
                 neighbours=_neighbours(config, hardware, placements[keys.served_name], app_id),
                 commits=specs[keys.served_name].commits,
                 lent_slots=specs[keys.served_name].max_num_seqs * keys.max_replicas if config.lends_engines else 0,

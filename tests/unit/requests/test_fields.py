@@ -47,7 +47,9 @@ def test_table_has_all_fields_of_installed_schemas(url):
 
 @pytest.mark.parametrize("url", OPENAI_MODULES)
 def test_honoured_fields_exist_in_vllm(url):
-    honoured = {name for name, field in FIELDS.items() if url in field.urls and field.use in ("honoured", "online")}
+    honoured = {
+        name for name, field in FIELDS.items() if url in field.urls and field.use in ("honoured", "parsed", "online")
+    }
     assert honoured <= set(vllm_schema(url).model_fields)
 
 
@@ -80,7 +82,7 @@ def test_bulk_honours_or_refuses_every_field(url, name):
     body = parse_body(url, {**SOURCE[url], **values})
     use = FIELDS[name].use
     if (
-        use in ("online", "refused")
+        use in ("parsed", "online", "refused")
         and not asks_nothing(name, values[name])
         and values[name] not in FIELDS[name].neutral
     ):
@@ -90,6 +92,9 @@ def test_bulk_honours_or_refuses_every_field(url, name):
         assert (body == plain) == (use != "honoured" or name == "model")
     for value in (None, *FIELDS[name].neutral):
         assert parse_body(url, {**SOURCE[url], name: value}) == plain
+    if use == "parsed":
+        parsed = parse_body(url, {**SOURCE[url], **values}, calls_tools=True, has_parser=True)
+        assert parsed.parsing == values
 
 
 @pytest.mark.parametrize("url", OPENAI_MODULES)
@@ -132,6 +137,7 @@ def test_constraint_names_equal_those_of_vllm():
 def test_page_has_the_table():
     support = {
         "honoured": ("yes", "yes"),
+        "parsed": ("yes", "with a parser"),
         "online": ("yes", "no"),
         "ignored": ("no effect",) * 2,
         "refused": ("no", "no"),

@@ -76,7 +76,7 @@ def test_response_formats_without_a_schema(kind, expected):
         ({"prompt": "x"}, "body: unknown parameter 'prompt'"),
         ({"messages": MESSAGES, "stream": True}, "body.stream: True is not supported: only online answers"),
         ({"messages": MESSAGES, "tools": [{}]}, "body.tools: each must be"),
-        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: require tool_choice: "none"'),
+        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: require a tool_call_parser, or tool_choice: "none"'),
         ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}, "body.tool_choice: 'auto' is not supported"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, "body.chat_template_kwargs: tokenize is not"),
         ({"messages": MESSAGES, "chat_template_kwargs": []}, "body.chat_template_kwargs: must be an object"),
@@ -190,3 +190,29 @@ def test_invalid_request_is_answered_with_400(reason):
 def test_engine_failure_is_an_error_without_response():
     answer = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
     assert (answer["response"], answer["error"]) == (None, {"code": "engine_died", "message": "no"})
+
+
+def test_tools_with_a_parser():
+    body = parse_body(
+        CHAT_URL, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, calls_tools=True, has_parser=True
+    )
+    assert body.parsing == {"tools": [TOOL], "tool_choice": "required"}
+    assert body.template["tools"][0]["function"]["name"] == TOOL["function"]["name"]
+    assert parse_body(CHAT_URL, {"messages": MESSAGES}, has_parser=True).parsing == {}
+    assert parse_body("/v1/completions", {"prompt": "x"}, has_parser=True).parsing is None
+
+
+def test_message_of_a_parsed_row():
+    call = {"id": "call-1", "name": "f", "arguments": "{}"}
+    whole = {"text": "<think>hm</think><tool_call>", "finish_reason": "stop", "logprobs": None}
+    row = {
+        "id": "7", "response": "", "finish_reason": "tool_calls", "num_prompt_tokens": 1, "num_output_tokens": 2,
+        "num_cached_tokens": None, "model": "m", "completions": [whole], "reasoning": "hm", "tool_calls": [call],
+    }  # fmt: skip
+    line = output_line(row, custom_id="a", is_chat=True, created=1, run_id="r")
+    (choice,) = line["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant", "content": None, "refusal": None, "reasoning": "hm",
+        "tool_calls": [{"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }  # fmt: skip

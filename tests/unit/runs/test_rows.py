@@ -7,13 +7,13 @@ from usage_records import unit_usage
 
 from peagle.corpus.rows import RawRow, Span
 from peagle.engine.fake import ByteTokenizer
-from peagle.engine.interface import Generation
+from peagle.engine.interface import CompletionOutput, FunctionCall, Generation
 from peagle.errors import InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
 from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
-from peagle.runs.directory import RunDirectory
+from peagle.runs.directory import RunDirectory, read_rows
 from peagle.runs.plan import WorkUnit
 from peagle.runs.rows import (
     PreparedUnit,
@@ -61,6 +61,21 @@ def test_output_has_input_and_output_columns(prepared):
     assert (second["row_id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
 
 
+def test_parsed_rows_have_reasoning_and_tool_calls(prepared, tmp_path):
+    whole = CompletionOutput(text="<think>a</think>b", finish_reason="stop", num_output_tokens=5)
+    call = FunctionCall(id="1", name="f", arguments="{}")
+    parsed = generation(text="b", completions=(whole,), reasoning="a", tool_calls=(call,))
+    run = RunDirectory(tmp_path / "run")
+    for folder in (run.data, run.failed):
+        folder.mkdir(parents=True)
+    run.commit(3, prepared.output({0: parsed}, "m", None, is_parsed=True), USAGE, [])
+    (batch,) = read_rows(run.unit_path(3), None)
+    (row,) = batch.to_pylist()
+    assert (row["id"], row["input_id"], row["response"], row["reasoning"]) == ("000000040", 7, "b", "a")
+    assert row["tool_calls"] == [{"id": "1", "name": "f", "arguments": "{}"}]
+    assert row["completions"][0]["text"] == "<think>a</think>b"
+
+
 def test_unit_without_responses_keeps_its_columns(prepared):
     table = prepared.output({}, "m", None)
     assert table.num_rows == 0
@@ -106,13 +121,14 @@ def test_output_columns_give_way_in_any_case(inputs, outputs):
     stored = names_in_file(inputs, keeps_inputs=True)
     assert stored[: len(inputs) + 2] == [*inputs, *outputs]
     assert len({name.casefold() for name in stored}) == len(stored)
-    assert plain_names(stored)[len(inputs) :] == OUTPUT_SCHEMA.names
+    file = pa.schema([(name, pa.string()) for name in stored])
+    assert plain_names(file)[len(inputs) :] == OUTPUT_SCHEMA.names
 
 
 def test_names_in_older_files():
     stored = names_in_file(["id", "input_id", "a"], keeps_inputs=False)
     assert stored == ["input_id", "input_input_id", "a", *OUTPUT_SCHEMA.names]
-    assert plain_names(stored) == stored
+    assert plain_names(pa.schema([(name, pa.string()) for name in stored])) == stored
 
 
 def test_encoded_unit_round_trip():
