@@ -4,6 +4,7 @@ The model defines the name, help and validation of each key. Priority: flag > PE
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -68,7 +69,8 @@ def add_flags(
             options["metavar"] = _METAVARS.get(kind, "TEXT")
         headings.get(name, parser).add_argument(*names, **options)
         for old in _old_names(name, model.model_fields):
-            parser.add_argument(f"--{old.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS})
+            convert = {} if "action" in options else {"type": functools.partial(removed.current, old)}
+            parser.add_argument(f"--{old.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS, **convert})
 
 
 def load(
@@ -180,9 +182,10 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the keys set by variables. Ignores empty ones, and those that Kubernetes sets for a service."""
     values: dict[str, Any] = {}
     for name, field in known.items():
-        variables = [name, *_old_names(name, known)]
-        value = next(filter(None, (os.environ.get(_variable(variable)) for variable in variables)), "")
-        if not is_unicode(value):
+        value: Any = os.environ.get(_variable(name), "")
+        for old in _old_names(name, known):
+            value = value or removed.current(old, os.environ.get(_variable(old), ""))
+        if not is_unicode(str(value)):
             raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
         if value and not (name.endswith("port") and is_service_link(value)):
             values[name] = [value] if typing.get_origin(_plain(field.annotation)) is list else value
@@ -190,9 +193,10 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    values = {
-        name if name in known else removed.RENAMED.get(str(name), name): value for name, value in _mapping(path).items()
-    }
+    values = {}
+    for key, value in _mapping(path).items():
+        is_old = key not in known and removed.RENAMED.get(str(key)) in known
+        values[removed.RENAMED[key] if is_old else key] = removed.current(key, value) if is_old else value
     for key in values:
         if key in known:
             continue

@@ -1,7 +1,20 @@
 """Renamed and removed commands, flags, YAML keys and values, with their replacements."""
 
-RENAMED = {"target": "model"}
-"""New names by old name; old names are still accepted in YAML, flags and the environment."""
+from typing import Any
+
+RENAMED = {"target": "model", "budget_min": "time_budget_s"}
+"""New names by old name. Old names are still accepted in YAML, flags and the environment."""
+FACTORS = {"budget_min": 60.0}
+"""By old name, the number by which a value is multiplied."""
+
+
+def current(old: str, value: Any) -> Any:
+    """Return the value of a renamed key in the unit of its new name; invalid values are returned unchanged."""
+    try:
+        return float(value) * FACTORS[old] if old in FACTORS else value
+    except (TypeError, ValueError):
+        return value
+
 
 COMMANDS = {
     "deploy skypilot": "edit examples/skypilot.yaml and run `sky jobs launch examples/skypilot.yaml`",

@@ -15,8 +15,8 @@ HELP = """\
 Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits.
 Each is measured once within a budget of engine time, and the best are measured again. Ray is not needed.
 
-  peagle tune --dataset mine.jsonl --budget-min 30
-  peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
+  peagle tune --dataset mine.jsonl --time-budget-s 1800
+  peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --time-budget-s 1200
   peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
@@ -25,7 +25,7 @@ the finished passes, so the same command continues, even with a larger budget, o
 SIGTERM shut the engine down.
 """
 _GROUPS = {
-    "goal": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
+    "goal": ["objective", "max_tpot_ms", "max_ttft_ms", "time_budget_s", "profile_output"],
     "candidates": [
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],
@@ -37,7 +37,7 @@ _GROUPS = {
     "money": list(PRICE_OPTIONS),
 }  # fmt: skip
 COMMON = (
-    "model", "objective", "budget_min", "methods", "drafter", "num_speculative_tokens", "max_num_seqs",
+    "model", "objective", "time_budget_s", "methods", "drafter", "num_speculative_tokens", "max_num_seqs",
     "precision", "dataset", "output", "config",
 )  # fmt: skip
 

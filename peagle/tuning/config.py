@@ -22,7 +22,7 @@ class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     )
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
-    budget_min: float = Field(30, gt=0, description="total engine minutes, including starts and earlier commands")
+    time_budget_s: float = Field(1800, gt=0, description="total engine seconds, including starts and earlier commands")
 
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],

@@ -157,8 +157,8 @@ def _nothing_fits(
     ranked = search.ranked()
     if not ranked:
         return ConfigError(
-            f"the budget of {config.budget_min:g} engine minutes was spent before any pass finished",
-            hint="increase --budget-min; the same command continues",
+            f"the budget of {config.time_budget_s:g} engine seconds was spent before any pass finished",
+            hint="increase --time-budget-s; the same command continues",
         )
     nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
     found = [
@@ -184,7 +184,7 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
         names = "; ".join(engines)
-        notes.append(f"Not measured within the budget: {names}. Increase --budget-min to continue with them.")
+        notes.append(f"Not measured within the budget: {names}. Increase --time-budget-s to continue with them.")
     return notes
 
 
@@ -257,7 +257,7 @@ class Tuning(Measurement):
             for setup in self.plan.setups
             for size in self.plan.config.concurrency
         ]
-        self._budget_s = self.config.budget_min * 60
+        self._budget_s = self.config.time_budget_s
         self.spent_s = self.folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0
         self.search = Search(candidates, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s)
         for candidate in candidates:

@@ -21,7 +21,7 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
 
     def with_fakes(*args: Any) -> Any:
         return tune(
-            *args, start=lambda *_: FakeEngine(FakeTraits(token_s=0.001)), tokenizer_of=lambda *_: ByteTokenizer()
+            *args, start=lambda *_: FakeEngine(FakeTraits(token_s=0.02)), tokenizer_of=lambda *_: ByteTokenizer()
         )
 
     tune = runner.tune
@@ -61,7 +61,8 @@ def test_tune_does_not_overwrite_peagle_profile(
     [
         (["--methods", "medusa"], "'medusa' is not one of none, peagle, eagle3"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--budget-min", "-3"], "budget_min: Input should be greater than 0"),
+        (["--time-budget-s", "-3"], "time_budget_s: Input should be greater than 0"),
+        (["--budget-min", "-3"], "time_budget_s: Input should be greater than 0, not -180.0"),
     ],
 )
 def test_tune_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ def test_options_with_lists():
         ({"num_speculative_tokens": "a"}, "K must be whole numbers"),
         ({"drafter": "heads/mine"}, "is not METHOD=HEAD"),
         ({"drafter": "eagle3=h"}, "drafter eagle3=h: eagle3 is not one of the methods"),
-        ({"budget_min": 0}, "greater than 0"),
+        ({"time_budget_s": 0}, "greater than 0"),
         ({"max_tpot_ms": -1}, "greater than 0"),
         ({"objective": "latency"}, "tokens-per-dollar"),
         ({"budget": 3}, "Extra inputs"),

@@ -126,11 +126,11 @@ def test_a_killed_tuning_resumes(run, tmp_path):
 
 def test_a_spent_budget_ends_with_the_best_result(run):
     messages: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages, budget_min=0.15 / 60)
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages, time_budget_s=0.15)
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
-    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --budget-min to continue with them.")
+    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --time-budget-s to continue with them.")
     larger_budget = Starter({0: SLOW, 2: FAST, 4: SLOW})
     assert run(larger_budget).engine["num_speculative_tokens"] == 2
     assert larger_budget.ks[0] in (0, 2)
