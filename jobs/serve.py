@@ -278,7 +278,7 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
-    from pipelines.online.serve.process_watch import watch_processes
+    from pipelines.online.serve.ray_names import watch_processes
 
     watch_processes(stopped, partial(print, flush=True))
     watches = {}

@@ -14,31 +14,33 @@ from typing import Any
 from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
 from peagle.economics.price_options import names_accelerators, require_device, resolve_price
-from peagle.economics.prices import Price
+from peagle.economics.prices import Device, Price
 from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineFacts
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
-from peagle.errors import ConfigError, PriceError
+from peagle.errors import CapacityError, ConfigError, PriceError
 from peagle.hardware import Hardware
+from peagle.runs.scaling import EngineRange
 from pipelines.batch.resolve import may_skip_compiling
 from pipelines.cluster.inspection import inspect
-from pipelines.cluster.placement import Placement
+from pipelines.cluster.placement import Placement, on_accelerators, place
 from pipelines.cluster.ray import num_nodes
 from pipelines.cluster.token import require_token
-from pipelines.online.batches.settings import batch_settings
+from pipelines.online.batches.settings import batch_settings, num_engines
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read_keys
-from pipelines.online.placement import num_accelerators, placements
 from pipelines.online.serve.deployment import ReplicaJob, request_counts
 
-INGRESS_CPUS = 0.25  # must fit next to an engine on two cores
-INGRESS_ONGOING = 10_000  # effectively unlimited: requests wait in the ingress for engines; other limits apply
 _MACHINES_WAIT_S = 1200.0  # a machine takes minutes to start, then it downloads the image
 _POLL_S = 5.0
+_FAKE_CPUS = 0.05  # fake engines use almost no CPU, so that any number fits on a node
+_CAPACITY_HINT = (
+    "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
+)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -103,8 +105,8 @@ def resolve(
         if keys.engine == "fake":
             engine = compose_fake_engine(keys, hardware)
         else:
-            num_engines = placement.num_engines_on_node
-            engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
+            on_node = placement.num_engines_on_node
+            engine = resolve_engine(keys, hardware, num_engines_on_node=on_node, announce=announce)
             if may_skip_compiling(keys, hardware):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{keys.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
@@ -113,6 +115,79 @@ def resolve(
         spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
         served.append(Served(keys=keys, engine=replace(engine, spec=spec), placement=placement))
     return served
+
+
+def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
+    """Return the placement of an engine, by model name.
+
+    On CPUs, the cores are divided among the endpoint's engines and those of batches. Accelerators are allocated on
+    demand, and a batch's engine waits for its own, so only the endpoint's engines must fit together.
+
+    Raises:
+        CapacityError: on CPUs, the maximum numbers of all engines do not fit together; on accelerators, the endpoint's
+            engines do not fit, or those of a single batch do not.
+    """
+    real = _real(config)
+    if hardware.platform == "cuda":
+        _check_accelerators(config, real, hardware, num_nodes)
+    return {
+        keys.served_name: _placement(config, keys, hardware, num_nodes, sum(other.max_replicas for other in real))
+        for keys in config.served
+    }
+
+
+def num_accelerators(config: ServeConfig) -> int:
+    return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
+
+
+def _real(config: ServeConfig) -> list[ServedModelOptions]:
+    return [keys for keys in config.served if keys.engine != "fake"]
+
+
+def _placement(
+    config: ServeConfig, keys: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
+) -> Placement:
+    if keys.engine == "fake":  # like a real engine, it is billed for one device
+        device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
+        return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
+    if hardware.platform == "cuda":
+        return on_accelerators(size_of(keys))
+    batches = num_engines(config)
+    return place(
+        hardware,
+        num_engines=num_replicas + batches[0],
+        most_engines=num_replicas + batches[1],
+        accelerators_per_engine=size_of(keys),
+        num_nodes=num_nodes,
+        ask_for_fewer=_CAPACITY_HINT,
+    )
+
+
+def _check_accelerators(
+    config: ServeConfig, real: list[ServedModelOptions], hardware: Hardware, num_nodes: int
+) -> None:
+    available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
+    needed = num_accelerators(config)
+    if needed > num_nodes * hardware.num_accelerators:
+        each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {size_of(keys)}" for keys in real)
+        raise CapacityError(
+            f"the models' engines need {needed} accelerators at once ({each}); {available}",
+            hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
+        )
+    if config.batches is None or config.lends_engines:
+        return
+    at_start = EngineRange.parse(config.batch_engines).smallest
+    for keys in real:
+        if at_start > num_nodes * (hardware.num_accelerators // size_of(keys)):
+            raise CapacityError(
+                f"batch_engines {config.batch_engines}: a batch of {keys.served_name} starts with {at_start}"
+                f" engine(s) of {size_of(keys)} accelerator(s), which do not fit; {available}",
+                hint="use a smaller --batch-engines",
+            )
+
+
+def size_of(keys: ServedModelOptions) -> int:
+    return keys.tensor_parallel_size * keys.pipeline_parallel_size
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
@@ -153,8 +228,8 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # key limits are counted in its memory
-        max_ongoing_requests=INGRESS_ONGOING,
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        max_ongoing_requests=10_000,  # effectively unlimited: requests wait in the ingress for engines
+        ray_actor_options={"num_cpus": 0.25},  # must fit next to an engine on two cores
         logging_config={"enable_access_log": False},  # the ledger records answered requests, the gate logs refusals
         graceful_shutdown_timeout_s=max(model.keys.drain_s for model in served),
     )
@@ -236,6 +311,10 @@ def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: P
 def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> ServedModel:
     spec = model.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
+    parsers = {"tool_call_parser", "reasoning_parser"}
+    if model.engine.model.config.get("model_type") != "gpt_oss":  # vLLM parses harmony without an option
+        parsers = {name for name in parsers if getattr(model.keys, name)}
+        parsers |= {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
     return ServedModel(
         name=model.keys.served_name,
         max_model_len=spec.max_model_len,
@@ -247,17 +326,8 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
         drafter=model.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
         vocab_size=model.engine.model.vocab_size,
-        parsers=_parsers_of(model),
+        parsers=frozenset(parsers),
     )
-
-
-def _parsers_of(model: Served) -> frozenset[str]:
-    """Return the options whose parsers are configured for a model."""
-    names = ("tool_call_parser", "reasoning_parser")
-    if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM parses harmony without an option
-        return frozenset(names)
-    configured = {name for name in names if getattr(model.keys, name)}
-    return frozenset(configured | ({"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()))
 
 
 def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:

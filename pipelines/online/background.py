@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 Status = Literal["starting", "up", "ended"]
 _RECORD, _CONFIG, _LOG, _UP = "endpoint.json", "serve.yaml", "serve.log", "up.json"
 _POLL_S = 0.2
-_SPARE_S = 60.0  # to stop Serve and Ray
-_NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,19 +126,16 @@ def find(name: str | None) -> Endpoint:
     if name is not None:
         match = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
         if match is None:
-            hint = (
-                did_you_mean(name, [endpoint.name for endpoint in all_endpoints])
-                if all_endpoints
-                else "peagle up MODEL starts one"
-            )
+            names = [endpoint.name for endpoint in all_endpoints]
+            hint = did_you_mean(name, names) if names else "peagle up MODEL starts one"
             hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return match
     alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
     if len(alive) != 1:
-        names = ", ".join(endpoint.name for endpoint in alive)
+        running = ", ".join(endpoint.name for endpoint in alive)
         raise ConfigError(
-            f"{len(alive)} endpoints are running: {names}" if alive else "no endpoint is running",
+            f"{len(alive)} endpoints are running: {running}" if alive else "no endpoint is running",
             hint="give the name of one" if alive else "peagle up MODEL starts one",
         )
     return alive[0]
@@ -196,7 +191,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        stop_s=2 * max(model.drain_s for model in config.served) + _SPARE_S,
+        stop_s=2 * max(model.drain_s for model in config.served) + 60.0,  # to stop Serve and Ray
         model=config.served[0].served_name,
     )
     endpoint.write()
@@ -234,7 +229,7 @@ def end(endpoint: Endpoint) -> None:
 
 def name_for(config: ServeConfig) -> str:
     """Return the name of an endpoint: its first model's name, as a valid folder name."""
-    return _NOT_OF_A_NAME.sub("-", config.served[0].served_name).strip("-.") or "endpoint"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", config.served[0].served_name).strip("-.") or "endpoint"
 
 
 def _folder() -> Path:

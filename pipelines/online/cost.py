@@ -7,7 +7,7 @@ appears in the account of the whole endpoint.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
-from peagle.economics.usage import UnitUsage, Work
+from peagle.economics.usage import Work
 from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
@@ -38,11 +38,9 @@ class CostView:
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
-        """Return usage and cost as JSON.
+        """Return usage and cost as JSON, of all time or of the last seconds, rounded to minutes.
 
-        Args:
-            key: only the requests of this key, without the engines' account; None for all.
-            window_s: only the last seconds, rounded to minutes; None for all time.
+        With a key, return only its requests, without the engines' account.
         """
         with self.totals.snapshot():
             return self._report(key, window_s)
@@ -61,24 +59,17 @@ class CostView:
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
-        """Return the spend of some days as JSON, like `peagle cost`.
-
-        Args:
-            key: only what this key was billed; None for everything, including overhead and losses.
-        """
+        """Return the spend of some days as JSON, like `peagle cost`. With a key, return only what it was billed."""
+        work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
         with self.totals.snapshot():
-            ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
+            for cell, sums in self.totals.cells.items():
+                day = day_of(cell.minute * MINUTE_S)
+                group = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
+                work[group] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
+            ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=work, then=self._sessions.then)
         charged = charges(ledger, days)
         chosen = (charge for charge in charged if key in (None, charge.key))
         return statement(chosen, by, days, session_labels(ledger.sessions))
-
-    def _work(self) -> Mapping[SpendingGroup, Work]:
-        work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
-        for cell, sums in self.totals.cells.items():
-            day = day_of(cell.minute * MINUTE_S)
-            group = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
-            work[group] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
-        return work
 
     async def require(self) -> None:
         """Wait briefly for the first read of the ledger; raise 503 if it takes longer."""
@@ -86,7 +77,11 @@ class CostView:
             raise overloaded("the ledger is being read; try again")
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:
-        since_minute = self._since_minute(window_s)
+        since_minute: float = -math.inf
+        if window_s is not None:  # the first minute of the window, rounded to an hour or a day if it is long ago
+            now = self._now()
+            first_minute = math.floor(max(now - window_s, 0.0) / MINUTE_S)
+            since_minute = coarsen(first_minute, math.floor(now / MINUTE_S))
         chosen = {
             cell: sums
             for cell, sums in self.totals.cells.items()
@@ -99,24 +94,14 @@ class CostView:
         }
         if key is not None:
             return report
-        units = [sums.usage for sums in chosen.values()]
+        sessions = self._sessions.all() if window_s is None else self._sessions.since(since_minute * MINUTE_S)
+        session_ids = {session.session_id for session in sessions}
+        units = (sums.usage for sums in chosen.values() if sums.usage.session_id in session_ids)
         return report | {
             "by_key": _grouped(chosen, lambda cell: cell.key),
-            **self._engines(units, window_s, since_minute * MINUTE_S),
+            "account": account(units, sessions, self._price).to_dict(),
+            "self_checks": counted(session.self_check for session in sessions),
         }
-
-    def _since_minute(self, window_s: float | None) -> float:
-        """Return the first minute of the window, rounded to an hour or a day if it is long ago."""
-        if window_s is None:
-            return -math.inf
-        now = self._now()
-        return coarsen(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
-
-    def _engines(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
-        sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
-        session_ids = {session.session_id for session in sessions}
-        total = account((unit for unit in units if unit.session_id in session_ids), sessions, self._price)
-        return {"account": total.to_dict(), "self_checks": counted(session.self_check for session in sessions)}
 
 
 def requested_period(

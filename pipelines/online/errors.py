@@ -20,8 +20,6 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_OF_A_REQUEST_UNDER_WAY = (408, 413, 415, 431)
-_OVERLOADED_RETRY_S = 5
 _MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not echo a MiB of the request
 
 
@@ -66,7 +64,8 @@ class ApiError(Exception):
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
         headers |= {} if self.is_retryable else {"x-should-retry": "false"}
         headers |= {"allow": self.allow} if self.allow else {}
-        return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
+        is_unread = self.status in (408, 413, 415, 431)  # the rest of the request may still arrive
+        return headers | ({"connection": "close"} if is_unread else {})
 
 
 def _cut(text: str, most: int) -> str:
@@ -76,7 +75,7 @@ def _cut(text: str, most: int) -> str:
 
 def overloaded(message: str) -> ApiError:
     """Return a 503 that asks the client to retry."""
-    return ApiError(503, message, code="overloaded", retry_after_s=_OVERLOADED_RETRY_S)
+    return ApiError(503, message, code="overloaded", retry_after_s=5)
 
 
 def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:

@@ -15,9 +15,8 @@ from peagle.engine_options import ResolvedDefaults, resolve_defaults
 from peagle.hardware import Hardware
 from peagle.planning.expectation import known_speed
 from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, machine_in_words, memory_of
-from pipelines.online.app import Served, endpoint_price, gate_settings, resolve
+from pipelines.online.app import Served, endpoint_price, gate_settings, num_accelerators, resolve, size_of
 from pipelines.online.config import ServeConfig
-from pipelines.online.placement import num_accelerators, size_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,7 @@ _CHECK_S = 5.0
 
 
 class IdleWatch:
-    """A measure of how long all engines have been idle.
-
-    Args:
-        has_batches: returns whether a batch is running; the engines of batches are not in the ledger.
-    """
+    """Measure how long all engines and batches have been idle. The engines of batches are not in the ledger."""
 
     def __init__(
         self,

@@ -48,18 +48,15 @@ from pipelines.online.wire import PING_URL, Context, error_response, with_header
 
 
 def answer_errors(app: FastAPI) -> None:
-    def response(error: ApiError) -> Response:
-        headers, body = error_response(error)
-        return Response(body, error.status, headers)
-
-    async def answer_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "only registered for it"
-        return response(from_validation(list(error.errors())))
-
     async def answer(request: Request, error: Exception) -> Response:
-        return response(from_exception(error))
+        if isinstance(error, RequestValidationError):
+            api_error = from_validation(list(error.errors()))
+        else:
+            api_error = from_exception(error)
+        headers, body = error_response(api_error)
+        return Response(body, api_error.status, headers)
 
-    app.add_exception_handler(RequestValidationError, answer_validation)
+    app.add_exception_handler(RequestValidationError, answer)
     app.add_exception_handler(HTTPException, answer)
 
 
@@ -83,7 +80,6 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     CHAT_URL: {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
     COMPLETIONS_URL: {"prompt": "The capital of France is"},
 }
-_OF_SAGEMAKER: dict[str, Route] = {"ping": get(PING_URL, Rule.OPEN, include_in_schema=False)}
 
 
 class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's classes are untyped
@@ -309,4 +305,5 @@ def _crash_counter() -> Any:
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:
-    return _ROUTES | (_OF_SAGEMAKER if settings.is_behind_sagemaker else {})
+    ping = get(PING_URL, Rule.OPEN, include_in_schema=False)
+    return _ROUTES | ({"ping": ping} if settings.is_behind_sagemaker else {})

@@ -47,11 +47,7 @@ class _Cell:
 
 
 class LiveView:
-    """The last minutes of a ledger.
-
-    Args:
-        break_even: the acceptance length that a drafter needs, by model and concurrency, if known.
-    """
+    """The last minutes of a ledger. `break_even` lengths of drafters are by model and concurrency, if known."""
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class LiveView:
         self._cost = cost
         self._break_even = break_even
         self._now = now
-        self._steps: dict[int, defaultdict[LiveGroup, _Cell]] = {}
+        self._steps: defaultdict[int, defaultdict[LiveGroup, _Cell]] = defaultdict(lambda: defaultdict(_Cell))
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         cost.totals.add_follower(self)
@@ -86,18 +82,24 @@ class LiveView:
 
     def _report(self, key: str | None, window_s: int) -> dict[str, Any]:
         last = int(self._now() // STEP_S)
-        self._forget(last)
+        for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
+            del self._steps[step]
         steps = range(last - window_s // STEP_S, last)
         seen = {group for step in steps for group in self._steps.get(step, ())}
         models = sorted({group.model for group in seen if key in (None, group.key)})
         by_model = {model: self._figures(steps, key, model) for model in models}
+        notes = []
+        for model, figures in by_model.items():
+            length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
+            if text := note(length, break_even=self._needed(model, figures)):
+                notes.append(f"{model}: {text}")
         return {
             "ends_at_s": last * STEP_S,
             "window_s": window_s,
             "total": self._figures(steps, key, None),
             "by_model": by_model,
             "series": self._series(steps, key),
-            "notes": [text for model, figures in by_model.items() for text in self._notes(model, figures)],
+            "notes": notes,
         }
 
     def needed(self) -> dict[str, float]:
@@ -111,38 +113,23 @@ class LiveView:
     def _needed(self, model: str, figures: Mapping[str, Any]) -> float | None:
         return needed_at(self._break_even.get(model, {}), figures["requests_at_once"])
 
-    def _notes(self, model: str, figures: Mapping[str, Any]) -> list[str]:
-        length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
-        text = note(length, break_even=self._needed(model, figures))
-        return [f"{model}: {text}"] if text else []
-
     def on_attach(self, totals: Totals) -> None:
         for request in totals.recent(self._now() - MAX_WINDOW_S):
             self.on_ledger_record(request)
 
     def on_ledger_record(self, request: RequestUsage) -> None:
-        with self._lock:
-            self._add(request)
-
-    def _add(self, request: RequestUsage) -> None:
         usage, group = request.usage, LiveGroup(request.key, request.model)
         last = int(usage.finished_at // STEP_S)
         if last < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
             return
-        cell = self._cell(last, group)
-        cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
-        if request.ttft_s is not None:
-            cell.ttft_s.append(request.ttft_s)
         begins_at = min(usage.started_at + (request.ttft_s or 0.0), usage.finished_at)
-        for step, share in spread_over_steps(begins_at, usage.finished_at):
-            self._cell(step, group).num_tokens_made += share * usage.num_output_tokens
-
-    def _cell(self, step: int, group: LiveGroup) -> _Cell:
-        return self._steps.setdefault(step, defaultdict(_Cell))[group]
-
-    def _forget(self, last: int) -> None:
-        for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
-            del self._steps[step]
+        with self._lock:
+            cell = self._steps[last][group]
+            cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
+            if request.ttft_s is not None:
+                cell.ttft_s.append(request.ttft_s)
+            for step, share in spread_over_steps(begins_at, usage.finished_at):
+                self._steps[step][group].num_tokens_made += share * usage.num_output_tokens
 
     def _cells(self, steps: Collection[int], key: str | None, model: str | None) -> list[_Cell]:
         return [
@@ -196,9 +183,6 @@ def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-_WINDOW_S = 600.0
-
-
 def watch_engines(
     watches: Mapping[str, DrafterWatch],
     view: CostView,
@@ -210,7 +194,7 @@ def watch_engines(
     """Check the last ten minutes of each drafter periodically until the endpoint stops. `watches` are by model name."""
     while not stopped.wait(every_s):
         try:
-            by_model = view.report(window_s=_WINDOW_S)["by_model"]
+            by_model = view.report(window_s=600.0)["by_model"]
         except PeagleError as error:
             say(f"cannot read the ledger, so drafters were not checked: {error}")
             continue

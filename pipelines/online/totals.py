@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import threading
@@ -69,7 +70,8 @@ class TokenPrice:
         prefill_s = min(request.ttft_s or 0.0, wall_s)
         num_made = usage.num_output_tokens - usage.speculation.num_accepted_tokens
         steps = max(0.0, num_made / request.num_choices - (request.ttft_s is not None))
-        self._forget()
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) * _KEPT)
         self.num_requests += 1
         self.usd += request.usd
         self.busy_s += usage.busy_s
@@ -79,10 +81,6 @@ class TokenPrice:
         if steps:
             self.decode_s += wall_s - prefill_s
             self.steps += steps
-
-    def _forget(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) * _KEPT)
 
     @property
     def is_known(self) -> bool:
@@ -201,9 +199,18 @@ class TotalsCheckpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
+    head = {
+        "format": _FORMAT,
+        "marks": checkpoint.marks,
+        "spent_by_day": checkpoint.spent_by_day,
+        "batches": sorted(checkpoint.batches),
+        "prices": {model: astuple(price) for model, price in checkpoint.prices.items()},
+    }
+    cells = ([astuple(cell), astuple(sums)] for cell, sums in checkpoint.cells.items())
     digest = hashlib.sha256()
     with atomic_file(path) as file:
-        for line in _lines(checkpoint):
+        for values in itertools.chain([head], cells):
+            line = json.dumps(values).encode() + b"\n"
             digest.update(line)
             file.write(line)
         file.write(json.dumps({"sha256": digest.hexdigest()}).encode() + b"\n")
@@ -219,19 +226,6 @@ def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         _log.warning("%s: cannot be used; reading the whole ledger: %s", path, error)
         return None
-
-
-def _lines(checkpoint: TotalsCheckpoint) -> Iterator[bytes]:
-    head = {
-        "format": _FORMAT,
-        "marks": checkpoint.marks,
-        "spent_by_day": checkpoint.spent_by_day,
-        "batches": sorted(checkpoint.batches),
-        "prices": {model: astuple(price) for model, price in checkpoint.prices.items()},
-    }
-    yield json.dumps(head).encode() + b"\n"
-    for cell, sums in checkpoint.cells.items():
-        yield json.dumps([astuple(cell), astuple(sums)]).encode() + b"\n"
 
 
 def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
@@ -274,9 +268,7 @@ def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
 CHECKPOINT_NAME = "totals.jsonl"
 _MIN_UNSAVED = 20_000  # records; reading them takes a second
 _CELLS_PER_LINE = 4  # per new record: writing takes about as long as reading
-_RETRY_S = 5.0
 _SOON_S = 2.0
-_POLL_S = 0.02
 
 
 class LedgerFollower(Protocol):
@@ -348,7 +340,7 @@ class Totals:
         give_up_at = time.monotonic() + _SOON_S
         while not self.is_loaded and time.monotonic() < give_up_at:
             self.read_in_background()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.02)
         return self.is_loaded
 
     def recent(self, since: float) -> Iterator[RequestUsage]:
@@ -362,7 +354,7 @@ class Totals:
                 return
             except Exception:  # the thread must survive: keys with a budget wait for it
                 _log.exception("%s: cannot read the ledger; requests of keys with a budget must wait", self.folder)
-                time.sleep(_RETRY_S)
+                time.sleep(5.0)
 
     def _restore(self) -> None:
         self._is_restored = True
@@ -411,13 +403,10 @@ class Totals:
         self.budgets.on_ledger_record(request)
         self._num_unsaved += 1
         if not request.is_batch:
-            self._update_price(request)
-
-    def _update_price(self, request: RequestUsage) -> None:
-        price = self.prices.get(request.model) or TokenPrice()
-        price.update(request)
-        if price.is_known:
-            self.prices[request.model] = price
+            price = self.prices.get(request.model) or TokenPrice()
+            price.update(request)
+            if price.is_known:
+                self.prices[request.model] = price
 
 
 @functools.cache

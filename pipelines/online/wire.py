@@ -183,11 +183,6 @@ def to_text(event: Mapping[str, Any] | str) -> str:
     return f"{_DATA}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_END}"
 
 
-def is_usage_alone(event: Mapping[str, Any]) -> bool:
-    """Return whether this is the last event of a stream, which has usage but no choices."""
-    return bool(event.get("usage")) and not event.get("choices")
-
-
 Headers = Iterable[tuple[bytes, bytes]]
 
 

@@ -40,8 +40,7 @@ class Quota:
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Reserve space for a file until its record is written or the upload has failed. Raises 413 over quota.
 
-        Yields a function that writes the record in a thread. If the client disconnects, the thread continues and keeps
-        the reservation.
+        Yields a function that writes the record in a thread, which keeps the reservation if the client disconnects.
         """
         self._arrive(key, num_bytes, 1)
         doing: list[asyncio.Task[Any]] = []
@@ -51,7 +50,7 @@ class Quota:
             return await asyncio.shield(doing[-1])
 
         try:
-            await in_thread(self._require, key)
+            await in_thread(self.require, key)
             yield held
         finally:
             if doing and not doing[-1].done():
@@ -59,34 +58,28 @@ class Quota:
             else:
                 self._arrive(key, -num_bytes, -1)
 
-    def require_room(self, key: KeyRecord) -> None:
-        self._require(key, num_bytes=1, num_files=1)
-
     def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
         with self._lock:
             self._arriving_bytes[key.name] += num_bytes
             self._arriving_files[key.name] += num_files
 
-    def _require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
+    def require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
         """Require that the key's files, arriving uploads and the given amount fit the quota."""
         limit, files = self._limits.of(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
         num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
         if num_files > limit.max_stored_files:
-            raise _full(f"{limit.max_stored_files} files")
-        if num_bytes > limit.max_stored_mib * MIB:
-            raise _full(f"{limit.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}")
-
-
-def _full(limit: str) -> ApiError:
-    message = f"this key may store {limit}, including running uploads; delete files that are not needed"
-    return ApiError(413, message, code="storage_quota_exceeded")
+            exceeded = f"{limit.max_stored_files} files"
+        elif num_bytes > limit.max_stored_mib * MIB:
+            exceeded = f"{limit.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}"
+        else:
+            return
+        message = f"this key may store {exceeded}, including running uploads; delete files that are not needed"
+        raise ApiError(413, message, code="storage_quota_exceeded")
 
 
 MAX_FIELD_BYTES = 1024  # of form fields other than the file
-_MAX_NAME_CHARS = 255
 _DEFAULT_NAME = "upload.jsonl"
-_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 class ExpiresAfter(BaseModel):
@@ -126,15 +119,12 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     # The last part of a path, without unprintable characters.
     name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
     name = "".join(char if char.isprintable() else "_" for char in name)
-    return upload, name[-_MAX_NAME_CHARS:].strip() or _DEFAULT_NAME, _expiry(form)
-
-
-def _expiry(form: Mapping[str, Any]) -> int | None:
+    name = name[-255:].strip() or _DEFAULT_NAME
     given = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
     if not given:
-        return None
+        return upload, name, None
     try:
-        return ExpiresAfter.model_validate(given).seconds
+        return upload, name, ExpiresAfter.model_validate(given).seconds
     except ValidationError as error:
         first = error.errors()[0]
         param = f"expires_after[{first['loc'][0]}]"
@@ -150,7 +140,7 @@ def require_form(content_type: str) -> None:
     if kind != b"multipart/form-data":
         raise _no_file()
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
-    if charset.lower() not in _CHARSETS:
+    if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
         raise ApiError(415, f"content-type: send the form in UTF-8, not {shown(charset)}", code="unsupported_charset")
 
 
@@ -213,7 +203,7 @@ class BatchCreator:
         if stored is None or stored.purpose != INPUT:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
-        self._quota.require_room(key)
+        self._quota.require(key, num_bytes=1, num_files=1)
         limit, batches = self._limits.of(key), self._store.batches(key.name)
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"

@@ -9,7 +9,6 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import BinaryIO
 from urllib.parse import quote
 
@@ -27,18 +26,6 @@ _PIECE_BYTES = 1 << 19
 _BODY_TIMEOUT_S = 10.0  # to receive the request's body, which is ignored
 _RETRY_S = 1.0
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """The bytes of a file from `first` to before `end`."""
-
-    first: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.first
 
 
 class TransferLimit:
@@ -69,7 +56,6 @@ class Download(Response):
     """A response with a file, or the part that `Range` requests.
 
     Args:
-        open_source: opens the file.
         headers: the request's headers.
         read_ahead_bytes: the open file's read buffer, in addition to the window.
     """
@@ -88,13 +74,35 @@ class Download(Response):
         etag = f'"{file.id}-{file.num_bytes}"'  # contents are immutable
         wanted = headers.get("range") if headers.get("if-range") in (None, etag) else None
         self._span = span_of(wanted, file.num_bytes)
-        super().__init__(status_code=206 if self._span.num_bytes < file.num_bytes else 200, headers=self._head(etag))
+        is_part = len(self._span) < file.num_bytes
+        head = {
+            "content-type": "application/octet-stream",
+            "content-length": str(len(self._span)),
+            "content-disposition": attachment(file.filename),
+            "x-content-type-options": "nosniff",
+            "accept-ranges": "bytes",
+            "etag": etag,
+        }
+        if is_part:
+            head["content-range"] = f"bytes {self._span.start}-{self._span.stop - 1}/{file.num_bytes}"
+        super().__init__(status_code=206 if is_part else 200, headers=head)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
-        num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes
-        with self._transfers.hold(self._file.owner, self._reserved_bytes(num_bytes)), await self._open() as source:
+        num_bytes = self._read_ahead_bytes + (
+            min(len(self._span), WINDOW_BYTES) if window.has_acks else len(self._span)
+        )
+        limit = self._transfers.max_per_key
+        if num_bytes > limit:
+            raise ApiError(
+                400,
+                f"the file has {self._file.num_bytes} bytes, but this endpoint sends at most {limit} per response: "
+                "fetch it in parts with the header Range "
+                "(no limit if Ray's nodes are started with deploy/ray.env)",
+                code="range_needed",
+            )
+        with self._transfers.hold(self._file.owner, num_bytes), await self._open() as source:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_pieces(source, window, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -102,8 +110,8 @@ class Download(Response):
 
     async def _send_pieces(self, source: BinaryIO, window: DownloadWindow, send: Send) -> None:
         num_sent = 0
-        while num_sent < self._span.num_bytes and not window.has_left:
-            piece = await in_thread(source.read, min(_PIECE_BYTES, self._span.num_bytes - num_sent))
+        while num_sent < len(self._span) and not window.has_left:
+            piece = await in_thread(source.read, min(_PIECE_BYTES, len(self._span) - num_sent))
             if not piece:
                 raise OSError(f"{self._file.id}: shorter than its record")
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -116,54 +124,25 @@ class Download(Response):
             source = await in_thread(self._open_source)
         except FileNotFoundError:
             raise no_such_file(self._file.id) from None
-        source.seek(self._span.first)
+        source.seek(self._span.start)
         return source
 
-    def _reserved_bytes(self, num_bytes: int) -> int:
-        limit = self._transfers.max_per_key
-        if num_bytes + self._read_ahead_bytes > limit:
-            raise ApiError(
-                400,
-                f"the file has {self._file.num_bytes} bytes, but this endpoint sends at most {limit} per response: "
-                "fetch it in parts with the header Range "
-                "(no limit if Ray's nodes are started with deploy/ray.env)",
-                code="range_needed",
-            )
-        return num_bytes + self._read_ahead_bytes
 
-    def _head(self, etag: str) -> dict[str, str]:
-        head = {
-            "content-type": "application/octet-stream",
-            "content-length": str(self._span.num_bytes),
-            "content-disposition": attachment(self._file.filename),
-            "x-content-type-options": "nosniff",
-            "accept-ranges": "bytes",
-            "etag": etag,
-        }
-        if self._span.num_bytes < self._file.num_bytes:
-            head["content-range"] = f"bytes {self._span.first}-{self._span.end - 1}/{self._file.num_bytes}"
-        return head
-
-
-def span_of(header: str | None, num_bytes: int) -> ByteRange:
-    """Return the range that a `Range` header requests; the whole file if it is invalid or has several ranges.
+def span_of(header: str | None, num_bytes: int) -> range:
+    """Return the bytes that a `Range` header requests; the whole file if it is invalid or has several ranges.
 
     >>> span_of("bytes=2-3", 10), span_of("bytes=-3", 10), span_of("bytes=8-99", 10)
-    (ByteRange(first=2, end=4), ByteRange(first=7, end=10), ByteRange(first=8, end=10))
+    (range(2, 4), range(7, 10), range(8, 10))
     """
     match = _RANGE.fullmatch(header.replace(" ", "")) if header else None
-    if match is None:
-        return ByteRange(0, num_bytes)
-    first, last, tail = match.groups()
+    first, last, tail = match.groups() if match else ("0", "", None)
+    if last and int(last) < int(first):
+        return range(num_bytes)  # invalid according to RFC 9110
     if tail is not None:
-        span = ByteRange(max(0, num_bytes - int(tail)), num_bytes)
-    elif last:
-        span = ByteRange(int(first), min(int(last) + 1, num_bytes))
-        if int(last) < int(first):
-            return ByteRange(0, num_bytes)  # invalid according to RFC 9110
+        span = range(max(0, num_bytes - int(tail)), num_bytes)
     else:
-        span = ByteRange(int(first), num_bytes)
-    if span.num_bytes <= 0:
+        span = range(int(first), min(int(last) + 1, num_bytes) if last else num_bytes)
+    if not span and match:
         raise ApiError(416, f"range: the file has {num_bytes} bytes", code="range_not_satisfiable", param="range")
     return span
 

@@ -64,9 +64,7 @@ class EndpointLender:
 class LentEngine:
     """A `RowEngine` that runs rows in idle slots of the endpoint's engines.
 
-    Args:
-        call: sends a row to an engine.
-        meter: receives the cost of rows, including rows that were returned.
+    `call` sends a row to an engine. `meter` receives the cost of rows, including rows that were returned.
     """
 
     def __init__(

@@ -11,19 +11,21 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.economics.ledger import SessionReader, write_batch
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import UnitUsage
+from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs.directory import RunDirectory
+from peagle.runs.scaling import EngineRange
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import ending_s
 from pipelines.online.batches.lent import EndpointLender
-from pipelines.online.batches.money import BatchEstimate, BatchMoney, estimate
-from pipelines.online.batches.records import Batch, BatchProgress, BatchRequest, Status
-from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.batches.records import Batch, BatchProgress, Status
+from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.batches.store import BatchStore, output_id
 from pipelines.online.batches.validation import Checked, Rules
 from pipelines.online.batches.work import (
@@ -37,9 +39,10 @@ from pipelines.online.batches.work import (
     Runner,
     Task,
 )
+from pipelines.online.budgets import account_of, accounts_of
 from pipelines.online.gateway.admission import default_max_tokens
-from pipelines.online.gateway.keys import KeyRecord, Payer
-from pipelines.online.totals import totals_of
+from pipelines.online.gateway.keys import KeyRecord, Payer, SharedBudgets
+from pipelines.online.totals import TokenPrice, totals_of
 from pipelines.online.wire import Context
 
 Errors = tuple[Mapping[str, Any], ...]
@@ -52,8 +55,6 @@ _STATUS: Mapping[Reason | None, Status] = {
     KEY_REVOKED: "cancelled",
     MODEL_WITHDRAWN: "failed",
 }
-_OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
-"""These reasons also become errors of the batch itself, since the client did not cancel it."""
 
 
 def fault(code: str, message: str) -> Errors:
@@ -74,99 +75,78 @@ def ended(
 
     Args:
         reason: why the batch ended early, or None.
-        result: the run's result; None if nothing was run.
         files: ids of the output and error files.
     """
     before, status = batch.progress, _STATUS[reason]
     at: dict[str, Any] = {f"{status}_at": now}
-    if reason in _OF_THE_KEY:
+    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # the client did not cancel it
         errors = fault(reason, UNEXECUTED[reason])
     progress = replace(before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **at)
     if result is None:
         return progress
+    usage = None
+    if result.usage is not None:
+        num_prompt, num_output = result.usage.num_prompt_tokens, result.usage.num_output_tokens
+        usage = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": result.usage.num_cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_output,
+        }
     return replace(
         progress,
         num_completed=result.num_completed,
         num_failed=result.num_failed,
         finalizing_at=before.finalizing_at or now,
-        usage=None if result.usage is None else _usage(result.usage),
-    )
-
-
-def _usage(usage: UnitUsage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-    }
-
-
-def make_rules(request: BatchRequest, settings: BatchSettings) -> Rules:
-    return Rules(
-        endpoint=request.endpoint,
-        key=request.key,
-        models=tuple(batch_model.model for batch_model in settings.models.values()),
-        max_output_tokens=settings.max_output_tokens,
-        max_line_bytes=settings.max_line_bytes,
+        usage=usage,
     )
 
 
 def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None) -> Task:
     request, model = batch.request, batch.progress.model
     assert model is not None, "its input was validated"
-    batch_model = settings.models.get(model)
+    key, batch_model = request.key, settings.models.get(model)
+    config: dict[str, Any] = {}
+    lender, tags = None, settings.tags(model, key)
+    if batch_model is not None:
+        # Without input, output and budget. Requests are sampled as on the routes.
+        config = {
+            **batch_model.config,
+            "input_format": "openai-batch",
+            "temperature": 1.0,  # OpenAI's default
+            "max_tokens": default_max_tokens(request.endpoint, key, batch_model.model, settings.max_output_tokens),
+            "tags": tags,
+        }
+    if batch_model is not None and batch_model.lent_slots:
+        lender = EndpointLender(
+            deployment=settings.deployments[model],
+            application=settings.application,
+            context=Context(request_id=batch.id, key=key.name, account=key.account, tags=tags_to_text(tags)),
+            cache_salt=settings.cache_salt(key),
+            num_slots=batch_model.lent_slots,
+        )
     return Task(
         batch_id=request.id,
-        owner=request.key.name,
-        account=request.key.account,
+        owner=key.name,
+        account=key.account,
         model=model,
         input=str(store.input_path(request)),
         run=str(store.run_path(request.id)),
         errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
-        config={} if batch_model is None else _run_config(request, settings, model),
+        config=config,
         neighbours=None if batch_model is None else batch_model.neighbours,
-        lender=None if batch_model is None or not batch_model.lent_slots else _lender(batch, settings, model),
+        lender=lender,
         commits={} if batch_model is None else batch_model.commits,
         budget_usd=budget_usd,
     )
-
-
-def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender:
-    key = batch.request.key
-    tags = tags_to_text(settings.tags(model, key))
-    return EndpointLender(
-        deployment=settings.deployments[model],
-        application=settings.application,
-        context=Context(request_id=batch.id, key=key.name, account=key.account, tags=tags),
-        cache_salt=settings.cache_salt(key),
-        num_slots=settings.models[model].lent_slots,
-    )
-
-
-def _run_config(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """Return the bulk run's configuration, without input, output and budget. Requests are sampled as on the routes."""
-    batch_model = settings.models[model]
-    return {
-        **batch_model.config,
-        "input_format": "openai-batch",
-        "temperature": 1.0,  # OpenAI's default
-        "max_tokens": default_max_tokens(request.endpoint, request.key, batch_model.model, settings.max_output_tokens),
-        "tags": settings.tags(model, request.key),
-    }
 
 
 def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
     """Return the batches in the order in which the scheduler handles them.
 
     Running batches come first, since they may free capacity. The others are sorted by the number of running batches of
-    their key, by how long their key has waited, and by age.
-
-    Args:
-        batches: unfinished batches, oldest first.
-        running: ids of batches with running work.
-        began: sequence number of each key's latest start.
+    their key, by the sequence number of the key's latest start (`began`), and by age, as in `batches`.
     """
     ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
     ranks: dict[str, int] = {}
@@ -179,6 +159,109 @@ def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[st
         batches,
         key=lambda batch: (batch.id not in running, ranks[batch.id], began.get(batch.request.key.name, 0)),
     )
+
+
+# --- costs
+#
+# A batch reserves the same amount in each budget that applies (key, tags, endpoint) until it ends, so it can cost at
+# most what the smallest of them has left. Tokens are priced like recent requests of the same model, engine starts and
+# shutdowns like the endpoint's. The estimate is not a limit: the reservation grows with the actual cost.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEstimate:
+    """The expected cost of a batch in US dollars: its tokens, and starting and stopping its engines."""
+
+    tokens_usd: float
+    overhead_usd: float
+
+    def wanted_usd(self, spent_usd: float) -> float:
+        """Return the amount to reserve after `spent_usd` were spent.
+
+        A run stops when the unspent rest no longer covers its shutdown. Reserving twice the spend prevents that
+        between two ticks.
+        """
+        return max(self.tokens_usd, 2 * spent_usd) + self.overhead_usd
+
+
+def estimate(
+    progress: BatchProgress, batch_model: BatchModel, price: TokenPrice | None, sessions: Iterable[EngineSession]
+) -> BatchEstimate | None:
+    """Return the expected cost of a validated batch.
+
+    Returns None if the model has not answered requests yet, or none of its engines has started. `sessions` are those
+    of the endpoint's engines.
+    """
+    tokens_usd = price and price.shared_price(
+        prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
+    )
+    started = [
+        session for session in sessions if session.model == progress.model and (session.busy_s or session.idle_s)
+    ]
+    if not tokens_usd or not started:
+        return None
+    ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
+    loads = not batch_model.lent_slots
+    each_usd = max(
+        (loads * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s
+        for session in started
+    )
+    return BatchEstimate(
+        tokens_usd=tokens_usd, overhead_usd=EngineRange.parse(batch_model.config["engines"]).largest * each_usd
+    )
+
+
+class BatchMoney:
+    """Reserves and settles the cost of batches.
+
+    `spent_usd` returns the current spend of an account including ended batches; None if unknown.
+    """
+
+    def __init__(self, settings: BatchSettings, spent_usd: Callable[[str], float | None]) -> None:
+        self._settings, self._spent_usd = settings, spent_usd
+        self._budgets = totals_of(settings.ledger).budgets
+        self._shared = SharedBudgets(settings.ledger)
+
+    def payers(self, batch: Batch) -> list[Payer]:
+        """Return those of the batch's key, its tags and the endpoint that have budgets."""
+        key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
+        own: list[Payer] = [key] if key.budget_usd is not None else []
+        return [*own, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
+
+    def left_usd(self, payers: Sequence[Payer]) -> list[float] | None:
+        """Return what is left of each budget, ignoring reservations. None if the spend is still unknown."""
+        left = []
+        for payer in payers:
+            limit_usd = self._budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every)
+            if (spent_usd := self._spent_usd(payer.account)) is None:
+                return None
+            assert limit_usd is not None, "payers have a budget"
+            left.append(limit_usd - spent_usd)
+        return left
+
+    def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:
+        """Reserve the same amount in all budgets, replacing the previous reservation, and return it.
+
+        If a budget has nothing left, the previous reservation stays and 0 is returned.
+        """
+        before = {payer.account: self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers}
+        held_usd = wanted_usd
+        for _ in range(2):  # the second pass reserves the smallest amount everywhere
+            for payer, left in zip(payers, left_usd, strict=True):
+                held_usd = min(held_usd, self._budgets.reserve_batch(batch_id, payer.account, left, held_usd))
+            if held_usd <= 0:
+                for account, usd in before.items():
+                    self._budgets.restore_batch_reservation(batch_id, account, usd)
+                return 0.0
+        return held_usd
+
+    def held_by(self, batch_id: str, payers: Sequence[Payer]) -> float:
+        return min((self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers), default=0.0)
+
+    def settle(self, batch_id: str, record: RequestUsage | None) -> None:
+        """Replace the reservations of an ended batch with its cost; `record` is None if nothing ran."""
+        accounts = accounts_of(account_of(record), record.tags, is_batch=True) if record else ()
+        self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)
 
 
 _LIGHT_AT_ONCE = 2  # processes that validate or collect
@@ -291,7 +374,13 @@ class Scheduler:
         elif is_checked:
             self._begin_run(batch)
         elif self._has_room():
-            rules = make_rules(batch.request, self._settings)
+            rules = Rules(
+                endpoint=batch.request.endpoint,
+                key=batch.request.key,
+                models=tuple(batch_model.model for batch_model in self._settings.models.values()),
+                max_output_tokens=self._settings.max_output_tokens,
+                max_line_bytes=self._settings.max_line_bytes,
+            )
             self._works[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
 
     def _begin_run(self, batch: Batch) -> None:

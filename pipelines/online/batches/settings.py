@@ -95,7 +95,6 @@ class BatchSettings:
         return {**(batch_model.config.get("tags", {}) if batch_model else {}), **key.tags}
 
 
-_LENT_CPUS = 0.05  # for a process that only forwards rows to the endpoint's engines
 _ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
 
 
@@ -120,13 +119,7 @@ def batch_settings(
     specs: Mapping[str, EngineSpec],
     app_id: str,
 ) -> BatchSettings | None:
-    """Return the settings, or None if batches are disabled.
-
-    Args:
-        placements: resources per engine, by model name; they include the engines of batches.
-        specs: the endpoint's engines, by model name.
-        app_id: the group that numbers the endpoint's engines on a node.
-    """
+    """Return the settings, or None if batches are disabled. `app_id` numbers the endpoint's engines on a node."""
     if config.batches is None:
         return None
     models = {model.name: model for model in gate.models}
@@ -135,13 +128,16 @@ def batch_settings(
         "engines": "1" if config.lends_engines else config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
     }
+    slot_group = f"{app_id}-lent" if config.lends_engines else app_id
+    if config.lends_engines:  # the process of a batch only forwards rows to the endpoint's engines
+        placements = {name: replace(each, num_cpus=0.05, num_gpus=0) for name, each in placements.items()}
     return BatchSettings(
         folder=str(config.batches),
         models={
             keys.served_name: BatchModel(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=_engine_keys(keys)), **shared},
-                neighbours=_neighbours(config, hardware, placements[keys.served_name], app_id),
+                neighbours=Neighbours(slot_group=slot_group, hardware=hardware, placement=placements[keys.served_name]),
                 commits=specs[keys.served_name].commits,
                 lent_slots=specs[keys.served_name].max_num_seqs * keys.max_replicas if config.lends_engines else 0,
             )
@@ -162,11 +158,3 @@ def batch_settings(
         ),
         cache_salt=gate.cache_salt,
     )
-
-
-def _neighbours(config: ServeConfig, hardware: Hardware, placement: Placement, app_id: str) -> Neighbours:
-    """Return the other engines on the nodes. A batch on borrowed slots needs only a fraction of a core."""
-    if not config.lends_engines:
-        return Neighbours(slot_group=app_id, hardware=hardware, placement=placement)
-    lent = replace(placement, num_cpus=_LENT_CPUS, num_gpus=0)
-    return Neighbours(slot_group=f"{app_id}-lent", hardware=hardware, placement=lent)

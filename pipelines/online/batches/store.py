@@ -73,14 +73,13 @@ _OTHER_EXPORTS = ("parquet", "jsonl")  # written by a manual `peagle export`
 _ERRORS = "errors.jsonl"
 _ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
 _TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _threads = ThreadPoolExecutor(32, thread_name_prefix="files")
 _Answer = TypeVar("_Answer")
 
 
 def boot_id() -> str | None:
     try:
-        return _BOOT_ID.read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
@@ -236,9 +235,8 @@ class BatchStore:
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
-    def _drop_orphans(self) -> None:
+    def _drop_orphans(self, folder: StoragePath) -> None:
         """Delete uploads without a record that a crash left more than a day ago."""
-        folder = self.root / "files"
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
             is_upload = _ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
@@ -296,11 +294,17 @@ class BatchStore:
         if file.batch_id is None:
             for batch in self.batches(file.owner):
                 if batch.request.input_file_id == file.id:
-                    forget_prompts(self.run_path(batch.id))
+                    _forget_prompts(self.run_path(batch.id))
         elif file.id.endswith("-errors"):
-            forget_errors(self.run_path(file.batch_id))
+            run = self.run_path(file.batch_id)
+            _empty(run / "failed")
+            for name in (_EXPORT, *_OTHER_EXPORTS):
+                remove(run / "export" / name / _ERRORS)
         else:
-            forget_answers(self.run_path(file.batch_id))
+            run = self.run_path(file.batch_id)
+            _empty(run / "data")
+            for name in (_EXPORT, *_OTHER_EXPORTS):
+                _empty(run / "export" / name, but=_ERRORS)
         self.drop(file)
 
     def sweep(self) -> None:
@@ -316,7 +320,7 @@ class BatchStore:
                 path.unlink(missing_ok=True)
                 del self._idempotent_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEEP_S)
-        self._drop_orphans()
+        self._drop_orphans(self.root / "files")
         write_json(self.root / "clock.json", self.clock.state())
 
     # --- batches
@@ -454,25 +458,12 @@ def _descend(root: StoragePath, at: str) -> StoragePath:
     return root
 
 
-def forget_prompts(run: StoragePath) -> None:
+def _forget_prompts(run: StoragePath) -> None:
     """Delete a run's copies of its input. The API's output and error files stay."""
-    _empty(run / "data")
-    _empty(run / "failed")
-    _empty(run / "suspects")
+    for name in ("data", "failed", "suspects"):
+        _empty(run / name)
     for name in _OTHER_EXPORTS:
         _empty(run / "export" / name)
-
-
-def forget_answers(run: StoragePath) -> None:
-    _empty(run / "data")
-    for name in (_EXPORT, *_OTHER_EXPORTS):
-        _empty(run / "export" / name, but=_ERRORS)
-
-
-def forget_errors(run: StoragePath) -> None:
-    _empty(run / "failed")
-    for name in (_EXPORT, *_OTHER_EXPORTS):
-        remove(run / "export" / name / _ERRORS)
 
 
 def _empty(folder: StoragePath, but: str | None = None) -> None:

@@ -54,10 +54,11 @@ class Checked:
     errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 
-class _Wrong(Exception):  # noqa: N818 - private
-    def __init__(self, code: str | None, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+class _LineError(ApiError):
+    """An error of a line that a single request could not have."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(400, message, code=code, param=param)
 
 
 def check_input(path: str, rules: Rules) -> Checked:
@@ -72,11 +73,11 @@ def check_input(path: str, rules: Rules) -> Checked:
                     break
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
-        reader.note(None, _Wrong("invalid_file", message))
-    except _Wrong as wrong:
+        reader.note(None, _LineError("invalid_file", message))
+    except _LineError as wrong:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
-        reader.note(None, _Wrong("empty_file", "the file has no requests"))
+        reader.note(None, _LineError("empty_file", "the file has no requests"))
     return Checked(
         num_requests=reader.num_requests,
         model=reader.model,
@@ -97,37 +98,37 @@ class _Reader:
 
     def read(self, number: int, line: bytes) -> None:
         if self.num_requests == MAX_REQUESTS:
-            raise _Wrong("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
+            raise _LineError("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
         try:
             self._read(number, line)
         except ApiError as error:
-            self.note(number, _Wrong(error.code, error.message, error.param and f"body.{error.param}"))
-        except _Wrong as wrong:
-            self.note(number, wrong)
+            self.note(number, error)
         except RecursionError:
-            self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
+            self.note(number, _LineError("invalid_json_line", "this line is nested too deeply"))
 
-    def note(self, number: int | None, wrong: _Wrong) -> None:
-        message = wrong.message
+    def note(self, number: int | None, error: ApiError) -> None:
+        message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."
-        self.errors.append({"code": wrong.code, "message": message, "param": wrong.param, "line": number})
+        if param and not isinstance(error, _LineError):
+            param = f"body.{param}"
+        self.errors.append({"code": error.code, "message": message, "param": param, "line": number})
 
     def _read(self, number: int, line: bytes) -> None:
         if len(line) > self._rules.max_line_bytes:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
-            raise _Wrong("line_too_large", message)
+            raise _LineError("line_too_large", message)
         request = _parsed(line)
         if wrong := envelope_error(request):
-            raise _Wrong("invalid_request", wrong)
+            raise _LineError("invalid_request", wrong)
         custom_id, url = request["custom_id"], request["url"]
         if custom_id in self._line_of:
             message = f"custom_id {shown(custom_id)} is already used on line {self._line_of[custom_id]}"
-            raise _Wrong("duplicate_custom_id", message, "custom_id")
+            raise _LineError("duplicate_custom_id", message, "custom_id")
         self._line_of[custom_id] = number
         if url != self._rules.endpoint:
-            raise _Wrong(
+            raise _LineError(
                 "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"
             )
         body = json.dumps(request["body"]).encode()
@@ -137,7 +138,7 @@ class _Reader:
         self.output_tokens += checked.output_tokens
         self.model = self.model or checked.model.name
         if checked.model.name != self.model:
-            raise _Wrong(
+            raise _LineError(
                 "mismatched_model",
                 f"all requests must use the same model: {self.model} above, {checked.model.name} here",
                 "body.model",
@@ -148,9 +149,9 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         request = from_json(line)
     except HalfSurrogate as error:
-        raise _Wrong("invalid_json_line", f"this line has {error}") from None
+        raise _LineError("invalid_json_line", f"this line has {error}") from None
     except (ValueError, RecursionError):
-        raise _Wrong("invalid_json_line", "this line is not valid JSON") from None
+        raise _LineError("invalid_json_line", "this line is not valid JSON") from None
     if not isinstance(request, dict):
-        raise _Wrong("invalid_json_line", "this line is not a JSON object")
+        raise _LineError("invalid_json_line", "this line is not a JSON object")
     return request

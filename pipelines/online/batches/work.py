@@ -116,11 +116,7 @@ class Counts(progress.RunProgress):
 
 
 def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) -> Result:
-    """Run or resume a batch, and collect its results. A requested stop is not an error.
-
-    Args:
-        allowance: cost limit, which may change during the run.
-    """
+    """Run or resume a batch, and collect its results. A requested stop is not an error."""
     directory = RunDirectory(task.run)
     # A resumed run keeps its configuration, even if the endpoint's has changed.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
@@ -253,8 +249,6 @@ def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]
 
 
 _Answer = TypeVar("_Answer")
-_MAX_CONCURRENCY = 3  # the work, `counts`, `stop`
-_LIGHT_NICENESS = 10
 
 
 class Runner:
@@ -276,13 +270,13 @@ class Runner:
         return Handle(self._light_actor(), "collect", task, reason, idle=self._idle)
 
     def _light_actor(self) -> Any:
-        return self._idle.pop() if self._idle else _new_actor(_LIGHT_NICENESS)
+        return self._idle.pop() if self._idle else _new_actor(niceness=10)
 
 
 def _new_actor(niceness: int = 0) -> Any:
     import ray
 
-    options = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
+    options = {"num_cpus": 0, "max_concurrency": 3, "max_restarts": 0}  # concurrently: the work, `counts`, `stop`
     return ray.remote(BatchActor).options(**options).remote(niceness)
 
 

@@ -60,7 +60,7 @@ class ServedModel:
         max_choices: per request, over all its prompts; Ray Serve counts them as one request. None is unlimited.
         max_answer_bytes: maximum size of one answer, estimated with `AnswerShape`. None is unlimited.
         media: maximum items per request of each modality; None allows text only.
-        media_domains: hosts from which engines may fetch media.
+        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
         vocab_size: None if unknown.
         parsers: configured vLLM parsers.
     """
@@ -111,21 +111,22 @@ def check(
 ) -> CheckedRequest:
     """Validate a request. Raises ApiError 400, 403, 404 or 422 with the invalid field.
 
-    Streams always include usage in every event, so that the usage is known if the client disconnects. The replica
-    removes usage that the client did not request (`relay.py`).
-
-    Args:
-        cache_salt: requests with the same salt share cached prefixes; None adds no salt.
+    Requests with the same `cache_salt` share cached prefixes; None adds no salt.
     """
     values = _parse(body)
     path = _detect_path(values) if path == INVOCATIONS_URL else path
     _check_types(path, values)
     model = _model(values, key, models)
-    values = _drop_ignored_fields(path, values)
+    if refused := refused_field(path, values, in_bulk=False):
+        code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
+        raise ApiError(400, str(refused), code=code, param=refused.field)
+    values = {
+        name: value for name, value in values.items() if not (name in _ENDPOINT_FIELDS or asks_nothing(name, value))
+    }
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed is supported here only with temperature 0", code="unsupported_value", param="seed")
     _require_parser(values, model)
-    check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
+    check_contents(values, model)
     if wrong := token_id_error(values, model.vocab_size):
         raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
     num_choices = _num_choices(path, values, model)
@@ -134,10 +135,20 @@ def check(
     shape = answer_shape(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
-    tokens = limit_output_tokens(shape, model.max_answer_bytes, requested=requested, tokens=tokens)
+    if model.max_answer_bytes is not None:
+        room = shape.most_output_tokens(model.max_answer_bytes)
+        if room < 1 or (requested or 0) > room:
+            message = (
+                f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
+                f"and logprobs), but at most {model.max_answer_bytes / 2**20:,.1f} are allowed; request less, or send "
+                "several requests"
+            )
+            raise ApiError(400, message, code="answer_too_large")
+        tokens = min(tokens, room)
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
+    # Usage in every event, in case the client disconnects. The replica removes what was not requested (`relay.py`).
     if values.get("stream"):
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
@@ -197,16 +208,6 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
         only_scores_prompt = path == COMPLETIONS_URL and field == "max_tokens" and values.get("echo") is True
         if isinstance(value, int) and kind is int and value < (0 if only_scores_prompt else 1):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
-
-
-def _drop_ignored_fields(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request without fields that have no effect or that the endpoint sets. Refuses unknown fields."""
-    if refused := refused_field(path, values, in_bulk=False):
-        code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
-        raise ApiError(400, str(refused), code=code, param=refused.field)
-    return {
-        name: value for name, value in values.items() if not (name in _ENDPOINT_FIELDS or asks_nothing(name, value))
-    }
 
 
 def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
@@ -323,31 +324,23 @@ def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> in
     return n * num_prompts
 
 
-def check_contents(
-    values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
-) -> None:
-    """Refuse content that engines must not receive.
-
-    Args:
-        max_messages: each message needs at least one token of the context.
-        media: maximum items per request of each modality; others are refused.
-        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
-    """
+def check_contents(values: Mapping[str, Any], model: ServedModel) -> None:
+    """Refuse content that engines must not receive."""
     kwargs = values.get("chat_template_kwargs")
     if kwargs is not None and (refused := template_error(kwargs)):
         field = "chat_template_kwargs"
         raise ApiError(400, f"{field}: {refused}", code="unsupported_parameter", param=field)
     messages = values.get("messages")
     messages = messages if isinstance(messages, list) else []
-    if len(messages) > max_messages:
-        message = f"messages has {len(messages):,} entries, but at most {max_messages:,} are allowed"
+    if len(messages) > model.max_model_len:  # each message needs at least one token
+        message = f"messages has {len(messages):,} entries, but at most {model.max_model_len:,} are allowed"
         raise ApiError(400, message, code="invalid_value", param="messages")
     if wrong := bounds_error(values):
         raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
     for index, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("role"), str) and (reason := message_error(message)):
             raise ApiError(400, f"messages[{index}]: {reason}", code="invalid_value", param="messages")
-    _check_media(values, media, media_domains)
+    _check_media(values, model.media or {}, model.media_domains)
     if wrong := request_error(values):
         field, reason = wrong
         raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
@@ -433,30 +426,10 @@ def answer_shape(
     )
 
 
-def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested: int | None, tokens: int) -> int:
-    """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
-
-    Args:
-        max_bytes: limit for the whole answer; None is unlimited.
-        requested: the request's own max_tokens, which is refused rather than lowered.
-        tokens: the limit from other rules.
-    """
-    if max_bytes is None:
-        return tokens
-    room = shape.most_output_tokens(max_bytes)
-    if room < 1 or (requested or 0) > room:
-        message = (
-            f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens and "
-            f"logprobs), but at most {max_bytes / 2**20:,.1f} are allowed; request less, or send several requests"
-        )
-        raise ApiError(400, message, code="answer_too_large")
-    return min(tokens, room)
-
-
 def _prompt_length(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode(errors="replace")) + 1  # + 1 for the BOS token
-    return _length(prompt)
+    return (
+        len(prompt.encode(errors="replace")) + 1 if isinstance(prompt, str) else _length(prompt)
+    )  # 1 for the BOS token
 
 
 def _length(value: Any) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from peagle.economics.ledger import SessionReader
@@ -17,7 +17,7 @@ from peagle.economics.shared_budgets import (
 )
 from peagle.economics.spending import today
 from pipelines.online.budgets import Budgets
-from pipelines.online.gateway.keys import KeyRecord, KeyRing, Payer, SharedBudgets
+from pipelines.online.gateway.keys import KeyRing, Payer, SharedBudgets
 from pipelines.online.totals import Totals
 
 LEVELS = (0.5, 0.8, 1.0)
@@ -55,21 +55,14 @@ def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
 
 
 class BudgetWatch:
-    """Watch all budgets of an endpoint.
+    """Watch all budgets of an endpoint. `ring` is None without keys.
 
-    Args:
-        ring: the API keys; None without keys.
-        on_used: receives the name and used share of each budget at every check. The name is a key's name, a tag, or "*"
-            for the endpoint.
+    `on_used` receives the name and used share of each budget at every check. The name is a key's name, a tag, or "*"
+    for the endpoint.
     """
 
     def __init__(
-        self,
-        ring: KeyRing | None,
-        shared: SharedBudgets,
-        totals: Totals,
-        *,
-        on_used: Callable[[str, float], None],
+        self, ring: KeyRing | None, shared: SharedBudgets, totals: Totals, *, on_used: Callable[[str, float], None]
     ) -> None:
         self._ring, self._shared, self._totals, self._on_used = ring, shared, totals, on_used
         self._sessions = SessionReader(totals.folder)
@@ -89,7 +82,8 @@ class BudgetWatch:
         if shared:
             refresh_external_spend(self._totals, self._sessions)
         self._totals.catch_up()
-        payers: list[Payer] = [*_budgeted(keys), *shared]
+        budgeted = [key for key in keys if key.budget_usd is not None and not key.is_expired()]
+        payers: list[Payer] = [*budgeted, *shared]
         for payer in payers:
             state = budget_of(payer, self._totals.budgets)
             self._on_used(payer.account if isinstance(payer, SharedBudget) else payer.name, state["used"])
@@ -103,10 +97,6 @@ class BudgetWatch:
                 "%s has spent %.0f %% of its budget of $%g%s: $%.2f spent, $%.2f left",
                 _describe(payer), 100 * state["used"], payer.budget_usd, every, state["spent_usd"], state["left_usd"],
             )  # fmt: skip
-
-
-def _budgeted(keys: Iterable[KeyRecord]) -> list[KeyRecord]:
-    return [key for key in keys if key.budget_usd is not None and not key.is_expired()]
 
 
 def _describe(payer: Payer) -> str:

@@ -132,12 +132,8 @@ class EngineCrashes:
 
     def _attribute(self, suspect: Attempt) -> None:
         self._attributed[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
-        _log.error(
-            "an engine of %s crashed; the most likely cause is request %s of key %s",
-            suspect.model,
-            suspect.request_id,
-            suspect.key,
-        )
+        text = "an engine of %s crashed; the most likely cause is request %s of key %s"
+        _log.error(text, suspect.model, suspect.request_id, suspect.key)
         self._on_crash(suspect)
 
     def _recent(self, account: str) -> list[float]:

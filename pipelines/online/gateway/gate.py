@@ -159,10 +159,17 @@ class Gate:
     async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
         if refusal := path_refusal(scope):
             raise refusal
-        route = self._route(scope)
-        if isinstance(route, Route) and self._is_open(route):
-            await self._app(with_pass(scope, route), receive, answer.send)
-            return
+        route: Route | ApiError
+        try:
+            route = find_route(self._routes, scope)
+        except ApiError as error:  # a 404 or 405, which only a client with a valid key may see
+            route = error
+        if isinstance(route, Route):
+            # The web page is public only if its API calls need keys.
+            is_open = route.rule is Rule.OPEN or (route.rule is Rule.PAGE and self._settings.requires_key)
+            if is_open:
+                await self._app(with_pass(scope, route), receive, answer.send)
+                return
         key = self._authenticate(scope)
         answer.set_account(key.account if self._settings.requires_key else None)
         self._limits.count_request(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
@@ -181,19 +188,13 @@ class Gate:
             values = await self._parse_pool.run(key.name, len(content), parse, content)
             body = self._json(request, content, values)
         if route.rule is Rule.UPLOAD:
-            receive = self._upload(request)
+            settings = self._settings
+            require_plain(scope)
+            require_length(scope, settings.max_upload_bytes)
+            times = settings.body_timeout_s, settings.request_timeout_s
+            receive = Upload(receive, answer.send, settings.max_upload_bytes, *times)
+            answer.close_unless_read(receive)
         await self._app(self._forwarded_scope(request, body=body), receive, answer.send)
-
-    def _route(self, scope: Scope) -> Route | ApiError:
-        """Return the route, or the 404 or 405 that only a client with a valid key may see."""
-        try:
-            return find_route(self._routes, scope)
-        except ApiError as error:
-            return error
-
-    def _is_open(self, route: Route) -> bool:
-        """Return whether the route needs no key. The web page is public only if its API calls need keys."""
-        return route.rule is Rule.OPEN or (route.rule is Rule.PAGE and self._settings.requires_key)
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
         if not self._settings.requires_key:
@@ -289,15 +290,6 @@ class Gate:
 
     def _json(self, request: _Request, body: bytes, values: Any) -> JsonBody:
         return JsonBody(values=values, num_bytes=len(body), key=request.key.name, parse_pool=self._parse_pool)
-
-    def _upload(self, request: _Request) -> Upload:
-        settings = self._settings
-        require_plain(request.scope)
-        require_length(request.scope, settings.max_upload_bytes)
-        times = settings.body_timeout_s, settings.request_timeout_s
-        upload = Upload(request.receive, request.answer.send, settings.max_upload_bytes, *times)
-        request.answer.close_unless_read(upload)
-        return upload
 
     def _forwarded_scope(self, request: _Request, headers: Mapping[str, str] | None = None, **fields: Any) -> Scope:
         """Return the scope for the application, with the gate's pass and headers that the client cannot set."""

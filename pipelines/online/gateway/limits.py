@@ -31,13 +31,12 @@ from peagle.economics.usage import RequestUsage
 from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord, Payer, SharedBudgets
-from pipelines.online.totals import TokenPrice, Totals
+from pipelines.online.totals import Totals
 
 WINDOW_S = 60.0
 _BUSY_RETRY_S = 1.0  # if the wait depends on running requests
 POLLS_PER_MIN = 60  # per key with a rate limit: two pages that poll every two seconds
 _BATCH_RETRY_S = 60.0  # if a batch has reserved the rest of the budget
-_NO_PRICE = TokenPrice()
 _POLL_S = 1.0
 _IDLE_POLL_S = 30.0  # picks up ended batches
 _STARTUP_S = 120.0  # after a start, engines still write records of the previous ingress's requests
@@ -74,7 +73,7 @@ class TokenWindow:
     reserved: int = 0
 
     def excess(self, now: float, tokens: int, limit: int) -> int:
-        """Return the tokens above the limit if `tokens` more were reserved; 0 or less if they fit."""
+        """Return by how much `tokens` more would exceed the limit; 0 or less if they fit."""
         self.counted.expire(now)
         return self.counted.total + self.reserved + tokens - limit
 
@@ -136,10 +135,9 @@ class KeyLimits:
         totals.read_in_background()
 
     def count_request(self, key: KeyRecord, *, is_poll: bool = False) -> None:
-        """Count a request against the rate limit, or refuse it (429). A refused request does not count.
+        """Count a request against the rate limit, or refuse it (429) without counting it.
 
-        Args:
-            is_poll: use the separate limit for the web page's polling.
+        `is_poll` selects the separate limit for the web page's polling.
         """
         if key.requests_per_min is None:
             return
@@ -171,10 +169,6 @@ class KeyLimits:
     ) -> Permit:
         """Admit a request and reserve its tokens and cost.
 
-        Args:
-            request_id: the id in the ledger.
-            tags: all of the request's tags, as in the ledger.
-
         Raises:
             ApiError: 429, a limit is reached; 400, the request alone exceeds a limit; 503, the spend is not read yet.
         """
@@ -186,12 +180,14 @@ class KeyLimits:
         counts = self._counts[key.account]
         self._require_budgets(payers)
         self._require_budgets(endpoint, is_free=True)  # nothing is reserved, see above
-        _check_parallel(key, counts)
+        limit = key.max_parallel_requests
+        if limit is not None and counts.num_running >= limit:
+            raise _rate_limit_error(f"this key may have {limit} concurrent requests", None)
         now = self._monotonic()
         _check_output_tokens(key, counts.output_tokens, now, output_tokens)
         _check_input_tokens(key, counts.prompt_tokens, now, prompt_tokens)
-        price = self._totals.prices.get(model, _NO_PRICE)
-        usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        price = self._totals.prices.get(model)
+        usd = None if price is None else price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         self._reserve(request_id, payers, usd)
         counts.prompt_tokens.reserved += prompt_tokens
         counts.output_tokens.reserved += output_tokens
@@ -207,11 +203,7 @@ class KeyLimits:
         return permit
 
     def settle(self, permit: Permit, used: ActualUsage | None) -> None:
-        """Release a permit. Idempotent.
-
-        Args:
-            used: the usage in the answer; None if unknown: then the ledger's record settles the permit.
-        """
+        """Release a permit. Idempotent. If the usage is None, the ledger's record settles the permit later."""
         self._mark_answered(permit)
         if permit.request_id not in self._permits:
             return
@@ -223,8 +215,10 @@ class KeyLimits:
     async def catch_up(self) -> None:
         """Settle requests from new ledger records, at most once per second, and less often if nothing is waiting."""
         now = self._monotonic()
+        # Soon while requests wait for a record or a model for its first price.
+        is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
         is_looking = self._poll_task is not None and not self._poll_task.done()
-        if is_looking or now < self._polled_at + self._poll_interval_s(now):
+        if is_looking or now < self._polled_at + (_POLL_S if is_awaited else _IDLE_POLL_S):
             return
         self._polled_at = now
         # Shielded: the records are read only once, so a client that disconnects must not cancel the reading.
@@ -262,11 +256,6 @@ class KeyLimits:
         elif _has_budget(payers) and not await self._totals.wait_until_loaded():
             raise overloaded("the spend of this key is still being read; try again")
 
-    def _poll_interval_s(self, now: float) -> float:
-        """Return the seconds between reads of the ledger: few while waiting for a record or a model's first price."""
-        is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
-        return _POLL_S if is_awaited else _IDLE_POLL_S
-
     async def _settle_from_ledger(self, now: float) -> None:
         await asyncio.to_thread(self._totals.catch_up)
         self._unpriced_models -= self._totals.prices.keys()
@@ -278,9 +267,9 @@ class KeyLimits:
                     prompt_tokens=usage.num_prompt_tokens, output_tokens=usage.num_output_tokens, usd=request.usd
                 )
                 self._settle(request.request_id, used)
-        overdue = [request_id for request_id, since in self._waiting.items() if since < now - _LEDGER_TIMEOUT_S]
-        for request_id in overdue:
-            self._settle(request_id, None)  # a late record still counts as spent
+        for request_id, since in list(self._waiting.items()):
+            if since < now - _LEDGER_TIMEOUT_S:
+                self._settle(request_id, None)  # a late record still counts as spent
         self._budgets.expire_unconfirmed(now - _LEDGER_TIMEOUT_S)
 
     def _mark_answered(self, permit: Permit) -> None:
@@ -305,12 +294,6 @@ class KeyLimits:
 
 def _has_budget(payers: Iterable[Payer]) -> bool:
     return any(payer.budget_usd is not None for payer in payers)
-
-
-def _check_parallel(key: KeyRecord, counts: _Counts) -> None:
-    limit = key.max_parallel_requests
-    if limit is not None and counts.num_running >= limit:
-        raise _rate_limit_error(f"this key may have {limit} concurrent requests", None)
 
 
 def _raise_refusal(payer: Payer, refusal: Refusal | None) -> None:

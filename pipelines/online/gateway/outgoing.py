@@ -35,10 +35,8 @@ _log = logging.getLogger("ray.serve")
 class RefusalDelay:
     """A delay for consecutive refusals of a key, at most two seconds each.
 
-    A refusal takes the endpoint as much time as a short request, and some clients retry immediately.
-
-    Args:
-        per_s: refusals per second and key, after a burst of 20.
+    A refusal takes the endpoint as much time as a short request, and some clients retry immediately. After a burst of
+    20, `per_s` refusals per second and key are sent.
     """
 
     def __init__(
@@ -186,14 +184,8 @@ class Load:
 
 
 def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_running: int) -> dict[str, int]:
-    """Return a model's engines and requests as JSON.
-
-    Serve sends each engine a limited number of requests; the others wait in the ingress.
-
-    Args:
-        card: the model's entry in `/v1/models`.
-        replicas: from `replica_counts`.
-    """
+    """Return a model's engines and requests as JSON, from its entry in `/v1/models` and `replica_counts`."""
+    # Serve sends each engine a limited number of requests; the others wait in the ingress.
     in_engines = replicas["num_running_replicas"] * card["max_requests_per_replica"]
     return {
         **replicas,

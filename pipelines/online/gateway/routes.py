@@ -123,16 +123,22 @@ class GuardedRoute(APIRoute):
         if field is None:
             return handle
 
+        def check(values: Any) -> Any:
+            value, errors = validated(field, values)
+            if errors:
+                raise RequestValidationError(errors)
+            return value
+
         async def check_and_handle(request: Request) -> Response:
             body = pass_of(request).body
             assert body is not None, "checked by `handle`"
-            value = await body.validate_in_thread(functools.partial(_checked, field))
+            value = await body.validate_in_thread(check)
             return await handle(_CheckedRequest(request.scope, value))
 
         return check_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has the gate's pass for this route; others get 500."""
+        """Answer a request that has the gate's pass for this route (others get 500), and no unknown parameter (422)."""
         gate_pass = scope.get(PASS)
         is_gate_pass = (
             isinstance(gate_pass, GatePass)
@@ -142,17 +148,12 @@ class GuardedRoute(APIRoute):
         if not is_gate_pass:
             _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, gate_pass)
             raise ApiError(500, "internal server error; the request can be retried", code="internal_error")
-        require_known_parameters(scope, self)
+        parameters = {field.alias for field in self.dependant.query_params}
+        for name in QueryParams(scope.get("query_string", b"")):
+            if name not in parameters:  # a typo must not be ignored
+                hint = did_you_mean(name, parameters) if parameters else "this path has no parameters"
+                raise ApiError(422, f"unknown parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
         await super().handle(scope, receive, send)
-
-
-def require_known_parameters(scope: Scope, route: APIRoute) -> None:
-    """Refuse query parameters that the route does not have (422), so that typos are not ignored."""
-    parameters = {field.alias for field in route.dependant.query_params}
-    for name in QueryParams(scope.get("query_string", b"")):
-        if name not in parameters:
-            hint = did_you_mean(name, parameters) if parameters else "this path has no parameters"
-            raise ApiError(422, f"unknown parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
 
 
 class _CheckedRequest(Request):
@@ -167,14 +168,6 @@ class _CheckedRequest(Request):
     async def json(self) -> Any:
         """Return the validated value. FastAPI accepts an instance of the right type as is."""
         return self._value
-
-
-def _checked(field: Any, values: Any) -> Any:
-    """Return the validated body. Errors include only the first error of each list."""
-    value, errors = validated(field, values)
-    if errors:
-        raise RequestValidationError(errors)
-    return value
 
 
 def guarded_app(**options: Any) -> FastAPI:
@@ -223,7 +216,11 @@ _HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 
 def require_local(scope: Scope) -> None:
     """Refuse clients of other machines, and web pages of other sites (403)."""
-    if not _is_loopback(scope):
+    try:
+        is_loopback = ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
         raise _refusal("only answers clients on its own machine")
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
@@ -231,13 +228,6 @@ def require_local(scope: Scope) -> None:
         raise _refusal(f"does not serve the host name {shown(host)}: {_HINT}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
         raise _refusal(f"does not serve web pages of {shown(origin)}: {_HINT}")
-
-
-def _is_loopback(scope: Scope) -> bool:
-    try:
-        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _refusal(reason: str) -> ApiError:

@@ -13,40 +13,21 @@ from pipelines.online.errors import ApiError
 
 FOLDER = "/page/"
 DOCS = "/docs"
-_INDEX = "index.html"
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        # Browsers that support trusted types refuse `innerHTML` and similar.
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    ]
+# Browsers that support trusted types refuse `innerHTML` and similar.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 # Swagger UI writes styles into the document.
-_DOCS_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self' 'unsafe-inline'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+_DOCS_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "content-security-policy": _POLICY,
@@ -58,7 +39,7 @@ HEADERS = {
 }
 
 
-def get_page(name: str = _INDEX) -> Response:
+def get_page(name: str = "index.html") -> Response:
     folder = Path(__file__).with_name("page")
     path = next((path for path in folder.iterdir() if path.name == name and path.suffix in _MEDIA_TYPES), None)
     if path is None:

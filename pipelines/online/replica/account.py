@@ -25,14 +25,10 @@ _KEPT_EVERY_S = 60.0  # keep the first heartbeat of each minute: cost windows st
 
 
 class EngineAccount:
-    """Account for an engine from the start of its process to its end.
+    """Account for an engine from the start of its process to its end, in the ledger's folder, which may be missing.
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.
-
-    Args:
-        folder: of the ledger; created if missing.
-        heartbeat_s: interval between session records.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class EngineAccount:
         Args:
             context: `num_choices` is the number of slots the request uses, which determines its share of the busy
                 seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
-            choices_per_prompt: number of choices for each prompt of a completion with several prompts.
             is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
         """
         number = next(self._numbers)
@@ -136,6 +131,10 @@ class EngineAccount:
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)
         busy_s = self._meter.take(request.number)
+        ttft_s = request.ttft_s
+        first_token_at = request.sequences.first_token_at
+        if ttft_s is None and first_token_at is not None and outcome != "failed":
+            ttft_s = max(0.0, first_token_at - request.started_at)
         return RequestUsage(
             request_id=context.request_id,
             key=context.key,
@@ -144,7 +143,7 @@ class EngineAccount:
             model=engine.model,
             drafter=engine.drafter,
             outcome=outcome,
-            ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
+            ttft_s=ttft_s,
             usd=busy_s * engine.num_devices * engine.usd_per_device_s,
             num_choices=context.num_choices,
             usage=UnitUsage(
@@ -185,12 +184,6 @@ class RequestAccount:
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
 
-    def seconds_to_first_token(self) -> float | None:
-        """Return the time to the first token as seen in the stream, else as reported by the engine."""
-        if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
-            return self.ttft_s
-        return max(0.0, at - self.started_at)
-
     def finish(self, outcome: Outcome) -> RequestUsage:
         """Stop metering the request. Only the first outcome is kept."""
         if self._record is None:
@@ -205,10 +198,7 @@ class RequestAccount:
         self._is_written = self._account._write(record, first_asked_at=self.context.first_asked_at, is_row=self._is_row)
 
     async def reach_disk(self) -> None:
-        """Wait until the written record survives a power cut. Failures of the disk are logged.
-
-        Requests that end at the same time share one `fdatasync`.
-        """
+        """Wait until the written record survives a power cut, with one `fdatasync` for requests that end together."""
         if self._is_written:
             await self._account._reach_disk()
 

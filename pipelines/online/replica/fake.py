@@ -39,11 +39,8 @@ class FakeServeEngine:
 
     async def start(self) -> None:
         await asyncio.sleep(self._traits.start_s)
-        self._engine = FakeEngine(
-            self._traits,
-            num_speculative_tokens=self._num_speculative_tokens,
-            max_model_len=self._max_model_len,
-        )
+        k, length = self._num_speculative_tokens, self._max_model_len
+        self._engine = FakeEngine(self._traits, num_speculative_tokens=k, max_model_len=length)
 
     @property
     def checkable(self) -> Checkable:
@@ -63,17 +60,15 @@ class FakeServeEngine:
         if self._engine is not None:
             self._engine.shutdown()
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         from ray.serve.llm.openai_api_models import ChatCompletionResponse
 
-        async for part in self._answer(CHAT_URL, request, ChatCompletionResponse):
-            yield part
+        return self._answer(CHAT_URL, request, ChatCompletionResponse)
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         from ray.serve.llm.openai_api_models import CompletionResponse
 
-        async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
-            yield part
+        return self._answer(COMPLETIONS_URL, request, CompletionResponse)
 
     async def row(self, row: BorrowedRequest) -> Generation:
         return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
@@ -87,8 +82,12 @@ class FakeServeEngine:
         try:
             if values.get("stream"):
                 self._live().check_alive()  # like vLLM, check only before a stream starts
-                async for text in self._stream(url, request.request_id, *prompt):
-                    yield text
+                try:
+                    async for text in self._events(url, request.request_id, *prompt):
+                        yield text
+                except EngineError:  # vLLM reports a crash as an event, too
+                    yield to_text(openai.error_body(str(_dead()), kind="InternalServerError", code=500))
+                yield "data: [DONE]\n\n"
             else:
                 whole = await self._live().generate(request.request_id, *prompt)
                 yield response.model_validate(self._body(url, request.request_id, whole))
@@ -125,17 +124,6 @@ class FakeServeEngine:
         }
         body = openai.answer(row, request_id, is_chat=url == CHAT_URL, created=int(time.time()))
         return body | {"metrics": self._metrics(whole)}
-
-    async def _stream(
-        self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream and its end. If the engine dies, yield an error event like vLLM."""
-        try:
-            async for text in self._events(url, request_id, token_ids, sampling):
-                yield text
-        except EngineError:
-            yield to_text(openai.error_body(str(_dead()), kind="InternalServerError", code=500))
-        yield "data: [DONE]\n\n"
 
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]

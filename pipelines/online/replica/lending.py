@@ -15,7 +15,7 @@ from peagle.economics.usage import Outcome
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.account import EngineAccount
-from pipelines.online.wire import AnswerTally, BorrowedReply, BorrowedRequest
+from pipelines.online.wire import BorrowedReply, BorrowedRequest
 
 T = TypeVar("T")
 _SIGN_S = 60.0
@@ -96,16 +96,10 @@ async def lend(
     *,
     max_slots: int,
 ) -> AsyncGenerator[BorrowedReply, None]:
-    """Run a row in an idle slot.
+    """Run a row in an idle slot. A row with more choices than `max_slots`, the engine's slots, uses all of them.
 
     Yields whether the engine has a slot, then a sign of life each minute, and finally the result. Every attempt is
-    recorded and billed, even if the row was returned.
-
-    Args:
-        max_slots: the engine's slots; a row with more choices uses all of them.
-
-    Raises:
-        EngineError: the engine crashed; the row is not billed.
+    recorded and billed, even if the row was returned, but not if the engine crashed (EngineError).
     """
     num_slots = min(int(row.sampling.get("n") or 1), max_slots)
     if not slots.has_room(num_slots):
@@ -122,8 +116,11 @@ async def lend(
             while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:
                 yield BorrowedReply(state="taken")
             if not work.cancelled():
-                generation = work.result()
-                _count(generation, request.tally)
+                generation, tally = work.result(), request.tally
+                tally.num_prompt_tokens = generation.num_prompt_tokens
+                tally.num_cached_tokens = generation.num_cached_tokens or 0
+                tally.num_output_tokens = generation.num_output_tokens
+                tally.speculation = generation.speculation or tally.speculation
                 outcome, answer = "ok", BorrowedReply(state="done", generation=generation)
         except RequestRefused as error:
             outcome, answer = "failed", BorrowedReply(state="refused", reason=error.reason, message=str(error))
@@ -135,10 +132,3 @@ async def lend(
                 request.write(outcome)
     await request.reach_disk()
     yield replace(answer, engine_s=request.finish(outcome).usage.busy_s)
-
-
-def _count(generation: Generation, tally: AnswerTally) -> None:
-    tally.num_prompt_tokens = generation.num_prompt_tokens
-    tally.num_cached_tokens = generation.num_cached_tokens or 0
-    tally.num_output_tokens = generation.num_output_tokens
-    tally.speculation = generation.speculation or tally.speculation

@@ -21,7 +21,7 @@ from peagle.errors import EngineError
 from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
 from pipelines.online.serve.ray_names import event_refusal, refusal
-from pipelines.online.wire import PEAGLE_KEY, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
+from pipelines.online.wire import PEAGLE_KEY, ShownUsage, StreamEnd, WholeAnswer, events, to_text
 
 T = TypeVar("T")
 
@@ -29,9 +29,8 @@ T = TypeVar("T")
 class Pace:
     """The rate at which each of several streams sends pieces.
 
-    Args:
-        interval_s: minimum time between two pieces of a stream; 0 sends immediately.
-        pieces_per_s: limit for all streams together; intervals grow to keep it.
+    At least `interval_s` pass between two pieces of a stream, unless it is 0, and more if all streams together would
+    exceed `pieces_per_s`.
     """
 
     def __init__(self, interval_s: float, pieces_per_s: float = math.inf) -> None:
@@ -90,20 +89,10 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
                     reader.result()
                     return
     finally:
-        await _end(reader)
-
-
-async def _end(task: "asyncio.Task[Any]") -> None:
-    """Cancel a task and wait for its end."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # otherwise asyncio logs it as never retrieved
-
-
-_CUT: Outcome = "cut"
-_USAGE_FIELDS = ("usage", "metrics", PEAGLE_KEY)  # fields with an answer's usage
-_MIN_ERROR_STATUS = 500
+        reader.cancel()
+        await asyncio.wait([reader])
+        if not reader.cancelled():
+            reader.exception()  # otherwise asyncio logs it as never retrieved
 
 
 async def convert_errors(
@@ -124,8 +113,6 @@ async def convert_errors(
     Args:
         check_health: raises if the engine is dead.
         constraint: the field of the request that constrains its response, if any.
-        refusal: converts an exception; returns None if it is not a refusal.
-        event_refusal: converts an error event.
     """
     has_begun = False
     try:
@@ -166,12 +153,11 @@ async def relay(
 
     Args:
         answers: one object (a non-streaming answer or an error), or lists of texts with events.
-        begin: opens the request's account when the first item is requested.
         shown_usage: which events of a stream show their usage. A `StreamEnd` passes the usage to the gate.
     """
     request = begin()
     request.sequences.listen()
-    outcome: Outcome | None = _CUT
+    outcome: Outcome | None = "cut"
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
@@ -180,7 +166,9 @@ async def relay(
                 elif getattr(answer, "usage", None) is not None:
                     yield _with_summary(answer, request)
                 else:
-                    _require_listener()
+                    # vLLM 0.29 answers a cancelled request, whose client has disconnected, with an error.
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        raise asyncio.CancelledError
                     yield _end_without_answer(request)
                     yield answer
         outcome = "ok"
@@ -200,28 +188,19 @@ def _end_without_answer(request: RequestAccount) -> StreamEnd:
     return StreamEnd(text="", reported=usage_of(request.finish("failed")))
 
 
-def _require_listener() -> None:
-    """Stop if the client has disconnected: vLLM 0.29 answers a cancelled request with an error."""
-    if (task := asyncio.current_task()) is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
     """Join the texts of a stream at the engine's pace. The first is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_of_stream, several in itertools.groupby(piece, key=_is_of_stream):
-                if is_of_stream:
-                    yield _joined(list(several))
-                else:
+                if not is_of_stream:
                     for answer in several:
                         yield answer
-
-
-def _joined(parts: list[list[str] | StreamEnd]) -> list[str] | StreamEnd:
-    text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
-    reported = next((part.reported for part in parts if isinstance(part, StreamEnd)), None)
-    return [text] if reported is None else StreamEnd(text=text, reported=reported)
+                    continue
+                parts = list(several)
+                text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
+                reported = next((part.reported for part in parts if isinstance(part, StreamEnd)), None)
+                yield [text] if reported is None else StreamEnd(text=text, reported=reported)
 
 
 def _is_of_stream(answer: Any) -> bool:
@@ -246,7 +225,7 @@ def _is_failure(text: str) -> bool:
         return False
     errors = (event["error"] for event in events(text) if isinstance(event, dict) and "error" in event)
     codes = (error.get("code") for error in errors if isinstance(error, dict))
-    return any(isinstance(code, int) and code >= _MIN_ERROR_STATUS for code in codes)
+    return any(isinstance(code, int) and code >= 500 for code in codes)
 
 
 def _forward_events(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
@@ -258,9 +237,9 @@ def _forward_events(texts: list[str], request: RequestAccount, shown_usage: Show
                 request.first_token()
             if "error" in event:
                 request.finish("failed")
-            elif is_usage_alone(event):
+            elif event.get("usage") and not event.get("choices"):  # the last event of a stream
                 event[PEAGLE_KEY] = summary(request.finish("ok"))
-                reported = {name: event[name] for name in _USAGE_FIELDS if name in event}
+                reported = {name: event[name] for name in ("usage", "metrics", PEAGLE_KEY) if name in event}
                 if shown_usage == "never":
                     continue
             elif shown_usage != "each":

@@ -66,10 +66,6 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
     """Yield the parts of an answer. If closed or cancelled before the end, cancel the call.
 
     A non-streaming answer raises `Answered`. If the queue was full for 0.75 s, raise BackPressureError.
-
-    Args:
-        call: starts the call; repeated if the queue was full.
-        note: receives the usage, like `NOTE`.
     """
     waits = iter(_WAITS_S)
     while True:

@@ -95,14 +95,6 @@ def target_ongoing_requests(slots: int) -> float:
     return slots + 0.5 - math.sqrt(slots + 0.25)
 
 
-HEALTH_PERIOD_S = 5.0
-HEALTH_TIMEOUT_S = 30.0  # on a CPU, a step with long prompts may delay the reply for seconds
-_DRAIN_POLL_S = 1.0
-# A name, not a class, since only routing processes need to import Ray Serve.
-_PREFIX_ROUTER = "pipelines.online.serve.routing.PrefixRouter"
-_PREFIX_BLOCKS = 32_768  # remembered per engine
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplicaJob:
     """Configuration of a model's replicas.
@@ -183,16 +175,17 @@ def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
             "upscale_delay_s": keys.upscale_delay_s,
             "downscale_delay_s": keys.downscale_delay_s,
         },
-        "health_check_period_s": HEALTH_PERIOD_S,
-        "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+        "health_check_period_s": 5.0,
+        "health_check_timeout_s": 30.0,  # on a CPU, a step with long prompts may delay the reply for seconds
+        "graceful_shutdown_wait_loop_s": 1.0,
         "graceful_shutdown_timeout_s": keys.drain_s,
         # Ray adds this to the engine's first bundle.
         "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
     }
     if keys.max_replicas > 1 and job.spec.enable_prefix_caching:
         options["request_router_config"] = {
-            "request_router_class": _PREFIX_ROUTER,
-            "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": _PREFIX_BLOCKS},
+            # A name, not a class, since only routing processes need to import Ray Serve.
+            "request_router_class": "pipelines.online.serve.routing.PrefixRouter",
+            "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": 32_768},
         }
     return options

@@ -64,24 +64,16 @@ _OBEYED_HEADERS = frozenset(
 )
 _LOGGED_HEADERS = frozenset({b"x-request-id", b"x-session-id"})
 _MAX_METHOD_CHARS, _MAX_PATH_CHARS, _MAX_LOGGED_CHARS = 16, 2048, 128  # characters that reach Serve's logs
-_MIN_ERROR_STATUS = 500
 _NOT_FOUND = 404
 # The proxy's text if no application has the path; the status alone may come from another application.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
-_API = "/v1/"
-_FILES, _CONTENT = FILES_URL + "/", "/content"
 _POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
-_WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _DIED = "the endpoint is restarting; try again"
-_NOT_THERE = "the endpoint is starting or stopping; try again"
 _log = logging.getLogger("ray.serve")
 
 
 def middlewares() -> list[Any]:
-    """Return the middlewares for Ray's proxies.
-
-    Proxies call this before they start their server, so it also limits the time for headers.
-    """
+    """Return the middlewares for Ray's proxies, which call this before they start their server."""
     slow_clients.limit()
     return [Middleware(ProxyMiddleware)]
 
@@ -133,7 +125,7 @@ class _Answer:
             return
         if message["type"] == "http.response.body":
             if self._held is not None and message.get("body", b"").endswith(_NO_ROUTE):
-                await self.refuse(overloaded(_NOT_THERE))
+                await self.refuse(overloaded("the endpoint is starting or stopping; try again"))
                 return
             await self._begin()
             self._is_ended = not message.get("more_body", False)
@@ -157,7 +149,7 @@ class _Answer:
     async def _read_head(self, head: Message) -> None:
         headers = dict(head.get("headers", []))
         is_ours = _OURS in headers
-        if head["status"] >= _MIN_ERROR_STATUS and self._is_for_api and not is_ours:
+        if head["status"] >= 500 and self._is_for_api and not is_ours:
             await self.refuse(overloaded(_DIED))
             return
         self._held = head
@@ -190,12 +182,12 @@ def _key_of(scope: Scope) -> str:
 
 def _is_download(scope: Scope) -> bool:
     path = scope.get("path", "")
-    return scope.get("method") == "GET" and _FILES in path and path.endswith(_CONTENT)
+    return scope.get("method") == "GET" and f"{FILES_URL}/" in path and path.endswith("/content")
 
 
 def _is_for_api(scope: Scope) -> bool:
     path = scope.get("path", "")
-    return _API in path or path.endswith(INVOCATIONS_URL)
+    return "/v1/" in path or path.endswith(INVOCATIONS_URL)
 
 
 @contextlib.asynccontextmanager
@@ -205,7 +197,7 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
     if _is_download(scope):
         with contextlib.closing(DownloadAckSender(receive, send)) as notes:
             yield notes.receive, notes.send
-    elif method in _WITHOUT_BODY or (method == "POST" and path.endswith(_POSTED)):
+    elif method in ("GET", "HEAD", "DELETE", "OPTIONS") or (method == "POST" and path.endswith(_POSTED)):
         reading = UploadThrottle(receive, send)
         yield reading.receive, reading.send
     else:
@@ -222,23 +214,20 @@ def _for_proxy(scope: Scope) -> Scope:
     headers = []
     for name, value in scope.get("headers", []):
         as_read = name.replace(b"_", b"-")
-        is_loggable = _is_text(value) and len(value) <= _MAX_LOGGED_CHARS
+        is_text = value.decode(errors="ignore").encode() == value
+        is_loggable = is_text and len(value) <= _MAX_LOGGED_CHARS
         if as_read not in refused and (as_read not in read or is_loggable):
             headers.append((name, value))
     return {**scope, "headers": headers}
 
 
-def _is_text(value: bytes) -> bool:
-    return value.decode(errors="ignore").encode() == value
-
-
-_MISMATCH = "KEY_VALUES_MISMATCH"
-
-
 def require_certificate(certificate: Path, key: Path) -> None:
     """Check the TLS files. The key must match the certificate, and be neither encrypted nor readable by everyone."""
     for name, path in (("tls_cert", certificate), ("tls_key", key)):
-        _require_readable(name, path)
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name} {path}: {error.strerror}") from error
     mode = key.stat().st_mode
     if mode & stat.S_IRWXO:
         raise ConfigError(
@@ -256,19 +245,12 @@ def require_certificate(certificate: Path, key: Path) -> None:
     try:
         context.load_cert_chain(certificate, key, password=functools.partial(_refuse, key))
     except ssl.SSLError as error:
-        if error.reason == _MISMATCH:
+        if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(f"tls_key {key}: does not match the certificate {certificate}") from None
         raise ConfigError(
             f"tls_key {key}: contains no private key",
             hint="use PEM: the certificate's key (-----BEGIN PRIVATE KEY-----)",
         ) from None
-
-
-def _require_readable(name: str, path: Path) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name} {path}: {error.strerror}") from error
 
 
 def _refuse(key: Path) -> NoReturn:

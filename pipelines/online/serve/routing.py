@@ -23,9 +23,8 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
         """Set the deployment's options. Called by Serve.
 
-        Args:
-            most_ahead: additional requests that an engine may have compared with the least busy one.
-            max_blocks: prompt blocks that are remembered per engine.
+        An engine may have `most_ahead` more requests than the least busy one. `max_blocks` blocks of prompts are
+        remembered per engine.
         """
         self._most_ahead = most_ahead
         self._max_blocks = max_blocks
@@ -86,7 +85,13 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
 def _blocks_of(request: PendingRequest | None) -> list[int]:
     """Return a hash for each whole block of the prompt, including all blocks before it and the cache salt."""
     prompt, salt = _prompt_of(request)
-    text = _beginning(prompt)
+    pieces, num_chars = [], 0
+    for piece in _texts(prompt):  # limited, since all streams wait while it is processed
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars >= _MAX_CHARS:
+            break
+    text = "".join(pieces)[:_MAX_CHARS]
     blocks: list[int] = []
     for start in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
         blocks.append(hash((blocks[-1] if blocks else salt, text[start : start + _BLOCK_CHARS])))
@@ -99,17 +104,6 @@ def _prompt_of(request: PendingRequest | None) -> tuple[Any, str | None]:
             if (prompt := getattr(argument, field, None)) is not None:
                 return prompt, getattr(argument, "cache_salt", None)
     return "", None
-
-
-def _beginning(prompt: Any) -> str:
-    """Return the beginning of a prompt. Limited, since all streams wait while it is processed."""
-    pieces, num_chars = [], 0
-    for piece in _texts(prompt):
-        pieces.append(piece)
-        num_chars += len(piece)
-        if num_chars >= _MAX_CHARS:
-            break
-    return "".join(pieces)[:_MAX_CHARS]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ output, and reports no time to first token for non-streaming answers. Both are i
 one per choice and prompt. `listen` collects the states that a request creates.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +30,7 @@ class Sequences:
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """Add a sequence (vLLM's `RequestState`).
-
-        Ended sequences are reduced to totals, since each state keeps all its tokens.
-        """
+        """Add a sequence (vLLM's `RequestState`). Only totals remain of ended ones: a state keeps all its tokens."""
         self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM reports no drafts of running ones
         ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)
@@ -52,10 +49,7 @@ class Sequences:
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """Drafts of the ended sequences, or None.
-
-        vLLM reports none for sequences ended by a `stop` string or cancelled.
-        """
+        """Drafts of the ended sequences, or None: vLLM has none if they ended by a `stop` string or were cancelled."""
         drafts = [stats for state in self._states if (stats := drafts_of(state)) is not None]
         drafts += [self._drafts] if self._drafts is not None else []
         return sum(drafts, start=SpeculationStats.empty()) if drafts else None
@@ -63,14 +57,9 @@ class Sequences:
     @property
     def first_token_at(self) -> float | None:
         """Unix time of the first token of any sequence, or None."""
-        return min(self._first_tokens_at(), default=None)
-
-    def _first_tokens_at(self) -> Iterator[float]:
-        if self._began_at is not None:
-            yield self._began_at
-        for state in self._states:
-            if state.stats is not None and state.stats.first_token_ts:
-                yield state.stats.arrival_time + state.stats.first_token_latency
+        stats = [state.stats for state in self._states if state.stats is not None and state.stats.first_token_ts]
+        times = [each.arrival_time + each.first_token_latency for each in stats]
+        return min(times if self._began_at is None else [*times, self._began_at], default=None)
 
 
 def _prompt_tokens(states: Iterable[Any]) -> int:

@@ -153,10 +153,8 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream out of sight; here the rest counts as unread.
-
-    Args:
-        key: identifies the API key, so that its connections are added up; empty without a key.
+    Otherwise Serve's proxy would buffer the rest of a stream out of sight; here the rest counts as unread, for the
+    client's address and for the `key`, which identifies an API key unless it is empty.
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
@@ -196,10 +194,7 @@ LIMIT_BYTES = 64 * 1024  # the same as h11's limit
 
 
 def limit() -> None:
-    """Limit size and time of headers for servers of this process that start from now on.
-
-    Replaces uvicorn's default protocol class.
-    """
+    """Limit headers and readers for servers of this process that start from now on, by uvicorn's default protocol."""
     from uvicorn.protocols.http import auto
 
     if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):

@@ -3,8 +3,8 @@ import pytest
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import on_accelerators
+from pipelines.online.app import placements
 from pipelines.online.config import ServeConfig
-from pipelines.online.placement import placements
 
 
 def node(num_accelerators):

@@ -3,12 +3,13 @@
 import pytest
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import check_contents
+from pipelines.online.gateway.admission import ServedModel, check_contents
 
 
 def refused(values, media=None, domains=(), max_messages=100):
     try:
-        check_contents(values, max_messages=max_messages, media=media or {}, media_domains=frozenset(domains))
+        model = ServedModel(name="m", max_model_len=max_messages, media=media, media_domains=frozenset(domains))
+        check_contents(values, model)
     except ApiError as error:
         return error.status, error.code, error.param
     return None
