@@ -39,24 +39,16 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint that was started in the background. It may have exited since.
+    """An endpoint that was started in the background. It may have exited since."""
 
-    Attributes:
-        folder: contains its record, configuration and log.
-        state: its `--state`.
-        born_at: the creation time of its process, which detects a reused pid.
-        stop_s: maximum time to stop.
-        model: name of its first model for clients.
-    """
-
-    folder: Path
-    state: Path
+    folder: Path  # contains its record, configuration and log
+    state: Path  # its `--state`
     url: str
     pid: int
-    born_at: float
+    born_at: float  # the creation time of its process, which detects a reused pid
     started_at: float
-    stop_s: float
-    model: str = ""
+    stop_s: float  # maximum time to stop
+    model: str = ""  # name of its first model for clients
 
     @property
     def name(self) -> str:

@@ -39,25 +39,17 @@ class Context:
 
     The context is sent in one header, since Ray only passes headers to a replica. Clients cannot set it: the gate drops
     all client headers that begin with x-.
-
-    Attributes:
-        request_id: id in the ledger. Ray and vLLM read it from their own header.
-        key, account: name and account of the API key.
-        tags: merged tags of the endpoint, the key and the request, as JSON.
-        num_choices: number of choices of all prompts.
-        cap_tokens: maximum output tokens of a chat without max_tokens; None is unlimited.
-        shown_usage: which events of the stream show usage.
-        first_asked_at: Unix time at which an earlier engine, which crashed, received the request; None on the first
-            attempt.
     """
 
-    request_id: str
+    request_id: str  # id in the ledger. Ray and vLLM read it from their own header
+    # key, account: name and account of the API key
     key: str
     account: str = ""
-    tags: str = NO_TAGS
-    num_choices: int = 1
-    cap_tokens: int | None = None
-    shown_usage: ShownUsage = "never"
+    tags: str = NO_TAGS  # merged tags of the endpoint, the key and the request, as JSON
+    num_choices: int = 1  # number of choices of all prompts
+    cap_tokens: int | None = None  # maximum output tokens of a chat without max_tokens; None is unlimited
+    shown_usage: ShownUsage = "never"  # which events of the stream show usage
+    # Unix time at which an earlier engine, which crashed, received the request; None on the first attempt
     first_asked_at: float | None = None
 
     def headers(self) -> dict[str, str]:
@@ -92,50 +84,37 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedRequest:
-    """A row of a batch, for an engine of the endpoint with an idle slot.
+    """A row of a batch, for an engine of the endpoint with an idle slot."""
 
-    Attributes:
-        context: the row's context; its request id identifies this attempt.
-        cache_salt: salt of the batch's key; None if keys share the prefix cache.
-        sampling: as for `Engine.generate`.
-    """
-
-    context: Context
-    cache_salt: str | None
+    context: Context  # the row's context; its request id identifies this attempt
+    cache_salt: str | None  # salt of the batch's key; None if keys share the prefix cache
     prompt_token_ids: list[int]
-    sampling: dict[str, Any]
+    sampling: dict[str, Any]  # as for `Engine.generate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedReply:
-    """An engine's reply to a row. The first says whether the engine accepts the row, the last has the result.
+    """An engine's reply to a row. The first says whether the engine accepts the row, the last has the result."""
 
-    Attributes:
-        state: full: no idle slot; taken: running, repeated each minute; returned: an interactive request needs the
-            slot; done; refused.
-        reason, message: of the dead letter if refused.
-        engine_s: the row's share of busy seconds, as in the ledger.
-    """
-
+    # full: no idle slot; taken: running, repeated each minute; returned: an interactive request needs the slot; done;
+    # refused
     state: Literal["full", "taken", "returned", "done", "refused"]
     generation: Generation | None = None
+    # reason, message: of the dead letter if refused
     reason: str = ""
     message: str = ""
-    engine_s: float = 0.0
+    engine_s: float = 0.0  # the row's share of busy seconds, as in the ledger
 
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Usage of an answer so far. Later values replace earlier ones.
-
-    Attributes:
-        choices_per_prompt: choices for each prompt of a completion with several prompts, numbered consecutively.
-    """
+    """Usage of an answer so far. Later values replace earlier ones."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
+    # choices for each prompt of a completion with several prompts, numbered consecutively
     choices_per_prompt: int | None = None
     _of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
     _of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens

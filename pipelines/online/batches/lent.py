@@ -25,20 +25,14 @@ _UNAVAILABLE = 503
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLender:
-    """A `pipelines.batch.lender.Lender` for the endpoint's engines.
+    """A `pipelines.batch.lender.Lender` for the endpoint's engines."""
 
-    Attributes:
-        deployment, application: Serve's names of the model's engines.
-        context: the batch's context; its request id is the prefix of the rows' request ids.
-        cache_salt: as in `BorrowedRequest`.
-        num_slots: slots of the model's engines at maximum scale.
-    """
-
+    # deployment, application: Serve's names of the model's engines
     deployment: str
     application: str
-    context: Context
-    cache_salt: str | None
-    num_slots: int
+    context: Context  # the batch's context; its request id is the prefix of the rows' request ids
+    cache_salt: str | None  # as in `BorrowedRequest`
+    num_slots: int  # slots of the model's engines at maximum scale
 
     def lend(self, meter: BilledMeter) -> "LentEngine":
         from ray import serve

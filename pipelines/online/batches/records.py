@@ -35,23 +35,17 @@ def created_at_of(name: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a key.
-
-    Attributes:
-        owner: name of the API key.
-        at: path of the contents, relative to the batch folder.
-        batch_id: the batch that wrote it; None for uploads.
-    """
+    """A file of a key."""
 
     id: str
-    owner: str
+    owner: str  # name of the API key
     filename: str
     purpose: str
     num_bytes: int
     created_at: float
-    at: str
+    at: str  # path of the contents, relative to the batch folder
     expires_at: float | None = None
-    batch_id: str | None = None
+    batch_id: str | None = None  # the batch that wrote it; None for uploads
 
     def show(self) -> dict[str, Any]:
         return {
@@ -68,22 +62,17 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """A batch as the client created it. Immutable.
-
-    Attributes:
-        key: the key and its limits at creation, without the hash. The scheduler uses the current limits.
-        output_expires_s: lifetime of the output files; None if they never expire.
-    """
+    """A batch as the client created it. Immutable."""
 
     id: str
-    key: KeyRecord
+    key: KeyRecord  # the key and its limits at creation, without the hash. The scheduler uses the current limits
     endpoint: str
     input_file_id: str
     completion_window: str
     created_at: float
     expires_at: float
     metadata: Mapping[str, str] | None = None
-    output_expires_s: int | None = None
+    output_expires_s: int | None = None  # lifetime of the output files; None if they never expire
 
     def to_dict(self) -> dict[str, Any]:
         # asdict() would convert the key recursively.
@@ -96,16 +85,11 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """The progress of a batch. Times are Unix times.
-
-    Attributes:
-        num_requests, prompt_tokens, output_tokens: known after validation; tokens are upper bounds.
-        usage: OpenAI's usage object, once the batch has ended.
-        errors: OpenAI's error objects (code, message, param, line) of a failed batch.
-    """
+    """The progress of a batch. Times are Unix times."""
 
     status: Status = "validating"
     model: str | None = None
+    # num_requests, prompt_tokens, output_tokens: known after validation; tokens are upper bounds
     num_requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -119,7 +103,8 @@ class BatchProgress:
     cancelled_at: float | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
-    usage: Mapping[str, Any] | None = None
+    usage: Mapping[str, Any] | None = None  # OpenAI's usage object, once the batch has ended
+    # OpenAI's error objects (code, message, param, line) of a failed batch
     errors: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:

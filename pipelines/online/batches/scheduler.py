@@ -274,18 +274,12 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(slots=True)
 class _Work:
-    """Running work for a batch.
-
-    Attributes:
-        has_engines: whether the work counts toward `at_once`.
-        estimate: set if the run reserves its expected cost rather than the rest of a budget.
-        reason: why the run was stopped, or why its results are only collected.
-    """
+    """Running work for a batch."""
 
     handle: Handle[Any]
-    has_engines: bool = False
-    estimate: BatchEstimate | None = None
-    reason: Reason | None = None
+    has_engines: bool = False  # whether the work counts toward `at_once`
+    estimate: BatchEstimate | None = None  # set if the run reserves its expected cost rather than the rest of a budget
+    reason: Reason | None = None  # why the run was stopped, or why its results are only collected
     errors: Errors = ()
 
 

@@ -36,51 +36,35 @@ class KeyQuota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchModel:
-    """How a model's batches run.
-
-    Attributes:
-        config: configuration of the bulk run: engine, price and number of engines, as for the endpoint.
-        neighbours: other engines on the nodes: the endpoint's and those of other batches.
-        commits: model revisions that the endpoint's engines loaded, by hub id.
-        lent_slots: slots of all the endpoint's engines, if batches use idle slots; 0 if batches have their own engines.
-    """
+    """How a model's batches run."""
 
     model: ServedModel
-    config: Mapping[str, Any]
-    neighbours: Neighbours
+    config: Mapping[str, Any]  # configuration of the bulk run: engine, price and number of engines, as for the endpoint
+    neighbours: Neighbours  # other engines on the nodes: the endpoint's and those of other batches
+    # model revisions that the endpoint's engines loaded, by hub id
     commits: Mapping[str, str] = field(default_factory=dict)
+    # slots of all the endpoint's engines, if batches use idle slots; 0 if batches have their own engines
     lent_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Where batches are stored, and their limits.
+    """Where batches are stored, and their limits."""
 
-    Attributes:
-        folder: shared by all nodes, or `s3://`.
-        models: by served name.
-        at_once: maximum number of batches with their own engines at the same time.
-        max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together.
-        presigns: whether clients download from S3 directly.
-        max_upload_bytes: limit for a request that uploads a file.
-        max_line_bytes: limit for one request in a file.
-        quota: the default limits of keys.
-        cache_salt: returns a key's salt for the endpoint's engines.
-        application, deployments: Serve's names of the endpoint, and of its engines by model, if they lend slots.
-    """
-
-    folder: str
-    models: Mapping[str, BatchModel]
-    at_once: int
+    folder: str  # shared by all nodes, or `s3://`
+    models: Mapping[str, BatchModel]  # by served name
+    at_once: int  # maximum number of batches with their own engines at the same time
     max_output_tokens: int | None
     ledger: Path
+    # max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together
     max_transfers_bytes: int = 256 * MIB
     max_transfers_bytes_of_key: int = 32 * MIB
-    presigns: bool = True
-    max_upload_bytes: int = 200 * MIB
-    max_line_bytes: int = MIB
-    quota: KeyQuota = field(default_factory=KeyQuota)
-    cache_salt: Callable[[KeyRecord], str | None] = lambda key: None
+    presigns: bool = True  # whether clients download from S3 directly
+    max_upload_bytes: int = 200 * MIB  # limit for a request that uploads a file
+    max_line_bytes: int = MIB  # limit for one request in a file
+    quota: KeyQuota = field(default_factory=KeyQuota)  # the default limits of keys
+    cache_salt: Callable[[KeyRecord], str | None] = lambda key: None  # returns a key's salt for the endpoint's engines
+    # application, deployments: Serve's names of the endpoint, and of its engines by model, if they lend slots
     application: str = ""
     deployments: Mapping[str, str] = field(default_factory=dict)
 

@@ -25,32 +25,25 @@ _MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The limits and settings that a batch's requests are checked against.
-
-    Attributes:
-        max_line_bytes: per request; parsed JSON takes many times that memory.
-    """
+    """The limits and settings that a batch's requests are checked against."""
 
     endpoint: str
     key: KeyRecord
     models: Sequence[ServedModel]
     max_output_tokens: int | None = None
-    max_line_bytes: int = 1 << 20
+    max_line_bytes: int = 1 << 20  # per request; parsed JSON takes many times that memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The result of the validation.
-
-    Attributes:
-        prompt_tokens, output_tokens: upper bounds over all requests.
-        errors: OpenAI's error objects (code, message, param, line); the batch fails if there are any.
-    """
+    """The result of the validation."""
 
     num_requests: int = 0
     model: str | None = None
+    # prompt_tokens, output_tokens: upper bounds over all requests
     prompt_tokens: int = 0
     output_tokens: int = 0
+    # OpenAI's error objects (code, message, param, line); the batch fails if there are any
     errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 

@@ -60,48 +60,35 @@ UNEXECUTED: Mapping[Reason, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Everything a process needs to work on a batch.
-
-    Attributes:
-        owner, account: name and account of the key.
-        model: served name of the model.
-        config, commits: configuration and model revisions of a new run; a resumed run keeps its own.
-        lender: provides the endpoint's engines; None if the run starts its own.
-        budget_usd: limit for the additional cost; None is unlimited.
-    """
+    """Everything a process needs to work on a batch."""
 
     batch_id: str
+    # owner, account: name and account of the key
     owner: str
     account: str
-    model: str
+    model: str  # served name of the model
     input: str
     run: str
     errors: str
+    # config, commits: configuration and model revisions of a new run; a resumed run keeps its own
     config: Mapping[str, Any]
     neighbours: Neighbours | None
-    lender: EndpointLender | None = None
+    lender: EndpointLender | None = None  # provides the endpoint's engines; None if the run starts its own
     commits: Mapping[str, str] = field(default_factory=dict)
-    budget_usd: float | None = None
+    budget_usd: float | None = None  # limit for the additional cost; None is unlimited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of a batch.
+    """The result of a batch."""
 
-    Attributes:
-        reason: why the batch ended early, or None.
-        output: path and size in bytes of the output file; None if empty.
-        errors: size in bytes of the error file.
-        usage: usage of all requests; None if nothing ran.
-        record: usage and cost of the batch's own engines for the endpoint's ledger; None if nothing ran.
-    """
-
-    reason: Reason | None
+    reason: Reason | None  # why the batch ended early, or None
     num_completed: int
     num_failed: int
-    output: tuple[str, int] | None
-    errors: int
-    usage: UnitUsage | None
+    output: tuple[str, int] | None  # path and size in bytes of the output file; None if empty
+    errors: int  # size in bytes of the error file
+    usage: UnitUsage | None  # usage of all requests; None if nothing ran
+    # usage and cost of the batch's own engines for the endpoint's ledger; None if nothing ran
     record: RequestUsage | None
 
 

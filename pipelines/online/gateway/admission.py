@@ -53,50 +53,36 @@ _MEDIA_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as the gate sees it.
-
-    Attributes:
-        can_seed: whether sampling seeds work. On CPU, a seed crashes vLLM 0.29 and all requests in it.
-        max_choices: per request, over all its prompts; Ray Serve counts them as one request. None is unlimited.
-        max_answer_bytes: maximum size of one answer, estimated with `AnswerShape`. None is unlimited.
-        media: maximum items per request of each modality; None allows text only.
-        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
-        vocab_size: None if unknown.
-        parsers: configured vLLM parsers.
-    """
+    """A model as the gate sees it."""
 
     name: str
     max_model_len: int
-    can_seed: bool = True
+    can_seed: bool = True  # whether sampling seeds work. On CPU, a seed crashes vLLM 0.29 and all requests in it
+    # per request, over all its prompts; Ray Serve counts them as one request. None is unlimited
     max_choices: int | None = None
-    max_answer_bytes: int | None = None
-    media: Mapping[str, int] | None = None
+    max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
+    media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
+    # hosts from which engines may fetch media; if empty, only data: URLs are accepted
     media_domains: frozenset[str] = frozenset()
     drafter: str | None = None
     num_speculative_tokens: int | None = None
-    vocab_size: int | None = None
-    parsers: frozenset[str] = frozenset({"tool_call_parser", "reasoning_parser"})
+    vocab_size: int | None = None  # None if unknown
+    parsers: frozenset[str] = frozenset({"tool_call_parser", "reasoning_parser"})  # configured vLLM parsers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A valid request.
+    """A valid request."""
 
-    Attributes:
-        path: the API path; differs from the request's path on SageMaker.
-        values: the body that the engine receives.
-        shown_usage: the usage events of a stream that the client requested.
-        num_choices, prompt_tokens, output_tokens: over all prompts; token counts are upper bounds.
-        cap_tokens: the limit for a chat without max_tokens, which may otherwise use the rest of the context.
-    """
-
-    path: str
-    values: dict[str, Any]
+    path: str  # the API path; differs from the request's path on SageMaker
+    values: dict[str, Any]  # the body that the engine receives
     model: ServedModel
-    shown_usage: ShownUsage
+    shown_usage: ShownUsage  # the usage events of a stream that the client requested
+    # num_choices, prompt_tokens, output_tokens: over all prompts; token counts are upper bounds
     num_choices: int
     prompt_tokens: int
     output_tokens: int
+    # the limit for a chat without max_tokens, which may otherwise use the rest of the context
     cap_tokens: int | None = None
 
 

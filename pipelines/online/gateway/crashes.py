@@ -25,18 +25,14 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Attempt:
-    """A request that an engine is running.
-
-    Attributes:
-        num_crashes: engine crashes in which it was running without output.
-    """
+    """A request that an engine is running."""
 
     request_id: str
     key: str
     account: str
     model: str
     started_at: float
-    num_crashes: int = 0
+    num_crashes: int = 0  # engine crashes in which it was running without output
 
 
 @dataclass(slots=True, kw_only=True)

@@ -61,22 +61,13 @@ _log = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
-    """The settings of the gate. Picklable.
-
-    Attributes:
-        fixed_keys: keys from the environment of `peagle serve`.
-        requires_key: if False, only clients on this machine are served (in a SageMaker container: any client).
-        ledger: the ledger folder, from which the earlier spend of keys is read.
-        prompts: folder of the prompt log; None disables it.
-        tags: added to every request.
-        refusals_per_s: refusals per key that are sent without delay, after an initial burst.
-        cache_secret: derives the cache salts; a new secret only invalidates cached prefixes.
-    """
+    """The settings of the gate. Picklable."""
 
     models: tuple[ServedModel, ...]
-    ledger: Path
+    ledger: Path  # the ledger folder, from which the earlier spend of keys is read
     key_file: Path | None = None
-    fixed_keys: tuple[KeyRecord, ...] = ()
+    fixed_keys: tuple[KeyRecord, ...] = ()  # keys from the environment of `peagle serve`
+    # if False, only clients on this machine are served (in a SageMaker container: any client)
     requires_key: bool = True
     is_behind_sagemaker: bool = False
     max_body_bytes: int = 1024 * 1024
@@ -84,10 +75,11 @@ class GateSettings:
     body_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
     max_output_tokens: int | None = None
-    prompts: Path | None = None
+    prompts: Path | None = None  # folder of the prompt log; None disables it
     shares_prefix_cache: bool = False
-    tags: Mapping[str, str] = field(default_factory=dict)
-    refusals_per_s: float = 5.0
+    tags: Mapping[str, str] = field(default_factory=dict)  # added to every request
+    refusals_per_s: float = 5.0  # refusals per key that are sent without delay, after an initial burst
+    # derives the cache salts; a new secret only invalidates cached prefixes
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:

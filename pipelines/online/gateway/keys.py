@@ -94,14 +94,7 @@ class KeyRecord(TagOptions):
 
     Attributes:
         name: owner of the key, shown in usage and cost.
-        sha256: SHA-256 of the key, hexadecimal.
-        max_parallel_requests: concurrent requests to engines.
-        budget_usd: budget for all requests and batches of the key together.
-        budget_every: the budget's period; null is all time.
         max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default.
-        max_unfinished_batches: null is the endpoint's default.
-        expires_at: Unix time.
-        is_operator: may read the usage of all keys.
         tags: tags added to all requests and batches of the key.
         request_tags: names of tags that the key's requests may set themselves.
     """
@@ -109,20 +102,20 @@ class KeyRecord(TagOptions):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # SHA-256 of the key, hexadecimal
     created_at: float = 0.0
     models: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     requests_per_min: int | None = Field(default=None, ge=1)
     input_tokens_per_min: int | None = Field(default=None, ge=1)
     output_tokens_per_min: int | None = Field(default=None, ge=1)
-    max_parallel_requests: int | None = Field(default=None, ge=1)
-    budget_usd: float | None = Field(default=None, gt=0)
-    budget_every: Every | None = None
+    max_parallel_requests: int | None = Field(default=None, ge=1)  # concurrent requests to engines
+    budget_usd: float | None = Field(default=None, gt=0)  # budget for all requests and batches of the key together
+    budget_every: Every | None = None  # the budget's period; null is all time
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
-    max_unfinished_batches: int | None = Field(default=None, ge=1)
-    expires_at: float | None = Field(default=None, gt=0)
-    is_operator: bool = False
+    max_unfinished_batches: int | None = Field(default=None, ge=1)  # null is the endpoint's default
+    expires_at: float | None = Field(default=None, gt=0)  # Unix time
+    is_operator: bool = False  # may read the usage of all keys
     request_tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
     @property

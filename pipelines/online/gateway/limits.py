@@ -92,16 +92,12 @@ class ActualUsage:
 
 @dataclass(slots=True, kw_only=True)
 class Permit:
-    """An admitted request. Release it with `KeyLimits.settle`.
-
-    Attributes:
-        payers: accounts with a reservation: those of the key and of its tags.
-        prompt_tokens, output_tokens: reserved tokens.
-    """
+    """An admitted request. Release it with `KeyLimits.settle`."""
 
     account: str
-    payers: Sequence[str]
+    payers: Sequence[str]  # accounts with a reservation: those of the key and of its tags
     request_id: str
+    # prompt_tokens, output_tokens: reserved tokens
     prompt_tokens: int
     output_tokens: int
     is_running: bool = True

@@ -83,18 +83,12 @@ def delete(path: str) -> Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatePass:
-    """The gate's permission for one request, stored in its scope.
+    """The gate's permission for one request, stored in its scope."""
 
-    Attributes:
-        route: method and path of the admitted route.
-        key: None on routes that do not require a key.
-        body: the parsed body, if the rule reads JSON.
-        record_usage: receives the usage in the engine's answer; None if no engine answers.
-    """
-
-    route: tuple[str, str]
-    key: KeyRecord | None = field(default=None, repr=False)
-    body: JsonBody | None = field(default=None, repr=False)
+    route: tuple[str, str]  # method and path of the admitted route
+    key: KeyRecord | None = field(default=None, repr=False)  # None on routes that do not require a key
+    body: JsonBody | None = field(default=None, repr=False)  # the parsed body, if the rule reads JSON
+    # receives the usage in the engine's answer; None if no engine answers
     record_usage: Callable[[Mapping[str, Any]], None] | None = field(default=None, repr=False)
 
 

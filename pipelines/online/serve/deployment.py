@@ -25,17 +25,11 @@ _PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Limits for concurrent requests of one model.
+    """Limits for concurrent requests of one model."""
 
-    Attributes:
-        target: mean number of requests per engine above which another engine is started.
-        admitted: maximum per engine; others wait in the ingress, from where any engine can take them.
-        queued: maximum number of requests waiting in the ingress; others get 503.
-    """
-
-    target: float
-    admitted: int
-    queued: int
+    target: float  # mean number of requests per engine above which another engine is started
+    admitted: int  # maximum per engine; others wait in the ingress, from where any engine can take them
+    queued: int  # maximum number of requests waiting in the ingress; others get 503
 
 
 def request_counts(keys: ServedModelOptions, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
@@ -97,24 +91,17 @@ def target_ongoing_requests(slots: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaJob:
-    """Configuration of a model's replicas.
+    """Configuration of a model's replicas."""
 
-    Attributes:
-        app_id: id of this start of the endpoint; replicas with the same id share the cores of a node.
-        state: shared folder of the ledger and the logs.
-        spec: names its models in a way that every node can resolve.
-        lends: rows of batches may use idle slots.
-    """
-
-    app_id: str
-    state: str
+    app_id: str  # id of this start of the endpoint; replicas with the same id share the cores of a node
+    state: str  # shared folder of the ledger and the logs
     keys: ServedModelOptions
-    spec: EngineSpec
+    spec: EngineSpec  # names its models in a way that every node can resolve
     engine: EngineFacts
     placement: Placement
     counts: RequestCounts
     heartbeat_s: float = 5.0
-    lends: bool = False
+    lends: bool = False  # rows of batches may use idle slots
 
 
 def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> Any:

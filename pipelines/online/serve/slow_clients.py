@@ -36,17 +36,15 @@ class SlowReaders(asyncio.Protocol):
     """Limits the answers that wait for slow clients. A base class for uvicorn's protocols.
 
     Attributes:
-        owners: the client's address, and the API key of its request.
         queued_bytes: bytes of the answer that wait for space in the connection's buffer.
-        paused_at: loop time at which the buffer filled up; None if the client keeps up.
     """
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
-    owners: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()  # the client's address, and the API key of its request
     queued_bytes = 0
-    paused_at: float | None = None
+    paused_at: float | None = None  # loop time at which the buffer filled up; None if the client keeps up
     _check_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
