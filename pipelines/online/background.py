@@ -1,9 +1,6 @@
-"""Background endpoints: processes of `peagle serve` and their records.
+"""Background endpoints: processes of `peagle serve`, which outlive the command that started them, and their records.
 
-    $PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
-
-The processes outlive the command that started them. When it is up, `peagle serve` records that and the price of its
-machine in its state folder (`record_up`).
+$PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
 """
 
 import contextlib

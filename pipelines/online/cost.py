@@ -1,7 +1,6 @@
-"""Usage and cost of the endpoint: by key, by model and in total, from the ledger.
+"""Usage and cost of the endpoint from its ledger: by key, by model and in total.
 
-A request costs its share of an engine's busy seconds. The cost of starting and idle engines belongs to no request; it
-appears in the account of the whole endpoint.
+A request costs its share of an engine's busy seconds. Starting and idle engines only count for the whole endpoint.
 """
 
 import math

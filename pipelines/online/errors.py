@@ -1,7 +1,7 @@
 """Errors in the format of OpenAI's API, and the conversion of Ray's and vLLM's exceptions.
 
-Internal details are logged. Clients only get what they can act on. Exceptions are recognized by class name: not every
-process that imports this has Ray and vLLM, and Ray wraps a replica's exceptions in subclasses of the originals.
+Clients only get what they can act on. Exceptions are recognized by class name: not every process has Ray and vLLM, and
+Ray wraps a replica's exceptions in subclasses of the originals.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""The forecast of `peagle serve --dry-run`.
-
-Uses the same functions as the endpoint, for the configured machine or this machine. Starts and writes nothing, and
-does not use Ray.
-"""
+"""The forecast of `peagle serve --dry-run`, which starts and writes nothing and does not use Ray."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

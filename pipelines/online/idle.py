@@ -1,8 +1,4 @@
-"""Stop an endpoint that gets no requests, and report its cost.
-
-Only the work of engines counts as activity (`busy_s` and starts in the ledger), not requests that the gate answers
-itself, such as the web page's polling.
-"""
+"""Stop an endpoint whose engines do no work, and report its cost. Requests that the gate answers do not count."""
 
 import contextlib
 import threading

@@ -1,8 +1,7 @@
 """The HTTP routes: Ray's `OpenAiIngress` behind the gate, plus `/health`, `/v1/cost`, `/v1/live` and the web page.
 
-Ray's own FastAPI application answers wrong types with 400, sends internal exceptions to clients and allows every web
-page with credentials. So only its handlers are used, through `make_fastapi_ingress(app=)`. Embeddings, scores and
-transcriptions are omitted: no supported model offers them.
+Ray's own FastAPI application sends internal exceptions to clients and allows every web page with credentials, so only
+its handlers are used. Embeddings, scores and transcriptions are omitted: no supported model offers them.
 """
 
 import asyncio

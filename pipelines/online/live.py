@@ -1,7 +1,5 @@
 """Metrics of the last minutes for the web page and `/v1/live`, and notes on drafters that cost more than they save.
 
-Requests are read from the ledger through `CostView`. Speeds, percentiles and time series are added here.
-
 A request appears when it has ended. Its tokens are spread over the time from its first token to its end (from its start
 if that is unknown); everything else counts at its end. Time is divided into steps, and only complete ones are shown.
 """

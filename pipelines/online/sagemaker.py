@@ -1,9 +1,7 @@
 """The endpoint in a SageMaker container.
 
 SageMaker runs `docker run IMAGE serve`, passes settings in variables, and only uses port 8080: `GET /ping` and
-`POST /invocations`. With ENTRYPOINT ["peagle"] that runs `peagle serve`, and PEAGLE_SAGEMAKER=true selects this mode.
-The mode is selected by a variable because SageMaker passes nothing else to a container. A script named `serve` would
-conflict with Ray's command.
+`POST /invocations`. PEAGLE_SAGEMAKER=true selects this mode.
 """
 
 from collections.abc import Mapping

@@ -1,16 +1,12 @@
 """Running totals of a ledger: requests by time, engine, key and model; spend of keys; token prices.
 
 Each record is read once, by whichever thread reads next, and passed to the followers. Sums are kept per minute, later
-per hour and day, so memory grows with time and keys, not with requests: a year of twenty keys needs some tens of
-thousands of sums. From time to time the totals are saved with the read positions, from which the next process
-continues:
+per hour and day, so memory grows with time and keys, not with requests. At times they are saved atomically with the
+read positions, from which the next process continues if the files still match:
 
     head      format, marks (read position per file with a checksum), spend, prices
     cells     one per line
     sha256    of everything before it
-
-The checkpoint is written atomically and covers exactly the records before its marks. So it stays valid when records are
-appended, and no matter which of two processes writes it last. The reader checks whether the files still match.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """Paths, headers, errors and stream events of the API, and the usage in answers.
 
-A stream is a sequence of texts, each with whole events, as Ray passes them on.
-
-    usage                           prompt, cached and output tokens; at the end of a stream, and in each event if
-                                    requested: there it covers only that event's choice and its prompt
-    metrics.speculative_decoding    drafts of the request; next to the last usage
-    peagle                          peagle's summary with the request's cost; next to the last usage
+usage                           prompt, cached and output tokens; at the end of a stream, and in each event if
+                                requested: there it covers only that event's choice and its prompt
+metrics.speculative_decoding    drafts of the request; next to the last usage
+peagle                          peagle's summary with the request's cost; next to the last usage
 """
 
 import json

@@ -1,10 +1,8 @@
 """Creation of batches and files within the limits of a key.
 
-A request with an `Idempotency-Key` creates at most one batch: the request is stored under the hash of the key before
-the batch is created, and the first request wins. A retry returns the same batch, also after a crash in between.
-
-Uploads count toward the quota before their bytes arrive, so that concurrent uploads cannot exceed it together. Outputs
-of batches count when they are written, and may exceed the quota; then nothing new is accepted.
+A request with an `Idempotency-Key` is stored under the hash of the key before its batch is created, and the first one
+wins. Uploads count toward the quota before their bytes arrive. Outputs of batches may exceed it; then nothing new is
+accepted.
 """
 
 import asyncio

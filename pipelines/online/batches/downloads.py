@@ -1,8 +1,7 @@
 """File downloads with limited memory.
 
-If the proxy acknowledges data (`serve/flow.py`), only a window of each download is in memory. Otherwise the ingress
-cannot see how much the client has received, and the whole response counts; large files must then be fetched with
-`Range`.
+If the proxy acknowledges data (`serve/flow.py`), only a window of each download is in memory. Otherwise the whole
+response counts, and large files must be fetched with `Range`.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
-"""Run the rows of a batch in idle slots of the endpoint's engines.
+"""Run the rows of a batch in idle slots of the endpoint's engines, which bill them (`replica/lending.py`).
 
-Rows are sent through Serve one at a time; each is sent repeatedly until an engine has an idle slot. If interactive
-requests need the slot, the engine returns the row, and the row is sent again. The engines bill the rows
-(`replica/lending.py`).
+Rows are sent through Serve one at a time, repeatedly until an engine has an idle slot, and again if it returns the row.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""Records of files and batches, and their OpenAI API objects.
-
-A batch consists of its immutable `BatchRequest`, its `BatchProgress`, which the scheduler rewrites, and the time of its
-cancellation.
-"""
+"""Records of files and batches, and their OpenAI API objects."""
 
 import re
 import secrets

@@ -1,8 +1,4 @@
-"""The endpoint's batches: the store, and the thread that schedules.
-
-During an update, two ingresses can run at the same time. Only the one with the folder's lease schedules; the other
-accepts and shows batches.
-"""
+"""The endpoint's batches: the store, and the thread that schedules if this ingress has the folder's lease."""
 
 import logging
 import threading

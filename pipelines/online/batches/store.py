@@ -1,24 +1,15 @@
-"""The folder of files and batches, on a disk or in an object store.
+"""The folder of files and batches, on a disk or in an object store. Immutable records are read once.
 
-    files/ID.json       a file's record
-    files/ID.jsonl      its contents, unless a run directory has them
-    orders/ID.json      a `BatchRequest`; written once, by any ingress
-    cancels/ID.json     the time of cancellation; written once, by any ingress
-    progress/ID.json    progress; rewritten by the scheduler only
-    ends/ID.json        the final progress; written once, so that a stopped scheduler cannot overwrite it
-    ordered/HASH.json   a request with an `Idempotency-Key`; written once, kept for a day
-    runs/ID/            the run directory
-    clock.json          a recent time (`SteadyClock`)
-    .lease/             the scheduling process (`peagle/runs/lease.py`)
-
-Immutable records are read once. A run directory contains copies of prompts and answers:
-
-    data/            requests with their answers
-    failed/          failed requests
-    suspects/        notes about requests
-    export/FORMAT/   answers and errors; `openai-batch` has the files that clients download
-
-Configuration, plan, account and logs of a run contain no prompts and are kept.
+files/ID.json       a file's record
+files/ID.jsonl      its contents, unless a run directory has them
+orders/ID.json      a `BatchRequest`; written once, by any ingress
+cancels/ID.json     the time of cancellation; written once, by any ingress
+progress/ID.json    progress; rewritten by the scheduler only
+ends/ID.json        the final progress; written once, so that a stopped scheduler cannot overwrite it
+ordered/HASH.json   a request with an `Idempotency-Key`; written once, kept for a day
+runs/ID/            the run directory; data/, failed/, suspects/ and export/ contain prompts and answers
+clock.json          a recent time (`SteadyClock`)
+.lease/             the scheduling process (`peagle/runs/lease.py`)
 """
 
 import asyncio

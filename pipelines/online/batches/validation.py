@@ -1,7 +1,6 @@
 """Validation of a batch's input file before anything is spent on it.
 
-Each request is checked like a single request (`admission.check`). Errors that only an engine can detect end up in the
-error file.
+Each request is checked like a single request. Errors that only an engine can detect end up in the error file.
 """
 
 import contextlib

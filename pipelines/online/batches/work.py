@@ -1,10 +1,8 @@
-"""Processes that work on batches: Ray actors, on any node.
+"""Processes that work on batches: Ray actors, on any node. Each run has its own; validation and collection share one.
 
-Each run has its own actor; validation and collection share one. A batch is run as a bulk run, and its output and error
-files are the run's export. If a batch ends early, requests that were not executed are added to the error file, as
-OpenAI does.
-
-When the ingress dies, Ray ends its actors and the engines that they started. The next ingress resumes the runs.
+A batch is run as a bulk run, and its output and error files are the run's export. If it ends early, the error file also
+has the requests that were not executed, as with OpenAI. When the ingress dies, Ray ends its actors and their engines,
+and the next ingress resumes the runs.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Request bodies: limits of their structure, timeouts, and parsing in threads.
 
-A MiB of brackets takes far longer to parse than a MiB of text, and parsing holds Python's interpreter lock, so that all
-streams wait. So the number of values is limited before parsing, and long bodies are parsed in threads: Python switches
-threads every 5 ms, as long as no single step is long.
+Parsing holds Python's interpreter lock, and a MiB of brackets takes far longer than a MiB of text. So the number of
+values is limited first, and long bodies are parsed in threads, which Python switches every 5 ms.
 """
 
 import asyncio

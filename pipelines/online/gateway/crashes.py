@@ -1,8 +1,7 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
-When an engine crashes, all of its requests fail. One of them may be the cause, and would crash the next engine as well.
-The suspects are the requests that entered the engine last: they get an error and are not retried. The other requests
-are retried one by one, and only if they had no output yet. A request that was in two crashes is not retried again.
+One of the requests of a crashed engine may be the cause. The suspects are those that entered the engine last: they get
+an error. The others are retried one by one, if they had no output yet and were not in an earlier crash.
 """
 
 import asyncio

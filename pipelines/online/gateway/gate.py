@@ -1,15 +1,12 @@
 """ASGI middleware that authenticates, limits and meters each request.
 
-    route -> authenticate -> admit -> forward -> settle
-
     route           look up the path; a 404 or 405 is only sent to a client with a key
     authenticate    check the API key and count the request
     admit           read and validate the body, reserve tokens and cost
-    forward         call the application with a `GatePass` in the scope
+    forward         call the application, which answers like vLLM, with a `GatePass` in the scope
     settle          replace the reservation with the usage in the answer, or later with the ledger's usage
 
-Any ASGI application that answers like vLLM can be behind the gate. Answers are never stored; prompts only with
-`log_prompts`.
+Answers are never stored; prompts only with `log_prompts`.
 """
 
 import asyncio

@@ -90,17 +90,11 @@ LOCAL_NAME = "local"  # the name of requests to an endpoint without keys
 
 
 class KeyRecord(TagOptions):
-    """A stored API key with its limits; null is unlimited.
-
-    Attributes:
-        name: owner of the key, shown in usage and cost.
-        max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default.
-        tags: tags added to all requests and batches of the key.
-        request_tags: names of tags that the key's requests may set themselves.
-    """
+    """A stored API key with its limits; null is unlimited. `tags` are added to all its requests and batches."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    # owner of the key, shown in usage and cost
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # SHA-256 of the key, hexadecimal
     created_at: float = 0.0
@@ -111,11 +105,13 @@ class KeyRecord(TagOptions):
     max_parallel_requests: int | None = Field(default=None, ge=1)  # concurrent requests to engines
     budget_usd: float | None = Field(default=None, gt=0)  # budget for all requests and batches of the key together
     budget_every: Every | None = None  # the budget's period; null is all time
+    # max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
     max_unfinished_batches: int | None = Field(default=None, ge=1)  # null is the endpoint's default
     expires_at: float | None = Field(default=None, gt=0)  # Unix time
     is_operator: bool = False  # may read the usage of all keys
+    # names of tags that the key's requests may set themselves
     request_tags: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
     @property

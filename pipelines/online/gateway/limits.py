@@ -2,21 +2,13 @@
 
     admit -> Permit -> settle with the answer's usage, or later with the ledger's (`catch_up`)
 
-Rate limits are kept in the memory of one process, the ingress. Budgets are in `budgets.py`.
+Every request counts when it arrives. Tokens and cost are reserved at their maximum until the actual number is known, so
+that a burst cannot exceed a limit. The maximum of prompt tokens is the size of the body, which may be far too high, so
+the only running request of a key may use whatever is left of the minute, and of its budgets. A request for a model
+without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus price errors.
 
-A request counts when it arrives, even if it is refused, or only reads or deletes something.
-
-Tokens are reserved at their maximum until the actual number is known, so that a burst cannot exceed the limit. For
-prompts the maximum is the body's size in bytes, which may be far too high. So if a key has no other running request,
-a request is admitted as long as the minute has any tokens left.
-
-The request's maximum cost at recent prices (`totals.py`) is reserved in each budget. A budget's only running request
-may use whatever is left; a request for a model without a price can only run alone. So a budget is exceeded by at most
-one request, plus price errors. Budgets of keys and tags work this way. Nothing is reserved in the endpoint's budget:
-its engines cost the same with or without a request.
-
-If a client disconnects, the ingress does not receive the usage. The engine writes the usage to the ledger, and the
-reservation stays until it is read from there.
+If a client disconnects, the reservation stays until the engine has written the usage to the ledger. Rate limits are
+kept in the memory of the ingress, of which there is one.
 """
 
 import asyncio
@@ -175,7 +167,8 @@ class KeyLimits:
             self._unpriced_models.add(model)
         counts = self._counts[key.account]
         self._require_budgets(payers)
-        self._require_budgets(endpoint, is_free=True)  # nothing is reserved, see above
+        # Nothing is reserved: the endpoint's engines cost the same with or without the request.
+        self._require_budgets(endpoint, is_free=True)
         limit = key.max_parallel_requests
         if limit is not None and counts.num_running >= limit:
             raise _rate_limit_error(f"this key may have {limit} concurrent requests", None)

@@ -1,8 +1,7 @@
 """Send answers and refusals to clients, and count running requests per model.
 
-`Outgoing` adds headers and records the usage, without parsing answers: the application reports usage with
-`record_usage`, before a non-streaming answer starts or before a stream ends. Refusals of one key are delayed if there
-are many.
+Answers are not parsed: the application reports their usage with `record_usage`, before a non-streaming answer starts or
+before a stream ends.
 """
 
 import asyncio

@@ -1,11 +1,8 @@
 """Routes and the rules by which the gate admits their requests.
 
 The gate looks up each request in this table, and the application's router is built from it. A route only answers
-requests that carry the gate's pass for that route. If gate and router ever parse a path differently, the result is an
-error instead of an unmetered answer.
-
-An endpoint without keys only serves this machine. Any web page can send requests to 127.0.0.1, and with DNS rebinding
-it can read the answers. It cannot forge the headers Host and Origin, so these are checked.
+requests with the gate's pass for that route. If gate and router ever parse a path differently, the result is an error
+instead of an unmetered answer.
 """
 
 import enum
@@ -209,7 +206,11 @@ _HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 
 
 def require_local(scope: Scope) -> None:
-    """Refuse clients of other machines, and web pages of other sites (403)."""
+    """Refuse clients of other machines, and web pages of other sites (403).
+
+    Any web page can send requests to 127.0.0.1, and with DNS rebinding it can read the answers. It cannot forge the
+    headers Host and Origin.
+    """
     try:
         is_loopback = ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:

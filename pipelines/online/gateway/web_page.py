@@ -1,6 +1,6 @@
 """The web page at `/` (static files in `page/`) and the API's documentation at `/docs` (Swagger UI).
 
-The files contain no secrets and need no key. They call the API with the user's key. No file comes from another host.
+The files contain no secrets and need no key. No file comes from another host.
 """
 
 import importlib.resources

@@ -1,8 +1,4 @@
-"""The fake engine behind Ray's `LLMServer`, for tests of faults and load.
-
-Requests take the same path as in bulk: `parse_body` validates, `PromptBuilder` tokenizes, `FakeEngine` answers, and
-`requests/openai.py` formats the answer.
-"""
+"""The fake engine behind Ray's `LLMServer`, for tests of faults and load. Requests take the same path as in bulk."""
 
 import asyncio
 import time

@@ -1,7 +1,6 @@
-"""Lend idle slots of an engine to rows of batches, and reclaim them.
+"""Lend idle slots of an engine to rows of batches. Rows stay below autoscaling's target, so they never start engines.
 
-A row is accepted if the engine stays below autoscaling's target, so that rows never start engines. If interactive
-requests need the slots, the newest rows are returned and run again later.
+If interactive requests need the slots, the newest rows are returned and run again later.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""A replica: Ray's `LLMServer` around vLLM, configured for its node, with accounting and metrics.
-
-Requests carry the gate's `wire.Context`. Usage is recorded here, since the replica knows it even if the client
-disconnects.
-"""
+"""A replica: Ray's `LLMServer` around vLLM, configured for its node, with accounting and metrics."""
 
 import asyncio
 import functools

@@ -1,8 +1,7 @@
 """Calls of the ingress to a model's replicas.
 
-Ray 2.60 only cancels a call if the whole request is cancelled. If a caller stops listening, the replica continues to
-the last token. Here the call is cancelled in both cases. Non-streaming answers are raised as an exception to bypass
-Ray's handler, which would parse and serialize them again. Their usage arrives separately and is passed to `NOTE`.
+Ray 2.60 only cancels a call if the whole request is cancelled; here also if the caller stops listening. Non-streaming
+answers are raised as an exception to bypass Ray's handler, which would parse and serialize them again.
 
 While Ray hands a request to an idle replica, it counts as queued, and others may be refused (`wrap_request_assignment`
 in its router). So refused calls are retried for a moment: a burst does not mean that the queue is full.

@@ -1,8 +1,4 @@
-"""Ray's `LLMConfig` for an engine, with request limits and autoscaling.
-
-The configuration is created twice: by the process that starts the endpoint, to place replicas, and by each replica for
-its own node.
-"""
+"""Ray's `LLMConfig` for an engine, with request limits and autoscaling."""
 
 import math
 from collections.abc import Mapping

@@ -1,15 +1,12 @@
-"""Back-pressure between client and ingress for files, which Ray Serve lacks.
+"""Back-pressure between client and ingress for files, which Ray Serve 2.60 lacks: it would buffer whole files.
 
-Ray Serve 2.60 reads answers from the ingress and bodies from the client as fast as they arrive, and would buffer whole
-files. Serve passes messages in the opposite direction unchanged. So the receiver uses these messages to acknowledge
-what it has received, and the sender waits for acknowledgements.
+Serve passes messages in the opposite direction unchanged, so receivers use them to acknowledge what they have received,
+and senders wait for acknowledgements. Clients cannot forge these: HTTP servers never produce such keys and types.
 
     client <- server <- DownloadAckSender <- Serve <- DownloadWindow     (`batches/downloads.py`)
     client -> server -> UploadThrottle    -> Serve -> UploadAckReceiver  (`gateway/bodies.py`)
 
-Clients cannot forge these messages, since HTTP servers never produce such keys and types. DownloadAckSender and
-UploadThrottle run in the proxy (`proxy.py`). If a proxy runs without them, for example on a node that was started in
-another environment, the ingress detects this from the first message.
+The ingress detects proxies without this middleware, which were started in another environment, by the first message.
 """
 
 import asyncio

@@ -1,14 +1,10 @@
 """Middleware for Ray Serve's HTTP proxy, and the check of its TLS files.
 
-If the ingress dies during a request, Ray 2.60's proxy answers 500 in plain text or cuts a stream. This middleware
-answers 503 in OpenAI's format, or ends the stream with an error event. While the endpoint starts or stops, the proxy
-answers 404 in plain text, after which clients do not retry; this becomes a 503, too.
+If the ingress dies, or the endpoint starts or stops, Ray 2.60's proxy answers in plain text or cuts a stream. Here the
+client gets a 503 in OpenAI's format or an error event. Headers that the proxy obeys or fails on are removed, and large
+bodies use back-pressure (`flow.py`). Requests and answers of other applications in the cluster pass unchanged.
 
-The proxy also obeys some headers of any client, before the gate has seen a key, and fails if it cannot decode them; so
-they are removed. It would buffer whole files for clients that do not read, and whole bodies for a slow ingress; so both
-use back-pressure (`flow.py`). Requests and answers of other applications in the cluster pass unchanged.
-
-Ray's proxies load it by its name in `ENVIRONMENT`, which must be set when Ray starts.
+Ray's proxies load the middleware by its name in `ENVIRONMENT`, which must be set when Ray starts.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Request types of the two model routes: vLLM's types, with every validation error attributed to the client.
 
-vLLM 0.29 has validators that run before types are checked and raise arbitrary Python errors
-(`'list' object has no attribute 'get'`). Fields that pydantic validates lazily are validated here. Lists stop at their
-first error: a MiB of invalid messages has five million errors, which take minutes. Chats can have a cap on output
-tokens, which vLLM does not support. Structural tags are not compiled here, where some of a hundred bytes would block
-all streams for minutes, but in a trial process next to the engine (`engine/trials.py`).
+vLLM 0.29 has validators that run before types are checked and raise arbitrary Python errors. Fields that pydantic
+validates lazily are validated here. Lists stop at their first error: a MiB of invalid messages has five million, which
+take minutes. Structural tags, which may also take minutes, are compiled next to the engine (`engine/trials.py`).
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Route requests to the engine that has cached the beginning of their prompt, unless it is too busy.
 
-Ray's own `PrefixCacheAffinityRouter` (2.60) loses requests: a prompt without text (token ids, an empty message) causes
-a division by zero in a task that only logs it, so the request is never routed. It also calls an actor several times
-per request in the event loop of all streams. This router keeps its state in the routing process.
+Ray's `PrefixCacheAffinityRouter` (2.60) loses requests without text (token ids, an empty message) by a division by
+zero, and calls an actor several times per request. This router keeps its state in the routing process.
 """
 
 import random

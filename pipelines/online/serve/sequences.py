@@ -1,8 +1,7 @@
 """Metrics of a request's sequences that vLLM's API does not report.
 
 vLLM 0.29 reports drafts only for answers with one sequence, loses them if a stream's end arrives together with earlier
-output, and reports no time to first token for non-streaming answers. Both are in the `RequestState`s of its front end,
-one per choice and prompt. `listen` collects the states that a request creates.
+output, and reports no time to first token for non-streaming answers. Both are in the `RequestState`s of its front end.
 """
 
 from collections.abc import Iterable, Mapping

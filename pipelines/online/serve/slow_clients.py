@@ -1,13 +1,10 @@
-"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn keeps them forever.
+"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn 0.54 keeps them.
 
-uvicorn 0.54 only has a timer between requests (`timeout_keep_alive`). A client that sends nothing, or half a header,
-keeps its connection, and many such clients exhaust the process. With httptools it does not limit the size of headers
-either, and copies a header again for each piece. Ray's proxies let uvicorn choose its protocol class, so the class is
-replaced where uvicorn looks it up.
+Its only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
+uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
 
-An unread answer waits in the proxy. A client that reads less than `LEAST_BYTES` within `READER_LIMIT_S` loses its
-connection. If the unread answers of one API key or address exceed `UNREAD_LIMIT_BYTES`, its slow connections are
-closed, the slowest first.
+A client that reads less than `LEAST_BYTES` within `READER_LIMIT_S` loses its connection. If the unread answers of one
+API key or address exceed `UNREAD_LIMIT_BYTES`, its slow connections are closed, the slowest first.
 """
 
 import asyncio

@@ -108,14 +108,6 @@ def test_settled_batch_counts_once(read):
     assert budgets.spent_usd("alice") == 0.5
 
 
-def test_expired_settlement_stays_spent(clock):
-    budgets = Budgets(monotonic=clock)
-    budgets.reserve_request("r", "alice", 1, 0.1)
-    budgets.settle_request("r", "alice", 0.25)
-    budgets.expire_unconfirmed(clock.now + 1)
-    assert (budgets.spent_usd("alice"), budgets._unconfirmed) == (0.25, {})
-
-
 def test_new_key_with_a_reused_name_has_no_spend(read):
     _, before = new_key("alice", budget_usd=0.5)
     _, after = new_key("alice", budget_usd=0.5)
@@ -152,17 +144,6 @@ def test_budget_periods(every, left):
         budgets.on_ledger_record(ended(now[0], 1.0))
         result.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
     assert result == left
-
-
-def test_spent_budget_renews_in_the_next_period():
-    now = [date(2026, 11, 30)]
-    budgets = Budgets(day=lambda: now[0])
-    budgets.on_ledger_record(ended(now[0], 12.0))
-    refused = budgets.refusal("alice 1", budgets.spending_limit("alice 1", 10.0, "month"))
-    now[0] = date(2026, 12, 1)
-    allowed_usd = budgets.spending_limit("alice 1", 10.0, "month")
-    assert (refused, budgets.refusal("alice 1", allowed_usd)) == ("spent", None)
-    assert budgets.reserve_batch("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
 
 
 def test_expired_settlement_counts_in_its_period():

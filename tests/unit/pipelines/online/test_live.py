@@ -12,7 +12,6 @@ from pipelines.online.live import (
     STEP_S,
     LiveView,
     publish_break_even_forever,
-    spread_over_steps,
     watch_engines,
 )
 from pipelines.online.totals import totals_of
@@ -129,13 +128,6 @@ def test_figures_are_cached_for_a_second(ledger, view, now):
     now.at += 1000
     assert view.report(window_s=900)["total"]["num_requests"] == 0
     assert not view._steps
-
-
-@pytest.mark.parametrize(("begin", "end"), [(10.0, 10.0), (10.0, 12.0), (11.9, 12.1), (3.3, 17.7)])
-def test_shares_of_steps_sum_to_one(begin, end):
-    shares = dict(spread_over_steps(begin, end))
-    assert sum(shares.values()) == pytest.approx(1)
-    assert all(step * STEP_S <= end and (step + 1) * STEP_S >= begin for step in shares)
 
 
 def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):

@@ -28,10 +28,6 @@ def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
     assert (result.num_devices, result.ended) == (2, True)
 
 
-def test_loading_engine_is_in_the_ledger(engine_account, tmp_path):
-    assert not session(tmp_path).ended
-
-
 def test_concurrent_requests_share_busy_seconds(engine_account, clock):
     engine_account.ready()
     first, two = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))

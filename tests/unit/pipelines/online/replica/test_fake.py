@@ -35,11 +35,6 @@ def answer(kind="chat", engine=None, **body):
     return asyncio.run(scene())
 
 
-def test_served_name_of_a_fake_model():
-    assert ServedModelOptions(engine="fake").served_name == "fake"
-    assert ServedModelOptions(engine="fake", name="a").served_name == "a"
-
-
 def test_stream_equals_the_whole_answer():
     (whole,) = answer(**CHAT)
     assert isinstance(whole, ChatCompletionResponse)

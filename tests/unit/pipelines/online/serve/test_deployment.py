@@ -1,11 +1,12 @@
 import inspect
+import math
 
 import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import DeploymentSchema
 
 from peagle.economics.usage import EngineFacts
-from peagle.engine.spec import EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
@@ -14,8 +15,12 @@ from pipelines.online.serve.deployment import (
     ReplicaJob,
     RequestCounts,
     check_parsers,
+    decode_slots,
     deployment_config,
     make_llm_config,
+    pieces_per_s,
+    request_counts,
+    target_ongoing_requests,
 )
 from pipelines.online.serve.routing import PrefixRouter
 
@@ -109,3 +114,40 @@ def test_rays_defaults_that_we_replace():
 
     assert constants.DEFAULT_MAX_ONGOING_REQUESTS == constants.DEFAULT_MAX_TARGET_ONGOING_REQUESTS == 10**9
     assert constants.MODEL_RESPONSE_BATCH_TIMEOUT_MS == 50
+
+
+def spec(method=None, k=7, **keys):
+    drafter = DrafterSpec(method=method, model="head", num_speculative_tokens=k) if method else None
+    return EngineSpec(model="m", drafter=drafter, **keys)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 64, 256])
+def test_target_leaves_one_standard_deviation(slots):
+    target = target_ongoing_requests(slots)
+    assert target + math.sqrt(target) == pytest.approx(slots)
+
+
+def test_small_step_has_fewer_slots():
+    assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
+    assert decode_slots(spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
+    assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1
+    assert decode_slots(spec("peagle", k=3, max_num_seqs=8), CPU) == 8
+    assert decode_slots(spec(max_num_seqs=8), CPU) == 8
+
+
+def test_default_request_counts():
+    counts = request_counts(ServedModelOptions(max_replicas=3), spec(max_num_seqs=16), CPU)
+    assert (counts.admitted, counts.queued) == (18, 48)
+    assert request_counts(ServedModelOptions(), spec(max_num_seqs=1), CPU).admitted == 2
+
+
+def test_configured_request_counts():
+    keys = ServedModelOptions(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
+    counts = request_counts(keys, spec(max_num_seqs=16), CPU)
+    assert (counts.target, counts.queued) == (2.5, 0)
+
+
+def test_pieces_per_s():
+    shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+    single = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
+    assert (pieces_per_s(shared), pieces_per_s(single)) == (40, 400)

@@ -113,9 +113,10 @@ def test_404_of_other_paths_passes(path):
     assert passed_on(*messages, path=path) == messages
 
 
-def test_interrupted_stream_ends_with_an_error_event():
+@pytest.mark.parametrize("error", [None, KeyError("Secret")])
+def test_interrupted_stream_ends_with_an_error_event(error):
     begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
-    *first, last = passed_on(*begun)
+    *first, last = passed_on(*begun, error=error)
     assert first == begun
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
@@ -126,13 +127,6 @@ def test_failure_of_the_proxy_is_503(path):
     head, text = passed_on(error=KeyError("Secret"), path=path)
     assert head["status"] == 503
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
-
-
-def test_failure_of_the_proxy_ends_a_stream_with_an_error_event():
-    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
-    *first, last = passed_on(*begun, error=KeyError("Secret"))
-    assert first == begun
-    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
 
 
 @pytest.mark.parametrize(
@@ -312,26 +306,21 @@ def test_world_readable_key_is_refused(pair, mode):
         pair(mode=mode)
 
 
-def test_key_of_another_certificate_is_refused(pair, certificates):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"):
-        pair(key=certificates["two.key"])
+EMPTY_PEM = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
-@pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_file_without_certificate_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: contains no certificate"):
-        pair(certificate=data)
-
-
-@pytest.mark.parametrize("data", [b"", b"no pem"])
-def test_file_without_private_key_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: contains no private key"):
-        pair(key=data)
-
-
-def test_swapped_files_are_refused(pair, certificates):
-    with pytest.raises(ConfigError, match="contains no certificate"):
-        pair(certificate=certificates["one.key"], key=certificates["one.pem"])
+@pytest.mark.parametrize(
+    ("certificate", "key", "message"),
+    [
+        ("one.pem", "two.key", r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"),
+        ("one.key", "one.pem", r"tls_cert .*cert\.pem: contains no certificate"),
+        *[(data, "one.key", r"tls_cert .*cert\.pem: contains no certificate") for data in (b"", b"no pem", EMPTY_PEM)],
+        *[("one.pem", data, r"tls_key .*key\.pem: contains no private key") for data in (b"", b"no pem")],
+    ],
+)
+def test_wrong_certificate_or_key_is_refused(pair, certificates, certificate, key, message):
+    with pytest.raises(ConfigError, match=message):
+        pair(certificate=certificates.get(certificate, certificate), key=certificates.get(key, key))
 
 
 def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):
