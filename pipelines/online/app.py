@@ -76,8 +76,7 @@ def build(arguments: ServeConfig) -> Any:
 def _inspect(config: ServeConfig) -> Hardware:
     """Return the hardware of a node for engines.
 
-    On Kubernetes the application is built when the head is up, before the machines of its engines. If the configuration
-    names machines with accelerators, wait for them.
+    On Kubernetes, wait for machines with accelerators that the configuration names: the application is built before.
     """
     may_come = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
     give_up_at = time.monotonic() + (_MACHINES_WAIT_S if may_come else 0.0)

@@ -133,8 +133,6 @@ def find(name: str | None) -> Endpoint:
 def bring_up(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
     """Start an endpoint and wait until it is up; it is stopped if that fails or is interrupted.
 
-    If no port is configured and the default one is in use, a free port is used.
-
     Raises:
         ConfigError: an endpoint of this name exists.
         EngineError: the endpoint exited; `say` has received its output.

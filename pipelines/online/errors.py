@@ -6,6 +6,7 @@ Ray wraps a replica's exceptions in subclasses of the originals.
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from peagle.requests.openai import error_body
@@ -23,36 +24,21 @@ _TYPES = {
 _MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not echo a MiB of the request
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
-    """An error response.
+    """An error response."""
 
-    Args:
-        code: machine-readable code, such as "model_not_found".
-        param: the invalid field of the request.
-        retry_after_s: when to retry; 0 if unknown.
-        is_retryable: if False, OpenAI's clients do not retry even if the status alone would make them.
-        allow: allowed methods, for a 405.
-    """
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str | None = None  # machine-readable, such as "model_not_found"
+    param: str | None = None  # the invalid field of the request
+    retry_after_s: float = 0  # when to retry; 0 if unknown
+    is_retryable: bool = True  # if False, OpenAI's clients do not retry even if the status alone would make them
+    allow: str = ""  # allowed methods, for a 405
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after_s: float = 0,
-        is_retryable: bool = True,
-        allow: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-        self.is_retryable = is_retryable
-        self.allow = allow
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")

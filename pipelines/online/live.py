@@ -63,11 +63,9 @@ class LiveView:
         cost.totals.add_follower(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
-        """Return the metrics as JSON, at most one second old.
+        """Return the metrics of the last `window_s` (a multiple of 60) as JSON, at most one second old.
 
-        Args:
-            key: only the requests of this key, without the endpoint's account; None for all.
-            window_s: a multiple of 60, at most `MAX_WINDOW_S`.
+        With a key, return only its requests, without the endpoint's account.
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:

@@ -52,11 +52,9 @@ class TransferLimit:
 
 
 class Download(Response):
-    """A response with a file, or the part that `Range` requests.
+    """A response with a file, or the part that the request's header `Range` requests.
 
-    Args:
-        headers: the request's headers.
-        read_ahead_bytes: the open file's read buffer, in addition to the window.
+    The open file has a buffer of `read_ahead_bytes` in addition to the window.
     """
 
     def __init__(

@@ -71,12 +71,7 @@ def ended(
     files: tuple[str | None, str | None] = (None, None),
     errors: Errors = (),
 ) -> BatchProgress:
-    """Return the final progress of a batch.
-
-    Args:
-        reason: why the batch ended early, or None.
-        files: ids of the output and error files.
-    """
+    """Return the final progress of a batch with the ids of its output and error files."""
     before, status = batch.progress, _STATUS[reason]
     at: dict[str, Any] = {f"{status}_at": now}
     if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # the client did not cancel it
@@ -284,12 +279,9 @@ class _Work:
 
 
 class Scheduler:
-    """Drive all batches of a store.
+    """Drive all batches of a store. Expiry uses the store's clock; `now` is only for display.
 
-    Args:
-        spent_usd: as for `BatchMoney`.
-        current_key: returns the key with its current limits, or None if revoked. By default keys never change.
-        now: Unix time, only for display; expiry uses the store's clock.
+    `current_key` returns the key with its current limits, or None if revoked. By default keys never change.
     """
 
     def __init__(

@@ -81,11 +81,7 @@ class SteadyClock:
     It advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed virtual
     machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is corrected
     within a day expires nothing early; what expires during a suspension is deleted a day late. After a restart of the
-    process the clock continues from the saved time.
-
-    Args:
-        monotonic: comparable between processes of the same boot.
-        boot: id of the boot; None if unknown.
+    process the clock continues from the saved time; `monotonic` is comparable between processes of the same boot.
     """
 
     def __init__(
@@ -136,11 +132,7 @@ def _is_near(offset: float, other: float) -> bool:
 
 
 class BatchStore:
-    """Files and batches of all keys.
-
-    Args:
-        now: Unix time, only for display.
-        monotonic: see `SteadyClock`.
+    """Files and batches of all keys. `now` is only for display.
 
     Attributes:
         clock: decides when files and batches expire.
@@ -254,9 +246,7 @@ class BatchStore:
     ) -> tuple[str | None, str | None]:
         """Record the output files of a batch and return their ids.
 
-        Args:
-            output: path of the output file in the run directory, and its size in bytes.
-            errors_bytes: size of the error file.
+        `output` is the path of the output file in the run directory, and its size in bytes.
         """
         life_s = batch.request.output_expires_s
         expires_at = None if life_s is None else self.clock.after(life_s)
@@ -343,11 +333,7 @@ class BatchStore:
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def forget_oldest(self, batches: Sequence[Batch]) -> bool:
-        """Delete the record of the oldest batch that ended a day ago and whose files are deleted, if there is one.
-
-        Args:
-            batches: a key's batches, newest first.
-        """
+        """Delete the record of a key's oldest batch that ended a day ago and whose files are deleted, if any."""
         for batch in reversed(batches):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)
             is_old = self.clock() - batch.request.created_at > 2 * _KEEP_S  # its idempotency key has expired

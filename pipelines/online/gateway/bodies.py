@@ -90,11 +90,7 @@ class ParsePool:
     async def run(
         self, key: str, num_bytes: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Return the result of the function. Short bodies are processed immediately in the calling thread.
-
-        Args:
-            key: bodies of the same key wait for each other.
-        """
+        """Return the result of the function. Short bodies are processed immediately in the calling thread."""
         if num_bytes <= _SHORT_BYTES:
             return function(*args, **kwargs)
         lock, num_waiting = self._turns.get(key, (asyncio.Lock(), 0))
@@ -161,10 +157,7 @@ def require_plain(scope: Scope) -> None:
 class Upload:
     """The `receive` of a request with a large body; `is_whole` is set when the whole body was read.
 
-    Args:
-        send: acknowledges to the proxy what was read, see `serve/flow.py`.
-        piece_timeout_s: timeout for each piece.
-        timeout_s: timeout for the whole body.
+    `send` acknowledges to the proxy what was read (`serve/flow.py`). Each piece and the whole body have a timeout.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:

@@ -28,11 +28,7 @@ class _Lent:
 
 
 class IdleSlots:
-    """The use of one engine's slots.
-
-    Args:
-        slots: requests that the engine decodes at the same time.
-        target: autoscaling's target of running requests per engine.
+    """The use of one engine's slots, below autoscaling's target of running requests.
 
     Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. When four
     interactive requests arrive, two rows are returned, so that one slot stays free for the next interactive request.

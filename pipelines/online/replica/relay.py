@@ -105,11 +105,7 @@ async def convert_errors(
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also fails if a
     constraint allows no further token, which is the caller's mistake. Ray 2.60 only converts two of vLLM's refusals;
     others look like a failure of the replica. In a stream, vLLM sends a refusal as the first event with a status of
-    success.
-
-    Args:
-        check_health: raises if the engine is dead.
-        constraint: the field of the request that constrains its response, if any.
+    success. `constraint` is the field of the request that constrains its response, if any.
     """
     has_begun = False
     try:
@@ -148,9 +144,7 @@ async def relay(
     A request is billed for the engine time and tokens that it used, even if it failed, was refused or was cancelled. If
     its engine crashes, the request is not billed, and another engine may run it.
 
-    Args:
-        answers: one object (a non-streaming answer or an error), or lists of texts with events.
-        shown_usage: which events of a stream show their usage. A `StreamEnd` passes the usage to the gate.
+    `answers` yields one object (a non-streaming answer or an error), or lists of texts with events.
     """
     request = begin()
     request.sequences.listen()

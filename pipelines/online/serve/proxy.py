@@ -102,9 +102,8 @@ class ProxyMiddleware:
 class _Answer:
     """An inspector of the proxy's answer.
 
-    Args:
-        is_for_api: whether the path belongs to the endpoint, under any prefix. For other paths, only answers with the
-            gate's request id header are from the endpoint.
+    `is_for_api` says whether the path belongs to the endpoint, under any prefix. For other paths, only answers with
+    the gate's request id header are from the endpoint.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:

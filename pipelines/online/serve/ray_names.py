@@ -42,11 +42,7 @@ def engine_client(engine: Any) -> Any:
 
 
 def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Return the replica counts of each model. Blocks, since Serve's `status()` calls another process.
-
-    Args:
-        deployments: deployment names by model, in the calling replica's application.
-    """
+    """Return the replica counts of each model, of deployments in the calling replica's application. Blocks."""
     from ray import serve
 
     app_name = serve.get_replica_context().app_name
@@ -140,13 +136,7 @@ def refusal(error: Exception) -> Any | None:
 
 
 def hide_python_errors(engine: Any) -> None:
-    """Make vLLM's API server send clients only its own refusals, without the text of other exceptions.
-
-    Both non-streaming answers and streams get their errors from this method.
-
-    Args:
-        engine: Ray's engine of an `LLMServer`.
-    """
+    """Make the API server of Ray's engine send clients only vLLM's refusals, without the text of other exceptions."""
     for serving in (engine._oai_serving_chat, engine._oai_serving_completion):
         if serving is not None:
             serving.create_error_response = _with_error_event(serving.create_error_response)
