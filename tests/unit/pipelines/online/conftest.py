@@ -1,9 +1,21 @@
-"""An engine's account with a ledger and a clock that tests advance."""
+"""An engine's account with a ledger and a clock that tests advance, and an event loop for each `async` test."""
+
+import asyncio
+import inspect
 
 import pytest
 
 from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,35 +145,23 @@ def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
     ]
 
 
-class Stop:
-    """An event that is set after some waits."""
+def watched(*reports):
+    """Return what is said after these reports, one per look, and the figures that the watch of "m" received."""
+    left, given, said = list(reports), [], []
 
-    def __init__(self, num_looks):
-        self.left = num_looks
+    def report(*, window_s):
+        by_model = left.pop(0)
+        if isinstance(by_model, Exception):
+            raise by_model
+        return {"by_model": by_model}
 
-    def wait(self, timeout):
-        self.left -= 1
-        return self.left < 0
+    def new(**figures):
+        given.append(figures)
+        return [f"look {len(given)}"]
 
-
-class ScriptedLedger:
-    def __init__(self, *reports):
-        self._reports = list(reports)
-
-    def report(self, *, window_s):
-        result = self._reports.pop(0)
-        if isinstance(result, BaseException):
-            raise result
-        return {"by_model": result}
-
-
-class Watch:
-    def __init__(self):
-        self.given = []
-
-    def new(self, **figures):
-        self.given.append(figures)
-        return [f"look {len(self.given)}"]
+    stopped = SimpleNamespace(wait=lambda timeout: not left)
+    watch_engines({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, said.append)
+    return said, given
 
 
 FIGURES = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
@@ -219,15 +208,12 @@ def test_publishing_survives_read_errors(monkeypatch):
 
 
 def test_watch_gets_the_figures_of_its_model():
-    watch, messages = Watch(), []
-    ledger = ScriptedLedger({"m": FIGURES, "other": FIGURES}, {})
-    watch_engines({"m": watch}, ledger, Stop(2), messages.append)
-    assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
-    assert messages == ["m: look 1"]
+    said, given = watched({"m": FIGURES, "other": FIGURES}, {})
+    assert given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
+    assert said == ["m: look 1"]
 
 
 def test_watch_of_drafters_survives_read_errors():
-    watch, messages = Watch(), []
-    watch_engines({"m": watch}, ScriptedLedger(PeagleError("torn"), {"m": FIGURES}), Stop(2), messages.append)
-    assert "torn" in messages[0]
-    assert messages[1] == "m: look 1"
+    (error, look), _ = watched(PeagleError("torn"), {"m": FIGURES})
+    assert "torn" in error
+    assert look == "m: look 1"

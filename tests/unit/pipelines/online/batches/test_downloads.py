@@ -95,91 +95,75 @@ async def settle():
         await asyncio.sleep(0.005)
 
 
-def test_unread_download_is_limited_to_the_window(room):
-    async def run():
-        source, client = Source(), Client(num_messages=2)
-        download = Download(file_of(), lambda: source, {}, room)
-        task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
-        await settle()
-        assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-        with room.hold("alice", WINDOW_BYTES):  # only the window is reserved
-            pass
+async def test_unread_download_is_limited_to_the_window(room):
+    source, client = Source(), Client(num_messages=2)
+    download = Download(file_of(), lambda: source, {}, room)
+    task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
+    await settle()
+    assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
+    with room.hold("alice", WINDOW_BYTES):  # only the window is reserved
+        pass
+    client.leaves.set()
+    await task
+    assert source.closed
+    with room.hold("alice", 2 * WINDOW_BYTES):
+        pass
+
+
+async def test_download_is_complete(room):
+    client = Client()
+    await ProxyMiddleware(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
+    assert client.body == DATA
+    status, headers = client.head
+    assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
+
+
+async def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
+    clients = [Client(num_messages=1) for _ in range(4)]
+    owners = ["alice", "alice", "bob", "bob"]
+    tasks = [
+        asyncio.create_task(
+            ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, room)))(SCOPE, client.receive, client.send)
+        )
+        for owner, client in zip(owners, clients, strict=True)
+    ]
+    await settle()
+    for owner, status in (("alice", 429), ("carol", 503)):
+        small = Download(file_of(DATA[:10], owner), Source, {}, room)
+        with pytest.raises(ApiError) as refused:
+            await small(SCOPE, Client().receive, Client().send)
+        assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
+    for client in clients:
         client.leaves.set()
-        await task
-        assert source.closed
-        with room.hold("alice", 2 * WINDOW_BYTES):
-            pass
-
-    asyncio.run(run())
+    await asyncio.gather(*tasks)
+    with room.hold("carol", 2 * WINDOW_BYTES):
+        pass
 
 
-def test_download_is_complete(room):
-    async def run():
-        client = Client()
-        await ProxyMiddleware(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
-        assert client.body == DATA
-        status, headers = client.head
-        assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
-
-    asyncio.run(run())
-
-
-def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
-    async def run():
-        clients = [Client(num_messages=1) for _ in range(4)]
-        owners = ["alice", "alice", "bob", "bob"]
-        tasks = [
-            asyncio.create_task(
-                ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, room)))(
-                    SCOPE, client.receive, client.send
-                )
-            )
-            for owner, client in zip(owners, clients, strict=True)
-        ]
-        await settle()
-        for owner, status in (("alice", 429), ("carol", 503)):
-            small = Download(file_of(DATA[:10], owner), Source, {}, room)
-            with pytest.raises(ApiError) as refused:
-                await small(SCOPE, Client().receive, Client().send)
-            assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
-        for client in clients:
-            client.leaves.set()
-        await asyncio.gather(*tasks)
-        with room.hold("carol", 2 * WINDOW_BYTES):
-            pass
-
-    asyncio.run(run())
-
-
-def test_without_acks_the_whole_download_is_reserved(room):
+async def test_without_acks_the_whole_download_is_reserved(room):
     """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
 
-    async def run():
-        data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
-        download = Download(file_of(data), lambda: Source(data), {}, room)
-        task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
-        await settle()
-        with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
-            room.hold("alice", 1).__enter__()
-        client.leaves.set()
-        await task
-        assert client.body == data
-        with room.hold("alice", 2 * WINDOW_BYTES):
-            pass
-        with pytest.raises(ApiError) as refused:
-            await Download(file_of(), Source, {}, room)(SCOPE, Client().receive, Client().send)
-        assert (refused.value.status, refused.value.code) == (400, "range_needed")
-        part = Client()
-        await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, room))(
-            SCOPE, part.receive, part.send
-        )
-        assert part.head[0] == 206
-        assert part.body == DATA[MIB : 3 * MIB]
-
-    asyncio.run(run())
+    data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
+    download = Download(file_of(data), lambda: Source(data), {}, room)
+    task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
+    await settle()
+    with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
+        room.hold("alice", 1).__enter__()
+    client.leaves.set()
+    await task
+    assert client.body == data
+    with room.hold("alice", 2 * WINDOW_BYTES):
+        pass
+    with pytest.raises(ApiError) as refused:
+        await Download(file_of(), Source, {}, room)(SCOPE, Client().receive, Client().send)
+    assert (refused.value.status, refused.value.code) == (400, "range_needed")
+    part = Client()
+    await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, room))(SCOPE, part.receive, part.send)
+    assert part.head[0] == 206
+    assert part.body == DATA[MIB : 3 * MIB]
 
 
-def test_clients_cannot_forge_acks(room):
+async def test_clients_cannot_forge_acks(room):
     """An acknowledgement is a key of an ASGI message, which no server makes from bytes."""
 
     class ForgingClient(Client):
@@ -189,16 +173,13 @@ def test_clients_cannot_forge_acks(room):
             await asyncio.sleep(0)
             return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
 
-    async def run():
-        source, client = Source(), ForgingClient(num_messages=2)
-        download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, room)
-        task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
-        await settle()
-        assert source.num_read <= len(client.body) + WINDOW_BYTES
-        client.leaves.set()
-        await task
-
-    asyncio.run(run())
+    source, client = Source(), ForgingClient(num_messages=2)
+    download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, room)
+    task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
+    await settle()
+    assert source.num_read <= len(client.body) + WINDOW_BYTES
+    client.leaves.set()
+    await task
 
 
 @pytest.mark.parametrize(

@@ -277,12 +277,6 @@ def test_progress_resets_the_retry_count(scheduler, runner, begun, clock):
         assert run.kind == "run"
 
 
-def test_permanent_error_is_not_retried(scheduler, runner, begun):
-    begun[1].answer = ConfigError("another model")
-    scheduler.tick()
-    assert runner.works[-1].kind == "collect"
-
-
 @pytest.fixture
 def collected_later(scheduler, runner, order, make_key, clock):
     """A batch with a reservation; its run has failed, and collecting it failed nine times."""
@@ -657,35 +651,16 @@ def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, up
     assert store.files("alice") == []
 
 
-@pytest.fixture
-def batches_of(make_order, make_key):
-    """Batches of these keys, oldest first."""
-
-    def make(*names):
-        return [Batch(request=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]
-
-    return make
-
-
-def owners(batches):
-    return [batch.request.key.name for batch in batches]
-
-
-def test_keys_take_turns(batches_of):
-    batches = batches_of("alice", "alice", "alice", "bob", "carol", "bob")
-    ordered = in_turn(batches, set(), {})
-    assert owners(ordered) == ["alice", "bob", "carol", "alice", "bob", "alice"]
-    assert [batch for batch in ordered if batch.request.key.name == "alice"] == batches[:3]  # the oldest first
-
-
-def test_key_with_a_running_batch_waits_for_others(batches_of):
-    batches = batches_of("alice", "alice", "bob")
-    first, *waiting = in_turn(batches, {batches[0].id}, {"alice": 1})
-    assert first is batches[0]
-    assert owners(waiting) == ["bob", "alice"]
-
-
-def test_key_that_started_last_is_last(batches_of):
-    assert owners(in_turn(batches_of("alice", "bob", "carol"), set(), {"alice": 2, "bob": 1})) == [
-        "carol", "bob", "alice",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "num_running", "began", "order"),
+    [
+        ("aaabcb", 0, {}, [0, 3, 4, 1, 5, 2]),  # keys take turns, each with its oldest batch first
+        ("aab", 1, {"a": 1}, [0, 2, 1]),  # a key with a running batch waits for others
+        ("abc", 0, {"a": 2, "b": 1}, [2, 1, 0]),  # a key that started last is last
+    ],
+)
+def test_keys_take_turns(make_order, make_key, names, num_running, began, order):
+    requests = [make_order(key=make_key(name)) for name in names]
+    batches = [Batch(request=request, progress=BatchProgress()) for request in requests]
+    running = {batch.id for batch in batches[:num_running]}
+    assert in_turn(batches, running, began) == [batches[index] for index in order]

@@ -106,60 +106,48 @@ class Busy:
         return key
 
 
-def test_pool_runs_one_body_per_key():
-    async def run():
-        parse_pool, busy = ParsePool(), Busy()
-        tasks = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
-        await asyncio.sleep(0.1)
-        assert busy.most == NUM_THREADS
-        busy.go.set()
-        assert await asyncio.gather(*tasks) == list("aaabc")
-        assert busy.most == NUM_THREADS
-        assert parse_pool._turns == {}
-
-    asyncio.run(run())
+async def test_pool_runs_one_body_per_key():
+    parse_pool, busy = ParsePool(), Busy()
+    tasks = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
+    await asyncio.sleep(0.1)
+    assert busy.most == NUM_THREADS
+    busy.go.set()
+    assert await asyncio.gather(*tasks) == list("aaabc")
+    assert busy.most == NUM_THREADS
+    assert parse_pool._turns == {}
 
 
-def test_turn_of_a_key_ends_with_its_thread():
-    async def run():
-        parse_pool, busy = ParsePool(), Busy()
-        left = [asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a")) for _ in range(5)]
-        await asyncio.sleep(0.1)
-        for task in left:
-            task.cancel()
-        other = asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a"))
-        await asyncio.sleep(0.1)
-        assert busy.now == {"a": 1}
-        busy.go.set()
-        assert await other == "a"
-        assert busy.done == ["a", "a"]
-        assert all(task.cancelled() for task in left)
-
-    asyncio.run(run())
+async def test_turn_of_a_key_ends_with_its_thread():
+    parse_pool, busy = ParsePool(), Busy()
+    left = [asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a")) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    for task in left:
+        task.cancel()
+    other = asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a"))
+    await asyncio.sleep(0.1)
+    assert busy.now == {"a": 1}
+    busy.go.set()
+    assert await other == "a"
+    assert busy.done == ["a", "a"]
+    assert all(task.cancelled() for task in left)
 
 
-def test_short_bodies_run_immediately_and_errors_propagate():
-    async def run():
-        parse_pool = ParsePool()
-        assert await parse_pool.run("a", 100, threading.get_ident) == threading.get_ident()
-        assert await parse_pool.run("a", LARGE, threading.get_ident) != threading.get_ident()
-        for size in (100, LARGE):
-            with pytest.raises(ValueError, match="invalid literal"):
-                await parse_pool.run("a", size, int, "x")
-        assert parse_pool._turns == {}
-
-    asyncio.run(run())
+async def test_short_bodies_run_immediately_and_errors_propagate():
+    parse_pool = ParsePool()
+    assert await parse_pool.run("a", 100, threading.get_ident) == threading.get_ident()
+    assert await parse_pool.run("a", LARGE, threading.get_ident) != threading.get_ident()
+    for size in (100, LARGE):
+        with pytest.raises(ValueError, match="invalid literal"):
+            await parse_pool.run("a", size, int, "x")
+    assert parse_pool._turns == {}
 
 
-def test_parsed_values_are_validated_in_a_thread_and_released():
-    async def run():
-        for num_bytes, is_beside in ((100, False), (LARGE, True)):
-            body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", parse_pool=ParsePool())
-            values, thread = await body.validate_in_thread(lambda values: (values, threading.get_ident()))
-            assert (values, thread != threading.get_ident()) == (["x"], is_beside)
-            assert body.values is None
-
-    asyncio.run(run())
+async def test_parsed_values_are_validated_in_a_thread_and_released():
+    for num_bytes, is_beside in ((100, False), (LARGE, True)):
+        body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", parse_pool=ParsePool())
+        values, thread = await body.validate_in_thread(lambda values: (values, threading.get_ident()))
+        assert (values, thread != threading.get_ident()) == (["x"], is_beside)
+        assert body.values is None
 
 
 @pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"", b"\xff"])

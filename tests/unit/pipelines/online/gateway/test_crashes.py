@@ -65,25 +65,22 @@ def test_crashes_of_two_models_are_separate(crashes, clock):
     assert crashes.seen == [first, second]
 
 
-def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
-    async def scene():
-        poison = start(crashes, "poison")
-        clock.now += 1
-        bystander = start(crashes, "bystander")
-        assert await retried(crashes, poison, bystander) == (["poison"], [NOT_RETRIED])
-        clock.now += 1
-        innocent = start(crashes, "innocent")
-        clock.now += 1
-        with pytest.raises(ApiError, match="two engines crashed"):
-            await asyncio.gather(crashes.report(poison), crashes.report(innocent))
-        return innocent.num_crashes
-
-    assert asyncio.run(scene()) == 1
+async def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
+    poison = start(crashes, "poison")
+    clock.now += 1
+    bystander = start(crashes, "bystander")
+    assert await retried(crashes, poison, bystander) == (["poison"], [NOT_RETRIED])
+    clock.now += 1
+    innocent = start(crashes, "innocent")
+    clock.now += 1
+    with pytest.raises(ApiError, match="two engines crashed"):
+        await asyncio.gather(crashes.report(poison), crashes.report(innocent))
+    assert innocent.num_crashes == 1
     assert [request.account for request in crashes.seen] == ["bystander", "poison"]
 
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
-def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
+async def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
     """A request that survives its probation did not crash its engine, and the next one starts."""
     monkeypatch.setattr(module, "_PROBATION_S", probation_s)
     running, most = 0, 0
@@ -96,13 +93,12 @@ def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_
             await asyncio.sleep(0.02)
             running -= 1
 
-    async def scene():
-        attempts = [start(crashes, f"k{number}") for number in range(4)]
-        clock.now += 1
-        attempts.append(start(crashes, "newest"))
-        return await asyncio.gather(*map(one, attempts), return_exceptions=True)
-
-    assert [type(end) for end in asyncio.run(scene())] == [type(None)] * 4 + [ApiError]
+    attempts = [start(crashes, f"k{number}") for number in range(4)]
+    clock.now += 1
+    attempts.append(start(crashes, "newest"))
+    assert [type(end) for end in (await asyncio.gather(*map(one, attempts), return_exceptions=True))] == [
+        type(None)
+    ] * 4 + [ApiError]
     assert (most == 1) == is_alone
 
 

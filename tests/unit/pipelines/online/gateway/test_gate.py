@@ -914,16 +914,13 @@ def test_request_is_answered_if_the_prompt_log_fails(ask, keys, tmp_path, caplog
     assert "to the prompt log" in caplog.text
 
 
-def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_path, monkeypatch):
-    async def scene():
-        gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
-        monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
-            arguments, body = post(keys["alice"])
-            answer = await http.request(*arguments, **body)
-        return answer, gate._limits._waiting
-
-    answer, waiting = asyncio.run(scene())
+async def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_path, monkeypatch):
+    gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
+    monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
+        arguments, body = post(keys["alice"])
+        answer = await http.request(*arguments, **body)
+    answer, waiting = answer, gate._limits._waiting
     assert error_of(answer) == (504, "timeout")
     assert len(waiting) == 1  # expires after two minutes, since it never reached an engine
 

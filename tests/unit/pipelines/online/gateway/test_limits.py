@@ -398,7 +398,7 @@ def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account,
     assert not ledger_limits._waiting
 
 
-def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account, clock, tmp_path, monkeypatch):
+async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account, clock, tmp_path, monkeypatch):
     ledger_limits.settle(admit(ledger_limits, ALICE, 100, request_id="r1"), None)
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
     read, has_begun, may_end = ledger_limits._totals.catch_up, threading.Event(), threading.Event()
@@ -408,20 +408,17 @@ def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account,
         may_end.wait(10)
         return read()
 
-    async def hang_up():
-        asked = asyncio.create_task(ledger_limits.catch_up())
-        await asyncio.to_thread(has_begun.wait, 10)
-        asked.cancel()
-        await asyncio.wait([asked])
-        clock.now += 2
-        await ledger_limits.catch_up()  # of another request, which does not read the ledger again
-        may_end.set()
-        async with asyncio.timeout(10):
-            while ledger_limits._waiting:
-                await asyncio.sleep(0.01)
-
     monkeypatch.setattr(ledger_limits._totals, "catch_up", slow)
-    asyncio.run(hang_up())
+    asked = asyncio.create_task(ledger_limits.catch_up())
+    await asyncio.to_thread(has_begun.wait, 10)
+    asked.cancel()
+    await asyncio.wait([asked])
+    clock.now += 2
+    await ledger_limits.catch_up()  # of another request, which does not read the ledger again
+    may_end.set()
+    async with asyncio.timeout(10):
+        while ledger_limits._waiting:
+            await asyncio.sleep(0.01)
     admit(ledger_limits, ALICE, 60)
     refused(ledger_limits, ALICE, 1, "output tokens a minute")
 

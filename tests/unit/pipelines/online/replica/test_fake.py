@@ -107,36 +107,30 @@ def test_invalid_request_is_refused(changes, message):
         assert message in refusal.error.message
 
 
-def test_crash_in_a_stream_is_an_error_event():
-    async def scene():
-        engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"token_s": 0.01, "has_core": True}), CONFIG)
-        await engine.start()
-        stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
-        first = await anext(stream)
-        os.kill(engine._engine._core.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
-        rest = [text async for text in stream]
-        with pytest.raises(EngineDeadError):
-            await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
-        await engine.shutdown()
-        return first, rest
-
-    first, (*_, failure, end) = asyncio.run(scene())
+async def test_crash_in_a_stream_is_an_error_event():
+    engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"token_s": 0.01, "has_core": True}), CONFIG)
+    await engine.start()
+    stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
+    first = await anext(stream)
+    os.kill(engine._engine._core.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
+    rest = [text async for text in stream]
+    with pytest.raises(EngineDeadError):
+        await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
+    await engine.shutdown()
+    first, (*_, failure, end) = first, rest
     assert next(events(first))["choices"]
     assert next(events(failure))["error"]["code"] == 500
     assert end == "data: [DONE]\n\n"
 
 
-def test_dead_engine_raises_vllms_error():
-    async def scene():
-        engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"has_core": True}), CONFIG)
-        await engine.start()
-        await engine.check_health()
-        os.kill(engine._engine._core.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
-        for ask in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
-            with pytest.raises(EngineDeadError):
-                await ask
-        await engine.shutdown()
-
-    asyncio.run(scene())
+async def test_dead_engine_raises_vllms_error():
+    engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"has_core": True}), CONFIG)
+    await engine.start()
+    await engine.check_health()
+    os.kill(engine._engine._core.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
+    for ask in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
+        with pytest.raises(EngineDeadError):
+            await ask
+    await engine.shutdown()

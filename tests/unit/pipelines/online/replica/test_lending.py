@@ -78,59 +78,47 @@ def records(tmp_path):
     return RequestReader(tmp_path / "ledger").new()
 
 
-def test_rows_stay_below_the_scaling_target(engine_account):
-    async def play():
-        rows = Rows(engine_account)
-        async with interactive_request(rows.slots), interactive_request(rows.slots):
-            for number in range(5):
-                await rows.ask(f"r{number}")
-        for end in rows.ends.values():
-            end.set_result(generation())
+async def test_rows_stay_below_the_scaling_target(engine_account):
+    rows = Rows(engine_account)
+    async with interactive_request(rows.slots), interactive_request(rows.slots):
+        for number in range(5):
+            await rows.ask(f"r{number}")
+    for end in rows.ends.values():
+        end.set_result(generation())
+    await rows.done()
+    assert [rows.states(f"r{number}") for number in range(5)] == [["taken", "done"]] * 3 + [["full"]] * 2
+
+
+async def test_row_with_many_choices_needs_an_idle_engine(engine_account):
+    rows = Rows(engine_account)
+    await rows.ask("many", n=32)
+    await rows.ask("one")
+    rows.ends["many"].set_result(generation())
+    await rows.done()
+    assert (rows.states("many"), rows.states("one")) == (["taken", "done"], ["full"])
+
+
+async def test_single_slot_is_returned_to_interactive_requests(engine_account):
+    rows = Rows(engine_account, IdleSlots(1, target=0.38))
+    await rows.ask("r")
+    async with interactive_request(rows.slots):
         await rows.done()
-        return [rows.states(f"r{number}") for number in range(5)]
-
-    assert asyncio.run(play()) == [["taken", "done"]] * 3 + [["full"]] * 2
-
-
-def test_row_with_many_choices_needs_an_idle_engine(engine_account):
-    async def play():
-        rows = Rows(engine_account)
-        await rows.ask("many", n=32)
-        await rows.ask("one")
-        rows.ends["many"].set_result(generation())
-        await rows.done()
-        return rows.states("many"), rows.states("one")
-
-    assert asyncio.run(play()) == (["taken", "done"], ["full"])
+        await rows.ask("late")
+    assert (rows.states("r"), rows.states("late")) == (["taken", "returned"], ["full"])
 
 
-def test_single_slot_is_returned_to_interactive_requests(engine_account):
-    async def play():
-        rows = Rows(engine_account, IdleSlots(1, target=0.38))
-        await rows.ask("r")
-        async with interactive_request(rows.slots):
-            await rows.done()
-            await rows.ask("late")
-        return rows.states("r"), rows.states("late")
-
-    assert asyncio.run(play()) == (["taken", "returned"], ["full"])
-
-
-def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
-    async def play():
-        rows = Rows(engine_account)
-        calls = [await rows.ask(f"r{number}") for number in range(5)]
-        clock.now += 10
-        async with interactive_request(rows.slots, num_choices=4):
-            await asyncio.gather(*calls[3:])
-            states = [rows.states(f"r{number}") for number in range(5)]
-            for number in range(3):
-                rows.ends[f"r{number}"].set_result(generation())
-            await rows.done()
-        return states, rows.replies["r4"][-1]
-
+async def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     engine_account.ready()
-    states, returned = asyncio.run(play())
+    rows = Rows(engine_account)
+    calls = [await rows.ask(f"r{number}") for number in range(5)]
+    clock.now += 10
+    async with interactive_request(rows.slots, num_choices=4):
+        await asyncio.gather(*calls[3:])
+        states = [rows.states(f"r{number}") for number in range(5)]
+        for number in range(3):
+            rows.ends[f"r{number}"].set_result(generation())
+        await rows.done()
+    states, returned = states, rows.replies["r4"][-1]
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
     assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds"
     assert sorted((record.request_id, record.outcome) for record in records(tmp_path)) == [
@@ -138,20 +126,17 @@ def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock
     ]  # fmt: skip
 
 
-def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
+async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
     calls = []
     engine_account._listener = type("Listener", (), {"request": calls.append, "heartbeat": lambda self, one: None})()
 
-    async def play():
-        rows = Rows(engine_account)
-        await rows.ask("r")
-        clock.now += 4
-        rows.ends["r"].set_result(generation())
-        await rows.done()
-        return rows.replies["r"][-1]
-
     engine_account.ready()
-    answer = asyncio.run(play())
+    rows = Rows(engine_account)
+    await rows.ask("r")
+    clock.now += 4
+    rows.ends["r"].set_result(generation())
+    await rows.done()
+    answer = rows.replies["r"][-1]
     assert (answer.generation, answer.engine_s) == (generation(), pytest.approx(4.0))
     (record,) = records(tmp_path)
     assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
@@ -160,45 +145,36 @@ def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_accoun
     assert calls == []
 
 
-def test_refused_row_is_billed(engine_account, clock, tmp_path):
-    async def play():
-        rows = Rows(engine_account)
-        await rows.ask("r")
-        clock.now += 4
-        rows.ends["r"].set_exception(RequestRefused("too long"))
-        await rows.done()
-        return rows.replies["r"][-1]
-
+async def test_refused_row_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
-    answer = asyncio.run(play())
+    rows = Rows(engine_account)
+    await rows.ask("r")
+    clock.now += 4
+    rows.ends["r"].set_exception(RequestRefused("too long"))
+    await rows.done()
+    answer = rows.replies["r"][-1]
     assert (answer.state, answer.reason, answer.message) == ("refused", "refused", "too long")
     assert answer.engine_s == pytest.approx(4.0)
     (record,) = records(tmp_path)
     assert (record.outcome, record.usd) == ("failed", pytest.approx(4 * 2 * 0.01))
 
 
-def test_crashed_engine_bills_nothing(engine_account, tmp_path):
-    async def play():
-        rows = Rows(engine_account)
-        await rows.ask("r")
-        rows.ends["r"].set_exception(EngineError("dead"))
-        return await rows.done()
-
-    (error,) = asyncio.run(play())
+async def test_crashed_engine_bills_nothing(engine_account, tmp_path):
+    rows = Rows(engine_account)
+    await rows.ask("r")
+    rows.ends["r"].set_exception(EngineError("dead"))
+    (error,) = await rows.done()
     assert isinstance(error, EngineError)
     assert records(tmp_path) == []
 
 
-def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
-    async def play():
-        rows = Rows(engine_account, IdleSlots(2, target=1.0))
-        (await rows.ask("r")).cancel()
-        await rows.done()
-        cancelled = rows.ends["r"].cancelled()
-        await rows.ask("next")
-        rows.ends["next"].set_result(generation())
-        await rows.done()
-        return cancelled, rows.states("next")
-
-    assert asyncio.run(play()) == (True, ["taken", "done"])
+async def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
+    rows = Rows(engine_account, IdleSlots(2, target=1.0))
+    (await rows.ask("r")).cancel()
+    await rows.done()
+    cancelled = rows.ends["r"].cancelled()
+    await rows.ask("next")
+    rows.ends["next"].set_result(generation())
+    await rows.done()
+    assert (cancelled, rows.states("next")) == (True, ["taken", "done"])
     assert [(record.request_id, record.outcome) for record in records(tmp_path)] == [("r", "cut"), ("next", "ok")]

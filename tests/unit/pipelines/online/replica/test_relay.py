@@ -97,7 +97,7 @@ def test_record_of_a_stream(engine_account, clock, tmp_path):
     assert done.usage.speculation.accepted_per_position == (1,)
 
 
-def test_disconnected_stream_is_billed(engine_account, tmp_path):
+async def test_disconnected_stream_is_billed(engine_account, tmp_path):
     closed = []
 
     async def answers():
@@ -107,34 +107,28 @@ def test_disconnected_stream_is_billed(engine_account, tmp_path):
         finally:
             closed.append(True)
 
-    async def leave():
-        stream = relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last")
-        async for _ in stream:
-            break
-        await stream.aclose()
-
-    asyncio.run(leave())
+    stream = relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last")
+    async for _ in stream:
+        break
+    await stream.aclose()
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
 
 
 @pytest.mark.parametrize(("choices_per_prompt", "num_prompt_tokens"), [(1, 5 + 7 + 9), (2, 5 + 9)])
-def test_disconnected_stream_is_billed_for_every_prompt(
+async def test_disconnected_stream_is_billed_for_every_prompt(
     engine_account, tmp_path, choices_per_prompt, num_prompt_tokens
 ):
     def chosen(index, prompt_tokens, count):
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
         return event(choices=[{"index": index, "text": "x"}], usage=usage)
 
-    async def leave():
-        second = 7 if choices_per_prompt == 1 else 5
-        answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
-        begin = partial(engine_account.begin, CONTEXT, choices_per_prompt=choices_per_prompt)
-        stream = relay(answers, begin, shown_usage="last")
-        await anext(stream)
-        await anext(stream)
-        await stream.aclose()
-
-    asyncio.run(leave())
+    second = 7 if choices_per_prompt == 1 else 5
+    answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
+    begin = partial(engine_account.begin, CONTEXT, choices_per_prompt=choices_per_prompt)
+    stream = relay(answers, begin, shown_usage="last")
+    await anext(stream)
+    await anext(stream)
+    await stream.aclose()
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 6)
     assert record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
 
@@ -287,7 +281,7 @@ def test_whole_answer_contains_the_summary(engine_account, tmp_path):
     assert record(tmp_path).usage.num_output_tokens == 2
 
 
-def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path):
+async def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def answers():
@@ -296,16 +290,11 @@ def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path):
             await asyncio.sleep(60)
         yield SimpleNamespace(error=SimpleNamespace(code=400, message="Client disconnected"))
 
-    async def leave():
-        reader = asyncio.create_task(
-            anext(relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last"))
-        )
-        await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.wait([reader])
-        return reader.cancelled()
-
-    assert asyncio.run(leave())
+    reader = asyncio.create_task(anext(relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last")))
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert reader.cancelled()
     cut = record(tmp_path)
     assert (cut.outcome, cut.usage.num_output_tokens, cut.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
 
@@ -319,20 +308,17 @@ def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
 # --- power cuts
 
 
-def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monkeypatch):
+async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: may_end.wait(20))
 
-    async def scene():
-        passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
-        for _ in range(20):
-            await asyncio.sleep(0.01)  # the event loop continues
-        ended_before = [task.done() for task in passing]
-        may_end.set()
-        await asyncio.gather(*passing)
-        return ended_before
-
-    assert asyncio.run(scene()) == [False, False]
+    passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
+    for _ in range(20):
+        await asyncio.sleep(0.01)  # the event loop continues
+    ended_before = [task.done() for task in passing]
+    may_end.set()
+    await asyncio.gather(*passing)
+    assert ended_before == [False, False]
     assert len(RequestReader(tmp_path / "ledger").new()) == 2
 
 
@@ -371,15 +357,12 @@ REFUSAL = event(error={"message": "no", "code": 400})
         ([[]], [[]]),
     ],
 )
-def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
+async def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
     async def check_health():
         raise AssertionError
 
-    async def read():
-        answers = convert_errors(generate(items), check_health, event_refusal=lambda event: ("refused", event["code"]))
-        return [item async for item in answers]
-
-    assert asyncio.run(read()) == expected
+    answers = convert_errors(generate(items), check_health, event_refusal=lambda event: ("refused", event["code"]))
+    assert [item async for item in answers] == expected
 
 
 # --- pieces of streams
@@ -406,35 +389,28 @@ def collected(pieces):
     return asyncio.run(collect())
 
 
-def test_first_piece_is_sent_immediately():
-    async def watch():
-        clock = asyncio.get_running_loop().time
-        began, seen = clock(), []
-        async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), Pace(5)):
-            seen.append((piece, clock() - began))
-        return seen
-
-    (first, at), (rest, later) = asyncio.run(watch())
+async def test_first_piece_is_sent_immediately():
+    clock = asyncio.get_running_loop().time
+    began, seen = clock(), []
+    async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), Pace(5)):
+        seen.append((piece, clock() - began))
+    (first, at), (rest, later) = seen
     assert (first, rest) == ([1], [2, 3, 4])
     assert at < 2
     assert later < 4, "the end of the source ends the wait"
 
 
-def test_piece_after_a_pause_is_sent_immediately():
-    async def watch():
-        clock = asyncio.get_running_loop().time
-        waits = []
+async def test_piece_after_a_pause_is_sent_immediately():
+    clock = asyncio.get_running_loop().time
+    waits = []
 
-        async def source():
-            for item in range(3):
-                yield item, clock()
-                await asyncio.sleep(1.2 * SILENCE_S)
+    async def source():
+        for item in range(3):
+            yield item, clock()
+            await asyncio.sleep(1.2 * SILENCE_S)
 
-        async for piece in coalesce(source(), Pace(SILENCE_S)):
-            waits += [clock() - sent_at for _, sent_at in piece]
-        return waits
-
-    waits = asyncio.run(watch())
+    async for piece in coalesce(source(), Pace(SILENCE_S)):
+        waits += [clock() - sent_at for _, sent_at in piece]
     assert len(waits) == 3
     assert max(waits) < SILENCE_S / 2
 
@@ -455,7 +431,7 @@ def test_interval_grows_with_the_number_of_streams(interval_s, num_streams, expe
     assert pace.interval_s == interval_s
 
 
-def test_streams_share_the_rate_of_pieces():
+async def test_streams_share_the_rate_of_pieces():
     pieces_per_s, run_s = 40, 1.0
 
     async def source(end):
@@ -466,56 +442,47 @@ def test_streams_share_the_rate_of_pieces():
     async def count(pace, end):
         return len([piece async for piece in coalesce(source(end), pace)])
 
-    async def listen():
-        pace, end = Pace(0.01, pieces_per_s), asyncio.get_running_loop().time() + run_s
-        return await asyncio.gather(*(count(pace, end) for _ in range(8)))
-
-    counts = asyncio.run(listen())
+    pace, end = Pace(0.01, pieces_per_s), asyncio.get_running_loop().time() + run_s
+    counts = await asyncio.gather(*(count(pace, end) for _ in range(8)))
     # The first and last piece of each stream are not limited.
     assert sum(counts) <= pieces_per_s * run_s + 2 * len(counts)
     assert min(counts) >= 3
 
 
-def test_answers_without_output_do_not_count():
-    async def scene():
-        pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
+async def test_answers_without_output_do_not_count():
+    pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
 
-        async def whole():
-            await end.wait()
-            yield {"choices": []}
+    async def whole():
+        await end.wait()
+        yield {"choices": []}
 
-        async def ask():
-            return [answer async for answer in in_pieces(whole(), pace)]
+    async def ask():
+        return [answer async for answer in in_pieces(whole(), pace)]
 
-        whole_answers = [asyncio.create_task(ask()) for _ in range(8)]
-        await asyncio.sleep(0.01)
-        stream = coalesce(steps([1], [2]), pace)
-        await anext(stream)
-        during = pace.interval_s
-        end.set()
-        answers = await asyncio.gather(*whole_answers)
-        after = pace.interval_s
-        await stream.aclose()
-        return during, after, pace.interval_s, answers
-
-    assert asyncio.run(scene()) == (1, 1, INTERVAL_S, [[{"choices": []}]] * 8)
+    whole_answers = [asyncio.create_task(ask()) for _ in range(8)]
+    await asyncio.sleep(0.01)
+    stream = coalesce(steps([1], [2]), pace)
+    await anext(stream)
+    during = pace.interval_s
+    end.set()
+    answers = await asyncio.gather(*whole_answers)
+    after = pace.interval_s
+    await stream.aclose()
+    assert (during, after, pace.interval_s, answers) == (1, 1, INTERVAL_S, [[{"choices": []}]] * 8)
 
 
 @pytest.mark.parametrize("items", [[], [1, 2]])
-def test_error_follows_earlier_items(items):
-    async def watch():
-        seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), Pace(INTERVAL_S))
-        if items:
-            seen += await anext(pieces)
-        with pytest.raises(ValueError, match="broken"):
-            await anext(pieces)
-        return seen
-
-    assert asyncio.run(watch()) == items
+async def test_error_follows_earlier_items(items):
+    seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), Pace(INTERVAL_S))
+    if items:
+        seen += await anext(pieces)
+    with pytest.raises(ValueError, match="broken"):
+        await anext(pieces)
+    assert seen == items
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_closing_ends_the_source(is_cancelled):
+async def test_closing_ends_the_source(is_cancelled):
     closed = []
 
     async def source():
@@ -530,18 +497,15 @@ def test_closing_ends_the_source(is_cancelled):
         async for _ in pieces:
             received.set()
 
-    async def leave():
-        pieces, received = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
-        if is_cancelled:
-            listener = asyncio.create_task(listen(pieces, received))
-            await received.wait()
-            listener.cancel()
-            await asyncio.wait([listener])
-        else:
-            await anext(pieces)
-        await pieces.aclose()
-
-    asyncio.run(leave())
+    pieces, received = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
+    if is_cancelled:
+        listener = asyncio.create_task(listen(pieces, received))
+        await received.wait()
+        listener.cancel()
+        await asyncio.wait([listener])
+    else:
+        await anext(pieces)
+    await pieces.aclose()
     assert closed == [True]
 
 

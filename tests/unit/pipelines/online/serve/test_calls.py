@@ -9,57 +9,35 @@ from pipelines.online.serve.calls import NOTE, Answered, Cancelling, listen
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
-def test_stream_end_reports_its_usage():
-    """They are not events: the ingress must not parse them."""
-    noted, reported = [], {"usage": {"completion_tokens": 2}}
-
-    class Stream(Response):
-        async def __anext__(self):
-            await super().__anext__()
-            return ["not an event"] if self.num_parts == 1 else self._last
-
-    async def receive_parts(text):
-        stream = Stream(StopAsyncIteration())
-        stream._last = StreamEnd(text=text, reported=reported)
-        return [part async for part in listen(lambda: stream, noted.append)]
-
-    assert asyncio.run(receive_parts("nor this")) == [["not an event"], ["nor this"]]
-    assert asyncio.run(receive_parts("")) == [["not an event"]]  # not sent to the client
-    assert noted == [reported] * 2
-
-
 class Response:
-    """Two parts of an answer, then a long pause, the end or an error, like Serve's generators."""
+    """Parts of an answer, then the end, an error or a long pause (None), like Serve's generators."""
 
-    def __init__(self, end):
-        self._end = end
+    def __init__(self, *parts, end=None):
+        self._left, self._end = list(parts), end
         self.num_parts = self.num_cancelled = 0
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        if self.num_parts == 2:
+        if not self._left:
             if self._end:
                 raise self._end
             await asyncio.sleep(60)
         self.num_parts += 1
-        return self.num_parts
+        return self._left.pop(0)
 
     def cancel(self):
         self.num_cancelled += 1
 
 
-class Once(Response):
-    """Repeats one part."""
-
-    def __init__(self, part, end):
-        super().__init__(end)
-        self._part = part
-
-    async def __anext__(self):
-        await super().__anext__()
-        return self._part
+@pytest.mark.parametrize(("text", "sent"), [("nor this", [["nor this"]]), ("", [])])
+async def test_stream_end_reports_its_usage(text, sent):
+    """The parts are not events: the ingress must not parse them. Empty ones are not sent to the client."""
+    noted, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
+    stream = Response(["not an event"], end, end=StopAsyncIteration())
+    assert [part async for part in listen(lambda: stream, noted.append)] == [["not an event"], *sent]
+    assert noted == [end.reported]
 
 
 def called(response, note=lambda reported: None):
@@ -76,37 +54,24 @@ def call(responses):
     return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
 
 
-def test_cancelled_caller_cancels_the_call():
-    async def give_up():
-        seen, response = [], Response(end=None)
+async def test_cancelled_caller_cancels_the_call():
+    seen, response = [], Response(1, 2)
 
-        async def receive_parts():
-            async for part in called(response):
-                seen.append(part)
+    async def receive_parts():
+        async for part in called(response):
+            seen.append(part)
 
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(receive_parts(), 0.05)
-        return seen, response.num_cancelled
-
-    assert asyncio.run(give_up()) == ([1, 2], 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(receive_parts(), 0.05)
+    assert (seen, response.num_cancelled) == ([1, 2], 1)
 
 
-def test_closed_generator_cancels_the_call():
-    async def stop():
-        response = Response(end=None)
-        parts = called(response)
-        await anext(parts)
-        await parts.aclose()
-        return response.num_cancelled
-
-    assert asyncio.run(stop()) == 1
-
-
-class Refused(Response):
-    """Serve's queue was full."""
-
-    async def __anext__(self):
-        raise BackPressureError(num_queued_requests=2, max_queued_requests=2)
+async def test_closed_generator_cancels_the_call():
+    response = Response(1, 2)
+    parts = called(response)
+    await anext(parts)
+    await parts.aclose()
+    assert response.num_cancelled == 1
 
 
 def test_refused_call_is_retried(monkeypatch):
@@ -117,10 +82,11 @@ def test_refused_call_is_retried(monkeypatch):
 
     async def receive_parts(num_refused):
         NOTE.set(lambda reported: None)
-        answered = Response(StopAsyncIteration())
+        answered = Response(1, 2, end=StopAsyncIteration())
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)
-            parts = [part async for part in call([*(Refused(None) for _ in range(num_refused)), answered])]
+            refused = [Response(end=BackPressureError(2, 2)) for _ in range(num_refused)]
+            parts = [part async for part in call([*refused, answered])]
         return parts, answered.num_cancelled
 
     assert asyncio.run(receive_parts(4)) == ([1, 2], 0)
@@ -131,29 +97,23 @@ def test_refused_call_is_retried(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
-def test_ended_call_is_not_cancelled(end):
-    async def receive_parts():
-        response = Response(end=end)
-        try:
-            parts = [part async for part in called(response)]
-        except RuntimeError:
-            parts = None
-        return parts, response.num_cancelled
-
-    assert asyncio.run(receive_parts()) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
+async def test_ended_call_is_not_cancelled(end):
+    response = Response(1, 2, end=end)
+    try:
+        parts = [part async for part in called(response)]
+    except RuntimeError:
+        parts = None
+    assert (parts, response.num_cancelled) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
-def test_whole_answer_bypasses_rays_handler(end):
+async def test_whole_answer_bypasses_rays_handler(end):
     whole, noted = WholeAnswer(body=b"{}", reported={"usage": None}), []
 
-    async def receive_parts():
-        response = Once(whole, end)
-        with pytest.raises(Answered) as raised:
-            await anext(called(response, noted.append))
-        return raised.value.body, response.num_parts, response.num_cancelled
-
-    assert asyncio.run(receive_parts()) == (b"{}", 2, 0)
+    response = Response(whole, whole, end=end)
+    with pytest.raises(Answered) as raised:
+        await anext(called(response, noted.append))
+    assert (raised.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
     assert noted == [whole.reported]
 
 

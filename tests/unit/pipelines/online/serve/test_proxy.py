@@ -233,14 +233,11 @@ def test_ray_reads_the_log_rotation_variables():
     ]
 
 
-def test_text_of_rays_404():
+async def test_text_of_rays_404():
     from ray.serve._private.proxy import HTTPProxy
 
-    async def response_text():
-        request = SimpleNamespace(path="/v1/models")
-        return [message async for message in HTTPProxy.not_found_response(None, request)]
-
-    head, answer, *_ = asyncio.run(response_text())
+    request = SimpleNamespace(path="/v1/models")
+    head, answer, *_ = [message async for message in HTTPProxy.not_found_response(None, request)]
     assert head["status"] == proxy._NOT_FOUND
     assert answer["body"].endswith(proxy._NO_ROUTE)
 

@@ -1,6 +1,5 @@
 """The choice of an engine for a request, with engines represented by names."""
 
-import asyncio
 import inspect
 import time
 from types import SimpleNamespace
@@ -46,15 +45,11 @@ def request(**body):
     return PendingRequest(args=[SimpleNamespace(**body), None], kwargs={}, metadata=metadata)
 
 
-def routed(check):
-    """Run a check with a router and its two engines, a and b."""
-
-    async def run():
-        router = Router()
-        router.set_engines(a=0, b=0)
-        await check(router)
-
-    asyncio.run(run())
+async def make_router():
+    """Return a router with two engines, a and b. It needs a running event loop."""
+    router = Router()
+    router.set_engines(a=0, b=0)
+    return router
 
 
 async def first_group(router, routed_request):
@@ -78,13 +73,11 @@ async def first_group(router, routed_request):
         ),
     ],
 )
-def test_same_prefix_goes_to_the_same_engine(before, after):
-    async def check(router):
-        router.on_request_routed(request(**before), replica_id("b"), None)
-        assert await first_group(router, request(**after)) == {"b"}
-        assert await first_group(router, request(prompt="x" * 1000)) == {"a", "b"}
-
-    routed(check)
+async def test_same_prefix_goes_to_the_same_engine(before, after):
+    router = await make_router()
+    router.on_request_routed(request(**before), replica_id("b"), None)
+    assert await first_group(router, request(**after)) == {"b"}
+    assert await first_group(router, request(prompt="x" * 1000)) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -101,89 +94,74 @@ def test_same_prefix_goes_to_the_same_engine(before, after):
         {},
     ],
 )
-def test_unknown_prompt_goes_to_any_engine(body):
-    async def check(router):
-        router.on_request_routed(request(**body), replica_id("a"), None)
-        assert await first_group(router, request(**body)) == {"a", "b"}
-
-    routed(check)
+async def test_unknown_prompt_goes_to_any_engine(body):
+    router = await make_router()
+    router.on_request_routed(request(**body), replica_id("a"), None)
+    assert await first_group(router, request(**body)) == {"a", "b"}
 
 
-def test_busy_engine_gets_no_more_prefix_matches():
-    async def check(router):
-        long_request = request(prompt=LONG)
-        router.on_request_routed(long_request, replica_id("b"), None)
-        router.set_engines(a=1, b=3)
-        assert await first_group(router, long_request) == {"b"}
-        router.set_engines(a=1, b=4)
-        assert await first_group(router, long_request) == {"a", "b"}
-
-    routed(check)
+async def test_busy_engine_gets_no_more_prefix_matches():
+    router = await make_router()
+    long_request = request(prompt=LONG)
+    router.on_request_routed(long_request, replica_id("b"), None)
+    router.set_engines(a=1, b=3)
+    assert await first_group(router, long_request) == {"b"}
+    router.set_engines(a=1, b=4)
+    assert await first_group(router, long_request) == {"a", "b"}
 
 
-def test_two_random_engines_are_the_fallback():
-    async def check(router):
-        router.set_engines(a=0, b=0, c=0)
-        router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
-        alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
-        assert [item.replica_id.unique_id for item in alike] == ["c"]
-        assert len(others) == 2
-
-    routed(check)
+async def test_two_random_engines_are_the_fallback():
+    router = await make_router()
+    router.set_engines(a=0, b=0, c=0)
+    router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
+    alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
+    assert [item.replica_id.unique_id for item in alike] == ["c"]
+    assert len(others) == 2
 
 
-def test_removed_engines_are_forgotten():
-    async def check(router):
-        router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
-        router.on_replica_actor_died(replica_id("b"))
-        router.on_request_routed(
-            request(prompt=LONG), replica_id("b"), None
-        )  # its answer arrived before its crash was noticed
-        assert await first_group(router, request(prompt=LONG)) == {"a"}
-        router.set_engines(a=0, b=0)
-        assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
-        router.set_engines(c=0)
-        assert await first_group(router, request(prompt=LONG)) == {"c"}
-        router.set_engines()
-        assert await router.choose_replicas([], request(prompt=LONG)) == []
-
-    routed(check)
+async def test_removed_engines_are_forgotten():
+    router = await make_router()
+    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
+    router.on_replica_actor_died(replica_id("b"))
+    router.on_request_routed(
+        request(prompt=LONG), replica_id("b"), None
+    )  # its answer arrived before its crash was noticed
+    assert await first_group(router, request(prompt=LONG)) == {"a"}
+    router.set_engines(a=0, b=0)
+    assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+    router.set_engines(c=0)
+    assert await first_group(router, request(prompt=LONG)) == {"c"}
+    router.set_engines()
+    assert await router.choose_replicas([], request(prompt=LONG)) == []
 
 
-def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
-    async def check(router):
-        router.initialize_state(most_ahead=2, max_blocks=4)
-        router.on_request_routed(request(prompt=LONG), replica_id("b"), None)  # five blocks
-        assert await first_group(router, request(prompt=LONG)) == {"b"}
-        router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
-        assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
-        assert await first_group(router, request(prompt="y" * 600)) == {"b"}
-
-    routed(check)
+async def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
+    router = await make_router()
+    router.initialize_state(most_ahead=2, max_blocks=4)
+    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)  # five blocks
+    assert await first_group(router, request(prompt=LONG)) == {"b"}
+    router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
+    assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+    assert await first_group(router, request(prompt="y" * 600)) == {"b"}
 
 
-def test_prefix_matches_respect_cache_salt():
+async def test_prefix_matches_respect_cache_salt():
     """Engines separate prefixes by salt, so another salt has no cache hits."""
-
-    async def check(router):
-        router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
-        assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}
-        assert await first_group(router, request(prompt=LONG, cache_salt="alice")) == {"b"}
-
-    routed(check)
+    router = await make_router()
+    router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
+    assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}
+    assert await first_group(router, request(prompt=LONG, cache_salt="alice")) == {"b"}
 
 
 @pytest.mark.parametrize(
     "prompt", [[1] * 524_000, [[1] * 524_000], ["x"] * 250_000, "x" * 2**20], ids=["ids", "prompts", "texts", "text"]
 )
-def test_long_prompt_is_routed_fast(prompt):
-    async def check(router):
-        began = time.process_time()
-        router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
-        assert await first_group(router, request(prompt=prompt)) == {"b"}
-        assert time.process_time() - began < 0.3
-
-    routed(check)
+async def test_long_prompt_is_routed_fast(prompt):
+    router = await make_router()
+    began = time.process_time()
+    router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
+    assert await first_group(router, request(prompt=prompt)) == {"b"}
+    assert time.process_time() - began < 0.3
 
 
 def test_rays_router_still_divides_by_zero():

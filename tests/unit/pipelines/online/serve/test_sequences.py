@@ -109,15 +109,12 @@ def test_drafts_of_all_choices_and_prompts_count(engine, engine_account, tmp_pat
     assert speculation.accepted_per_position == (2 * num_sequences, 2 * num_sequences, 0)
 
 
-def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
+async def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
     def request_drafts(name, n):
         answers = relay(engine.answers(name, n=n), begin_of(engine_account, name), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
 
-    async def both():
-        await asyncio.gather(request_drafts("one", 1), request_drafts("two", 2))
-
-    asyncio.run(both())
+    await asyncio.gather(request_drafts("one", 1), request_drafts("two", 2))
     result = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
     assert result == {"one": 3, "two": 6}
 
