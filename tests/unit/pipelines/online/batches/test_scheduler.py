@@ -53,9 +53,14 @@ def begun(scheduler, runner, order):
     return batch_id, runner.works[-1]
 
 
-def pass_check(scheduler, work, num_requests=3):
-    work.answer = Checked(num_requests=num_requests, model="m")
+def end(scheduler, work, answer):
+    """Let the work end with a result or an error, and let the scheduler handle it."""
+    work.answer = answer
     scheduler.tick()
+
+
+def pass_check(scheduler, work, num_requests=3):
+    end(scheduler, work, Checked(num_requests=num_requests, model="m"))
     scheduler.tick()
 
 
@@ -70,8 +75,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_ord
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
     clock.now += jump_s
-    runner.works[-1].answer = EngineError("it broke off")
-    scheduler.tick()
+    end(scheduler, runner.works[-1], EngineError("it broke off"))
     uptime.now += 20  # it is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
@@ -113,8 +117,7 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, m
     run.current = (2, 1, 0.1)
     scheduler.tick()
     assert shown(store, batch_id)["status"] == "finalizing"
-    run.answer = make_result(batch_id, num_completed=2, num_failed=1)
-    scheduler.tick()
+    end(scheduler, run, make_result(batch_id, num_completed=2, num_failed=1))
     done = shown(store, batch_id)
     assert done["status"] == "completed"
     assert done["usage"]["total_tokens"] == 42
@@ -129,8 +132,7 @@ def test_invalid_input_fails_the_batch(scheduler, runner, store, order):
     batch_id = order()
     scheduler.tick()
     error = {"code": "invalid_json_line", "message": "x", "param": None, "line": 2}
-    runner.works[0].answer = Checked(num_requests=2, errors=(error,))
-    scheduler.tick()
+    end(scheduler, runner.works[0], Checked(num_requests=2, errors=(error,)))
     scheduler.tick()
     assert shown(store, batch_id)["status"] == "failed"
     assert shown(store, batch_id)["errors"] == {"object": "list", "data": [error]}
@@ -154,8 +156,7 @@ def test_cancelled_run_keeps_its_results(scheduler, store, begun, make_result):
     scheduler.tick()
     scheduler.tick()
     assert run.reason == "batch_cancelled"
-    run.answer = make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2)
-    scheduler.tick()
+    end(scheduler, run, make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2))
     done = shown(store, batch_id)
     assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
     assert done["cancelled_at"]
@@ -179,8 +180,7 @@ def test_waiting_batch_expires(scheduler, runner, store, begun, order, make_resu
     assert begun[1].reason == "batch_expired"
     collect = runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
-    collect.answer = make_result(waiting, "batch_expired", num_completed=0, num_failed=3)
-    scheduler.tick()
+    end(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
     assert shown(store, waiting)["status"] == "expired"
     assert shown(store, waiting)["output_file_id"] is None
 
@@ -198,8 +198,7 @@ def test_next_scheduler_continues_unfinished_batches(
     again = runner.works[-1]
     assert again is not run
     assert again.kind == "run"
-    again.answer = make_result(batch_id)
-    other.tick()
+    end(other, again, make_result(batch_id))
     assert shown(store, batch_id)["status"] == "completed"
     assert len(RequestReader(tmp_path / "ledger").new()) == 1
     assert len(store.files("alice")) == 1
@@ -215,20 +214,17 @@ def test_abandon_kills_work_without_changing_progress(scheduler, store, begun):
 def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, store, begun, clock, make_result):
     batch_id, run = begun
     for wait_s in (10, 20):
-        run.answer = EngineError("it died in /secret/place")
-        scheduler.tick()
+        end(scheduler, run, EngineError("it died in /secret/place"))
         scheduler.tick()
         assert runner.works[-1] is run
         clock.now += wait_s
         scheduler.tick()
         run = runner.works[-1]
         assert run.kind == "run"
-    run.answer = EngineError("it died in /secret/place")
-    scheduler.tick()
+    end(scheduler, run, EngineError("it died in /secret/place"))
     collect = runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
-    collect.answer = make_result(batch_id, "batch_failed", num_completed=1, num_failed=2)
-    scheduler.tick()
+    end(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=1, num_failed=2))
     done = shown(store, batch_id)
     assert done["status"] == "failed"
     assert done["output_file_id"]
@@ -259,8 +255,7 @@ def test_unavailable_store_does_not_stop_a_run(scheduler, store, begun, make_res
     with monkeypatch.context() as moment:
         moment.setattr(store, name, unavailable)
         scheduler.tick()
-    run.answer = make_result(batch_id)
-    scheduler.tick()
+    end(scheduler, run, make_result(batch_id))
     assert shown(store, batch_id)["status"] == "completed"
 
 
@@ -269,8 +264,7 @@ def test_progress_resets_the_retry_count(scheduler, runner, begun, clock):
     for number in range(5):
         run.current = (0, number + 1, 0.1)
         scheduler.tick()
-        run.answer = EngineError("it died")
-        scheduler.tick()
+        end(scheduler, run, EngineError("it died"))
         clock.now += 10
         scheduler.tick()
         run = runner.works[-1]
@@ -282,12 +276,10 @@ def collected_later(scheduler, runner, order, make_key, clock):
     """A batch with a reservation; its run has failed, and collecting it failed nine times."""
     batch_id = order(key=make_key(budget_usd=2))
     check_all(scheduler, runner)
-    runner.works[-1].answer = ConfigError("another model")
-    scheduler.tick()
+    end(scheduler, runner.works[-1], ConfigError("another model"))
     for number in range(1, 10):
         collect = runner.works[-1]
-        collect.answer = StorageError("no answer")
-        scheduler.tick()
+        end(scheduler, collect, StorageError("no answer"))
         clock.now += 10 * number - 1
         scheduler.tick()
         assert runner.works[-1] is collect
@@ -301,8 +293,7 @@ def test_collection_is_retried(scheduler, runner, store, settings, collected_lat
     budgets, collect = totals_of(settings.ledger).budgets, runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
-    collect.answer = make_result(collected_later, "batch_failed", num_completed=1, num_failed=2)
-    scheduler.tick()
+    end(scheduler, collect, make_result(collected_later, "batch_failed", num_completed=1, num_failed=2))
     done = shown(store, collected_later)
     assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
     assert done["output_file_id"]
@@ -319,8 +310,7 @@ def test_batch_that_cannot_be_collected_releases_its_budget(
         scheduler.tick()
     assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     scheduler.tick()
-    runner.works[-1].answer = StorageError("no answer")
-    scheduler.tick()
+    end(scheduler, runner.works[-1], StorageError("no answer"))
     assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
     assert shown(store, collected_later)["output_file_id"] is None
 
@@ -334,19 +324,16 @@ def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store
     for _ in range(3):
         scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "check", "check"]
-    runner.works[-1].answer = Checked(num_requests=3, model="m")
-    scheduler.tick()
+    end(scheduler, runner.works[-1], Checked(num_requests=3, model="m"))
     scheduler.tick()
     (collect,) = (work for work in runner.works if work.kind == "collect")
     assert (collect.arguments[0].batch_id, collect.arguments[1]) == (batch_id, "batch_failed")
-    collect.answer = make_result(batch_id, "batch_failed", num_completed=0, num_failed=3)
-    scheduler.tick()
+    end(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
     assert shown(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
 
 
 def test_scheduling_again_starts_from_the_store(scheduler, runner, begun):
-    begun[1].answer = ConfigError("another model")
-    scheduler.tick()
+    end(scheduler, begun[1], ConfigError("another model"))
     assert runner.works[-1].kind == "collect"
     scheduler.abandon()
     scheduler.tick()
@@ -355,8 +342,7 @@ def test_scheduling_again_starts_from_the_store(scheduler, runner, begun):
 
 def test_run_in_use_is_retried_later(scheduler, runner, begun, clock):
     for _ in range(5):
-        runner.works[-1].answer = RunInUse("driven")
-        scheduler.tick()
+        end(scheduler, runner.works[-1], RunInUse("driven"))
         clock.now += 10
         scheduler.tick()
         assert runner.works[-1].kind == "run"
@@ -396,8 +382,9 @@ def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
     """Start a batch of a key with a budget of ten dollars."""
     batch_id = order(key=make_key(budget_usd=10))
     scheduler.tick()
-    runner.works[-1].answer = Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
-    scheduler.tick()
+    end(
+        scheduler, runner.works[-1], Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
+    )
     scheduler.tick()
     return batch_id, runner.works[-1]
 
@@ -456,8 +443,7 @@ def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settin
     store.run_path(batch_id).mkdir()
     (store.run_path(batch_id) / "run.json").write_text("{}")
     totals_of(settings.ledger).budgets.reserve_request("1", "alice", None, 1.0)
-    run.answer = EngineError("it died")
-    scheduler.tick()
+    end(scheduler, run, EngineError("it died"))
     clock.now += 10
     scheduler.tick()
     assert runner.works[-1].arguments[0].budget_usd == 9, "the previous cost is unknown"
@@ -491,13 +477,11 @@ def test_reservation_lasts_until_the_batch_ends(
     check_all(scheduler, runner)
     run = runner.works[-1]
     assert (run.arguments[0].budget_usd, budgets.reserved_by_batches("alice")) == (1.75, 1.75)
-    run.answer = EngineError("it died")
-    scheduler.tick()
+    end(scheduler, run, EngineError("it died"))
     assert budgets.reserved_by_batches("alice") == 1.75  # it will be retried
     clock.now += 10
     scheduler.tick()
-    runner.works[-1].answer = make_result(batch_id)
-    scheduler.tick()
+    end(scheduler, runner.works[-1], make_result(batch_id))
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
@@ -553,8 +537,7 @@ def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order,
     assert (run.arguments[0].batch_id, run.arguments[0].budget_usd) == (first, 2)
     assert [budgets.reserved_by_batches(account) for account in ("alice", "team=search", "*")] == [2, 2, 2]
     result = make_result(first)
-    run.answer = replace(result, record=replace(result.record, tags='{"team": "search"}'))
-    scheduler.tick()
+    end(scheduler, run, replace(result, record=replace(result.record, tags='{"team": "search"}')))
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "*")] == [0.5, 0.5, 0.5]
     scheduler.tick()
     assert runner.works[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
@@ -636,8 +619,7 @@ def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, begun, ma
     batch_id, _ = begun
     scheduler = make_scheduler(models={})
     scheduler.tick()
-    runner.works[-1].answer = make_result(batch_id, "batch_failed", num_completed=0, num_failed=3)
-    scheduler.tick()
+    end(scheduler, runner.works[-1], make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
     assert shown(store, batch_id)["errors"]["data"][0]["code"] == "model_not_found"
 
 

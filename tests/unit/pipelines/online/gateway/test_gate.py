@@ -115,8 +115,13 @@ def settings(tmp_path):
 
 
 @pytest.fixture
-def ask(settings, keys):
-    """Send requests sequentially through one gate."""
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def ask(settings, keys, engine):
+    """Send requests sequentially through one gate, by default to `engine`."""
 
     def send(
         *requests,
@@ -130,7 +135,7 @@ def ask(settings, keys):
     ):
         async def run():
             totals_of.cache_clear()  # a process has one gate
-            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load, crashes)
+            gate = Gate(app or engine, GateSettings(**{**settings, **changes}), ROUTES, load, crashes)
             sender = httpx.ASGITransport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
@@ -276,13 +281,11 @@ BEHIND_SAGEMAKER = {"is_behind_sagemaker": True, "requires_key": False, "key_fil
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_invocations_route_is_mapped_to_the_api(ask, path, is_named):
-    engine = Engine()
+def test_invocations_route_is_mapped_to_the_api(ask, path, is_named, engine):
     source = {"prompt": "x"} if path != CHAT else {"messages": []}
     headers = {"x-amzn-sagemaker-custom-attributes": f"route={path}"} if is_named else {}
     (answer,) = ask(
         post(path="/invocations", headers=headers, raw=json.dumps({**source, "model": "a", "stream": True})),
-        app=engine,
         host="container",
         **BEHIND_SAGEMAKER,
     )
@@ -332,9 +335,8 @@ def test_invocations_route_exists_only_on_sagemaker(ask, keys):
         ("/v1/batches/x/cancel", False),
     ],
 )
-def test_content_type_of_forwarded_bodies(ask, keys, path, is_json, kind):
-    engine = Engine()
-    assert ask(post(keys["alice"], path=path, headers=kind), app=engine)[0].is_success
+def test_content_type_of_forwarded_bodies(ask, keys, path, is_json, kind, engine):
+    assert ask(post(keys["alice"], path=path, headers=kind))[0].is_success
     passed_on = "application/json" if is_json else kind.get("content-type")
     assert engine.headers.get("content-type") == passed_on
 
@@ -347,9 +349,8 @@ def test_content_type_of_forwarded_bodies(ask, keys, path, is_json, kind):
         ("tagged", "project=x, team=ads", {"project": "x", "site": "lab", "team": "ads"}),
     ],
 )
-def test_request_has_the_tags_of_endpoint_key_and_header(ask, keys, key, header, tags):
-    engine = Engine()
-    ask(post(keys[key], headers={"X-Peagle-Tags": header} if header else {}), app=engine, tags={"site": "lab"})
+def test_request_has_the_tags_of_endpoint_key_and_header(ask, keys, key, header, tags, engine):
+    ask(post(keys[key], headers={"X-Peagle-Tags": header} if header else {}), tags={"site": "lab"})
     assert json.loads(engine.context.tags) == tags
 
 
@@ -368,21 +369,19 @@ def test_invalid_or_forbidden_tags_are_refused(ask, keys, key, header, expected)
     assert error_of(answer) == expected
 
 
-def test_without_keys_a_request_may_set_any_tag(ask):
-    engine = Engine()
-    ask(post(headers={"X-Peagle-Tags": "project=x"}), app=engine, requires_key=False, key_file=None)
+def test_without_keys_a_request_may_set_any_tag(ask, engine):
+    ask(post(headers={"X-Peagle-Tags": "project=x"}), requires_key=False, key_file=None)
     assert json.loads(engine.context.tags) == {"project": "x"}
 
 
-def test_clients_cannot_set_internal_headers(ask, keys):
-    engine = Engine()
+def test_clients_cannot_set_internal_headers(ask, keys, engine):
     forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
     client_headers = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
     for request_of in (
         post(keys["alice"], headers=client_headers, n=2),
         post(keys["alice"], headers=client_headers, n=2, stream=True),
     ):
-        (answer,) = ask(request_of, app=engine)
+        (answer,) = ask(request_of)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
         assert context.account.startswith("alice 1")  # with the creation time
@@ -393,10 +392,10 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
         assert "authorization" not in engine.headers
     arguments, parts = get("/v1/cost", keys["alice"])
-    (answer,) = ask((arguments, {"headers": {**client_headers, **parts["headers"]}}), app=engine)
+    (answer,) = ask((arguments, {"headers": {**client_headers, **parts["headers"]}}))
     assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
-    ask(get("/v1/cost", keys["boss"]), app=engine)
+    ask(get("/v1/cost", keys["boss"]))
     assert (engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == ("boss", True)
 
 
@@ -451,9 +450,8 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         ({"stop_token_ids": [1] * 101, "min_tokens": 1}, (400, "invalid_value")),
     ],
 )
-def test_invalid_request_does_not_reach_an_engine(ask, keys, body, expected):
-    engine = Engine()
-    (answer,) = ask(post(keys["alice"], **body), app=engine)
+def test_invalid_request_does_not_reach_an_engine(ask, keys, body, expected, engine):
+    (answer,) = ask(post(keys["alice"], **body))
     assert error_of(answer) == expected
     assert engine.forwarded is None
 
@@ -474,9 +472,8 @@ def test_error_names_the_missing_parser(ask, keys):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/batches", "/v1/files"])
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, deflate", "x" * 5000])
-def test_encoded_body_is_refused(ask, keys, path, encoding):
-    engine = Engine()
-    (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}), app=engine)
+def test_encoded_body_is_refused(ask, keys, path, encoding, engine):
+    (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}))
     assert error_of(answer) == (415, "unsupported_encoding")
     assert (answer.json()["error"]["param"], engine.forwarded) == ("Content-Encoding", None)
     assert "Content-Encoding" in answer.json()["error"]["message"]
@@ -529,24 +526,22 @@ def test_no_cache_salt_if_keys_share_the_cache_or_are_disabled(ask, keys):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_clients_cannot_set_request_id_or_priority(ask, keys, path):
-    engine = Engine()
+def test_clients_cannot_set_request_id_or_priority(ask, keys, path, engine):
     named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
-    assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
+    assert ask(post(keys["alice"], path=path, **named))[0].status_code == 200
     assert not {"request_id", "session_id"} & set(engine.forwarded)
     for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
 
-def test_fields_without_effect_are_dropped(ask, keys):
+def test_fields_without_effect_are_dropped(ask, keys, engine):
     """null is accepted for every field, even if vLLM's type excludes it."""
-    engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
-    assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
+    assert ask(post(keys["alice"], path="/v1/completions", **nothing))[0].status_code == 200
     assert not nothing.keys() & engine.forwarded.keys()
     assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
     ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
-    assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
+    assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None))[0].status_code == 200
     assert ignored.items() <= engine.forwarded.items()
     assert not {"tools", "functions", "metadata"} & engine.forwarded.keys()
 
@@ -555,18 +550,16 @@ def test_fields_without_effect_are_dropped(ask, keys):
     ("number", "named"),
     [(str(2**63), str(2**63)), (str(-(2**63) - 1), str(-(2**63) - 1)), ("9" * 1500, "9" * 40 + "... (1500 digits)")],
 )
-def test_integers_beyond_64_bits_are_refused(ask, keys, number, named):
-    engine = Engine()
+def test_integers_beyond_64_bits_are_refused(ask, keys, number, named, engine):
     raw = f'{{"model": "a", "messages": [], "logit_bias": {{"1": {number}}}}}'
-    (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
+    (answer,) = ask(post(keys["alice"], raw=raw))
     assert error_of(answer) == (400, "invalid_value")
     assert f"the number {named} is too large" in answer.json()["error"]["message"]
     assert engine.forwarded is None
 
 
-def test_deepest_allowed_body_passes(ask, keys):
-    engine = Engine()
-    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
+def test_deepest_allowed_body_passes(ask, keys, engine):
+    ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"))
     assert engine.forwarded is not None
 
 
@@ -709,37 +702,34 @@ def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
     assert error_of(answer) == (401, "missing_api_key")
 
 
-def test_default_max_tokens_are_the_smallest_limit(ask, keys):
+def test_default_max_tokens_are_the_smallest_limit(ask, keys, engine):
     """A chat gets a cap instead of max_tokens, which vLLM would refuse with a long prompt."""
-    engine = Engine()
     for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
-        ask(post(keys[key]), app=engine, max_output_tokens=most)
+        ask(post(keys[key]), max_output_tokens=most)
         assert engine.context.cap_tokens == cap
         assert "max_tokens" not in engine.forwarded
-    ask(post(keys["small"], max_tokens=30), app=engine)
+    ask(post(keys["small"], max_tokens=30))
     assert (engine.forwarded["max_tokens"], engine.context.cap_tokens) == (30, None)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
-        ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
+        ask(post(keys["alice"], path="/v1/completions", prompt="x"), max_output_tokens=most)
         assert engine.forwarded["max_tokens"] == tokens
 
 
 COMPLETIONS = "/v1/completions"
 
 
-def test_scored_prompt_counts_one_token_per_choice(ask, keys):
-    engine = Engine()
+def test_scored_prompt_counts_one_token_per_choice(ask, keys, engine):
     scored = {"path": COMPLETIONS, "echo": True, "max_tokens": 0, "logprobs": 1}
     refused, answered, no_more = ask(
         post(keys["small"], **scored, prompt=["x"] * 101),
         post(keys["small"], **scored, prompt=["x"] * 100),
         post(keys["small"], **scored, prompt="x"),
-        app=engine,
     )
     assert error_of(refused) == (400, "max_tokens_too_large")
     assert answered.status_code == 200
     assert engine.forwarded["max_tokens"] == 0
     assert error_of(no_more) == (429, "insufficient_quota")
-    (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), app=engine, max_output_tokens=8)
+    (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), max_output_tokens=8)
     assert error_of(refused) == (400, "max_tokens_too_large")
 
 
@@ -763,13 +753,12 @@ def test_limits_include_all_choices(ask, keys, request_of, most, expected):
     assert (200 if answer.status_code == 200 else error_of(answer)) == expected
 
 
-def test_choices_share_the_default_max_tokens(ask, keys):
-    engine = Engine()
-    ask(post(keys["small"], n=4), app=engine)
+def test_choices_share_the_default_max_tokens(ask, keys, engine):
+    ask(post(keys["small"], n=4))
     assert engine.context.cap_tokens == 25
-    ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
+    ask(post(keys["alice"], n=4), max_output_tokens=30)
     assert engine.context.cap_tokens == 7
-    ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
+    ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), max_output_tokens=30)
     assert engine.forwarded["max_tokens"] == 7
 
 
@@ -786,10 +775,9 @@ def streamed(answer):
         ({"stream_options": {"continuous_usage_stats": True}}, "never"),
     ],
 )
-def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, shown):
+def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, shown, engine):
     """The replica removes usage; the gate passes the stream unchanged."""
-    engine = Engine()
-    (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
+    (answer,) = ask(post(keys["alice"], stream=True, **options))
     assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.context.shown_usage == shown
     assert answer.content == b"".join(map(text, EVENTS)) + b"data: [DONE]\n\n"
