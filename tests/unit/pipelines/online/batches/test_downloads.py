@@ -142,7 +142,6 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
 
 async def test_without_acks_the_whole_download_is_reserved(room):
     """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
-
     data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
     download = Download(file_of(data), lambda: Source(data), {}, room)
     task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))

@@ -399,7 +399,7 @@ def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account,
 
 
 async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account, clock, tmp_path, monkeypatch):
-    ledger_limits.settle(admit(ledger_limits, ALICE, 100, request_id="r1"), None)
+    ledger_limits.settle(await admitted(ledger_limits, ALICE, 100, request_id="r1"), None)
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
     read, has_begun, may_end = ledger_limits._totals.catch_up, threading.Event(), threading.Event()
 
@@ -419,8 +419,9 @@ async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_ac
     async with asyncio.timeout(10):
         while ledger_limits._waiting:
             await asyncio.sleep(0.01)
-    admit(ledger_limits, ALICE, 60)
-    refused(ledger_limits, ALICE, 1, "output tokens a minute")
+    await admitted(ledger_limits, ALICE, 60)
+    with pytest.raises(ApiError, match="output tokens a minute"):
+        await admitted(ledger_limits, ALICE, 1)
 
 
 def test_spend_before_a_restart_counts(restarted, engine_account, clock, tmp_path):

@@ -36,32 +36,28 @@ class Clock:
         return RefusalDelay(per_s, monotonic=lambda: self.now, sleep=self.sleep)
 
 
-def refuse(pace, account, times):
-    async def one_after_the_other():
-        for _ in range(times):
-            await pace.wait(account)
-
-    asyncio.run(one_after_the_other())
+async def refuse(pace, account, times):
+    for _ in range(times):
+        await pace.wait(account)
 
 
-def test_consecutive_refusals_are_delayed_per_key():
+async def test_consecutive_refusals_are_delayed_per_key():
     clock = Clock()
     pace = clock.pace()
-    refuse(pace, "alice", 21)
-    refuse(pace, "bob", 5)
+    await refuse(pace, "alice", 21)
+    await refuse(pace, "bob", 5)
     assert clock.slept == []
-    refuse(pace, "alice", 10)
+    await refuse(pace, "alice", 10)
     assert clock.slept == pytest.approx([0.25] * 10)
     clock.slept.clear()
     clock.now += 5.25
-    refuse(pace, "alice", 21)
+    await refuse(pace, "alice", 21)
     assert clock.slept == []
 
 
 async def test_delay_and_number_of_delayed_refusals_are_limited():
     clock = Clock(passes=False)
     pace = clock.pace()
-
     tasks = [asyncio.create_task(pace.wait("alice")) for _ in range(500)]
     await asyncio.wait(tasks, timeout=0.2)
     delayed = [task for task in tasks if not task.done()]
@@ -71,7 +67,7 @@ async def test_delay_and_number_of_delayed_refusals_are_limited():
     assert len(delayed) == 64
     assert max(clock.slept) == pytest.approx(2.0)
     clock.now += 60
-    refuse(pace, "alice", 21)  # cancelled ones no longer count
+    await refuse(pace, "alice", 21)  # cancelled ones no longer count
     assert len(clock.slept) == 64
 
 
