@@ -66,6 +66,7 @@ _ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors
 _TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
 _threads = ThreadPoolExecutor(32, thread_name_prefix="files")
 _Answer = TypeVar("_Answer")
+_Record = TypeVar("_Record")
 
 
 def boot_id() -> str | None:
@@ -235,11 +236,18 @@ class BatchStore:
                 yield file
 
     def _file(self, file_id: str) -> StoredFile | None:
-        if file_id not in self._files:
-            if not _ID.fullmatch(file_id) or (values := read_json(self.root / "files" / f"{file_id}.json")) is None:
+        return self._read_once(self._files, "files", file_id, lambda values: StoredFile(**values))
+
+    def _read_once(
+        self, cache: dict[str, _Record], folder: str, name: str, parse: Callable[[dict[str, Any]], _Record]
+    ) -> _Record | None:
+        """Return an immutable record, or None if it does not exist or the name is not an id."""
+        if name not in cache:
+            values = read_json(self.root / folder / f"{name}.json") if _ID.fullmatch(name) else None
+            if values is None:
                 return None
-            self._files[file_id] = StoredFile(**values)
-        return self._files[file_id]
+            cache[name] = parse(values)
+        return cache[name]
 
     def add_outputs(
         self, batch: Batch, output: tuple[str, int] | None, errors_bytes: int, created_at: float
@@ -379,11 +387,7 @@ class BatchStore:
         return [request for name in names if (request := self._request(name)) is not None]
 
     def _request(self, batch_id: str) -> BatchRequest | None:
-        if batch_id not in self._requests:
-            if not _ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
-                return None
-            self._requests[batch_id] = BatchRequest.from_dict(values)
-        return self._requests[batch_id]
+        return self._read_once(self._requests, "orders", batch_id, BatchRequest.from_dict)
 
     def _batch(self, request: BatchRequest) -> Batch:
         progress = self._progress.get(request.id)
@@ -402,12 +406,7 @@ class BatchStore:
         return None if values is None else BatchProgress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
-        if batch_id not in self._cancelled:
-            values = read_json(self.root / "cancels" / f"{batch_id}.json")
-            if values is None:
-                return None
-            self._cancelled[batch_id] = float(values["cancelling_at"])
-        return self._cancelled[batch_id]
+        return self._read_once(self._cancelled, "cancels", batch_id, lambda values: float(values["cancelling_at"]))
 
 
 def output_id(batch: Batch, kind: str) -> str:

@@ -208,6 +208,18 @@ def test_messages_after_the_body_have_no_limit():
     assert asyncio.run(upload())["type"] == "http.disconnect"
 
 
+def through_proxy(app, client, path, method="POST"):
+    """Return the messages that a client gets for a request; `client` yields the parts of its body."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    asyncio.run(asyncio.wait_for(ProxyMiddleware(app)(scope, client, send), 10))
+    return sent
+
+
 def test_upload_window_limits_unread_bytes():
     """Serve reads everything immediately, so the rest must stay with the client."""
     num_sent, most_under_way = 0, 0
@@ -239,13 +251,7 @@ def test_upload_window_limits_unread_bytes():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": []}
-    asyncio.run(ProxyMiddleware(serve)(scope, client, send))
+    sent = through_proxy(serve, client, "/v1/files")
     assert num_sent == NUM_PIECES
     assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
@@ -277,10 +283,7 @@ def test_unread_body_is_limited_to_a_window(method, path):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async def send(message):
-        pass
-
-    asyncio.run(ProxyMiddleware(serve)({"type": "http", "method": method, "path": path, "headers": []}, client, send))
+    through_proxy(serve, client, path, method)
     assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
 
 
@@ -298,11 +301,7 @@ def test_application_without_acks_receives_its_body(monkeypatch):
             num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
         assert num_bytes == NUM_PIECES * PIECE_BYTES
 
-    async def send(message):
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": "/other/v1/files", "headers": []}
-    asyncio.run(asyncio.wait_for(ProxyMiddleware(another)(scope, client, send), 5))
+    through_proxy(another, client, "/other/v1/files")
     assert not pieces
 
 
@@ -321,9 +320,5 @@ def test_refused_upload_is_not_throttled():
         while (await receive())["more_body"]:
             pass
 
-    async def send(message):
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": "/prefix/v1/files", "headers": []}
-    asyncio.run(asyncio.wait_for(ProxyMiddleware(serve)(scope, client, send), 10))
+    through_proxy(serve, client, "/prefix/v1/files")
     assert num_sent == NUM_PIECES

@@ -30,6 +30,10 @@ def token(text, count):
 STREAM = [[token("Hé", 1), token("llo", 2)], [event(choices=[], usage=USAGE, metrics=DRAFTS), "data: [DONE]\n\n"]]
 
 
+async def is_healthy():
+    """The engine is alive."""
+
+
 async def generate(items, error=None):
     for item in items:
         yield item
@@ -172,11 +176,8 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
     ],
 )
 def test_other_events_are_not_failures(text):
-    async def check_health():
-        raise AssertionError
-
     async def read():
-        return [item async for item in convert_errors(generate([[text]]), check_health)]
+        return [item async for item in convert_errors(generate([[text]]), is_healthy)]
 
     assert asyncio.run(read()) == [[text]]
 
@@ -228,11 +229,8 @@ SEQUENCE = SimpleNamespace(
 def test_constraint_without_a_valid_token_is_refused(constraint):
     from vllm.exceptions import GenerationError
 
-    async def check_health():
-        pass
-
     async def read(answers):
-        return [answer async for answer in convert_errors(answers, check_health, constraint=constraint)]
+        return [answer async for answer in convert_errors(answers, is_healthy, constraint=constraint)]
 
     for answers in (generate([[FAULT]]), generate([], GenerationError())):
         if constraint is None:
@@ -358,10 +356,7 @@ REFUSAL = event(error={"message": "no", "code": 400})
     ],
 )
 async def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
-    async def check_health():
-        raise AssertionError
-
-    answers = convert_errors(generate(items), check_health, event_refusal=lambda event: ("refused", event["code"]))
+    answers = convert_errors(generate(items), is_healthy, event_refusal=lambda event: ("refused", event["code"]))
     assert [item async for item in answers] == expected
 
 
