@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 _wait(config, here, served, stopped)
                 print("stopping: waiting for running requests; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
-    return 0, {"models": [model.keys.served_name for model in served]}
+    return 0, {"models": [model.options.served_name for model in served]}
 
 
 def _banner(config: ServeConfig, metrics_port: int | None) -> str:
@@ -283,7 +283,7 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     watch_processes(stopped, partial(print, flush=True))
     watches = {}
     for model in served:
-        name = model.keys.served_name
+        name = model.options.served_name
         for note in model.engine.profile_notes(here):
             print(f"{name}: {note}", flush=True)
         if (watch := model.engine.drafter_watch(here)) is not None:

@@ -46,17 +46,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    keys: ServedModelOptions
+    options: ServedModelOptions
     engine: ResolvedEngine
     placement: Placement
 
     def describe(self) -> str:
         drafter = self.engine.spec.drafter
         head = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
-        keys = self.keys
+        options = self.options
         return (
-            f"{keys.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; drafter {head}"
-            f" ({self.engine.drafter.note}); {keys.min_replicas} to {keys.max_replicas} engine(s)"
+            f"{options.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; drafter {head}"
+            f" ({self.engine.drafter.note}); {options.min_replicas} to {options.max_replicas} engine(s)"
         )
 
 
@@ -99,20 +99,20 @@ def resolve(
     """Resolve all models, and check that their engines fit together."""
     placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
-    for keys in config.served:
-        placement = placed[keys.served_name]
-        if keys.engine == "fake":
-            engine = compose_fake_engine(keys, hardware)
+    for options in config.served:
+        placement = placed[options.served_name]
+        if options.engine == "fake":
+            engine = compose_fake_engine(options, hardware)
         else:
             on_node = placement.num_engines_on_node
-            engine = resolve_engine(keys, hardware, num_engines_on_node=on_node, announce=announce)
-            if may_skip_compiling(keys, hardware):
+            engine = resolve_engine(options, hardware, num_engines_on_node=on_node, announce=announce)
+            if may_skip_compiling(options, hardware):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
-                announce(f"{keys.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
+                announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
         # Batches only support text.
-        domains = tuple(keys.allowed_media_domains)
-        spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
-        served.append(Served(keys=keys, engine=replace(engine, spec=spec), placement=placement))
+        domains = tuple(options.allowed_media_domains)
+        spec = replace(engine.spec, limit_mm_per_prompt=options.limit_mm_per_prompt, allowed_media_domains=domains)
+        served.append(Served(options=options, engine=replace(engine, spec=spec), placement=placement))
     return served
 
 
@@ -130,33 +130,33 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
     if hardware.platform == "cuda":
         _check_accelerators(config, real, hardware, num_nodes)
     return {
-        keys.served_name: _placement(config, keys, hardware, num_nodes, sum(other.max_replicas for other in real))
-        for keys in config.served
+        options.served_name: _placement(config, options, hardware, num_nodes, sum(other.max_replicas for other in real))
+        for options in config.served
     }
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
+    return sum(options.max_replicas * size_of(options) for options in _real(config))
 
 
 def _real(config: ServeConfig) -> list[ServedModelOptions]:
-    return [keys for keys in config.served if keys.engine != "fake"]
+    return [options for options in config.served if options.engine != "fake"]
 
 
 def _placement(
-    config: ServeConfig, keys: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
+    config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
 ) -> Placement:
-    if keys.engine == "fake":  # like a real engine, it is billed for one device
+    if options.engine == "fake":  # like a real engine, it is billed for one device
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
         return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
     if hardware.platform == "cuda":
-        return on_accelerators(size_of(keys))
+        return on_accelerators(size_of(options))
     batches = num_engines(config)
     return place(
         hardware,
         num_engines=num_replicas + batches[0],
         most_engines=num_replicas + batches[1],
-        accelerators_per_engine=size_of(keys),
+        accelerators_per_engine=size_of(options),
         num_nodes=num_nodes,
         ask_for_fewer=_CAPACITY_HINT,
     )
@@ -168,7 +168,7 @@ def _check_accelerators(
     available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
     needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
-        each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {size_of(keys)}" for keys in real)
+        each = ", ".join(f"{options.served_name}: {options.max_replicas} x {size_of(options)}" for options in real)
         raise CapacityError(
             f"the models' engines need {needed} accelerators at once ({each}); {available}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
@@ -176,24 +176,24 @@ def _check_accelerators(
     if config.batches is None or config.lends_engines:
         return
     at_start = EngineRange.parse(config.batch_engines).smallest
-    for keys in real:
-        if at_start > num_nodes * (hardware.num_accelerators // size_of(keys)):
+    for options in real:
+        if at_start > num_nodes * (hardware.num_accelerators // size_of(options)):
             raise CapacityError(
-                f"batch_engines {config.batch_engines}: a batch of {keys.served_name} starts with {at_start}"
-                f" engine(s) of {size_of(keys)} accelerator(s), which do not fit; {available}",
+                f"batch_engines {config.batch_engines}: a batch of {options.served_name} starts with {at_start}"
+                f" engine(s) of {size_of(options)} accelerator(s), which do not fit; {available}",
                 hint="use a smaller --batch-engines",
             )
 
 
-def size_of(keys: ServedModelOptions) -> int:
-    return keys.tensor_parallel_size * keys.pipeline_parallel_size
+def size_of(options: ServedModelOptions) -> int:
+    return options.tensor_parallel_size * options.pipeline_parallel_size
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
     """Return the price of the endpoint's engines, which must match their devices and its ledger."""
     price = resolve_price(config, hardware)
     for model in served:
-        require_device(price, model.placement.device, f"the engines of {model.keys.served_name}")
+        require_device(price, model.placement.device, f"the engines of {model.options.served_name}")
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
@@ -218,19 +218,19 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     deployments, cards = {}, {}
     for model in served:
         job = replica_job(config, hardware, model, price, app_id)
-        deployments[model.keys.served_name] = build_llm_deployment(
+        deployments[model.options.served_name] = build_llm_deployment(
             make_llm_config(job, job.spec, hardware),
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[model.keys.served_name] = model_card(model, job.counts.admitted, hardware)
+        cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # key limits are counted in its memory
         max_ongoing_requests=10_000,  # effectively unlimited: requests wait in the ingress for engines
         ray_actor_options={"num_cpus": 0.25},  # must fit next to an engine on two cores
         logging_config={"enable_access_log": False},  # the ledger records answered requests, the gate logs refusals
-        graceful_shutdown_timeout_s=max(model.keys.drain_s for model in served),
+        graceful_shutdown_timeout_s=max(model.options.drain_s for model in served),
     )
     return ingress.bind(
         llm_deployments=deployments,
@@ -241,8 +241,8 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             config,
             settings,
             hardware,
-            {model.keys.served_name: model.placement for model in served},
-            {model.keys.served_name: model.engine.spec for model in served},
+            {model.options.served_name: model.placement for model in served},
+            {model.options.served_name: model.engine.spec for model in served},
             app_id,
         ),
     )
@@ -283,25 +283,25 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 
 def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> ReplicaJob:
-    keys, spec, placement = model.keys, model.engine.spec, model.placement
+    options, spec, placement = model.options, model.engine.spec, model.placement
     return ReplicaJob(
         app_id=app_id,
         state=str(_state(config)),
-        keys=keys,
+        options=options,
         spec=spec,
         engine=EngineFacts.priced(
             price,
-            model=keys.served_name,
+            model=options.served_name,
             drafter=model.engine.drafter.name,
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
             num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
             baseline=model.engine.baseline(hardware),
-            is_stand_in=keys.engine == "fake",
+            is_stand_in=options.engine == "fake",
         ),
         placement=placement,
-        counts=request_counts(keys, spec, hardware),
+        counts=request_counts(options, spec, hardware),
         heartbeat_s=config.heartbeat_s,
         lends=config.lends_engines,
     )
@@ -312,12 +312,12 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
     assert spec.max_model_len is not None, "compose_engine() sets it"
     parsers = {"tool_call_parser", "reasoning_parser"}
     if model.engine.model.config.get("model_type") != "gpt_oss":  # vLLM parses harmony without an option
-        parsers = {name for name in parsers if getattr(model.keys, name)}
-        parsers |= {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
+        parsers = {name for name in parsers if getattr(model.options, name)}
+        parsers |= {"reasoning_parser"} if "reasoning_config" in model.options.engine_args else set()
     return ServedModel(
-        name=model.keys.served_name,
+        name=model.options.served_name,
         max_model_len=spec.max_model_len,
-        can_seed=hardware.platform != "cpu" or model.keys.engine == "fake",
+        can_seed=hardware.platform != "cpu" or model.options.engine == "fake",
         max_choices=config.max_choices,
         max_answer_bytes=config.max_answer_mib * 2**20,
         media=dict(spec.limit_mm_per_prompt),
@@ -331,11 +331,11 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
 
 def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
-    spec, keys = model.engine.spec, model.keys
+    spec, options = model.engine.spec, model.options
     drafter = spec.drafter
     ours = {
         "target": name_of(model.engine.model.name),
-        "stand_in": keys.engine == "fake",
+        "stand_in": options.engine == "fake",
         "precision": model.engine.precision.describe(),
         "drafter": model.engine.drafter.name,
         "method": drafter.method if drafter else None,
@@ -343,11 +343,11 @@ def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware)
         "draft_lookup": drafter is not None and drafter.lookup,
         "break_even_acceptance_length": model.engine.break_even(hardware),  # by concurrency
         "max_model_len": spec.max_model_len,
-        "max_replicas": keys.max_replicas,
+        "max_replicas": options.max_replicas,
         "max_requests_per_replica": max_requests_per_replica,
     }
     return {
-        "id": keys.served_name,
+        "id": options.served_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "peagle",

@@ -39,7 +39,7 @@ class EndpointForecast:
 
     def usd_per_h(self, *, at_most: bool) -> float:
         num_devices = sum(
-            model.placement.num_devices * (model.keys.max_replicas if at_most else model.keys.min_replicas)
+            model.placement.num_devices * (model.options.max_replicas if at_most else model.options.min_replicas)
             for model in self.served
         )
         return self.price.usd_per_device_s * 3600 * num_devices
@@ -61,7 +61,7 @@ class EndpointForecast:
             "url": self.config.url,
             "requires_key": self.requires_key,
             "access": self.access(),
-            "models": [dict(self._model(model)) | {"name": model.keys.served_name} for model in self.served],
+            "models": [dict(self._model(model)) | {"name": model.options.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_here,
             "price": self.price.to_dict(),
@@ -103,7 +103,7 @@ def settled(config: ServeConfig) -> ResolvedDefaults:
     endpoint = forecast(config, print)
     rows: ResolvedDefaults = {}
     for model in endpoint.served:
-        prefix = f"{model.keys.served_name}." if config.models else ""
-        of_model = resolve_defaults(model.keys, model.engine, endpoint.hardware, is_here=endpoint.is_here)
+        prefix = f"{model.options.served_name}." if config.models else ""
+        of_model = resolve_defaults(model.options, model.engine, endpoint.hardware, is_here=endpoint.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | resolve_price_defaults(config, endpoint.price)

@@ -40,7 +40,7 @@ from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.web_page import DOCS, FOLDER, get_docs, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
-from pipelines.online.serve.calls import NOTE, Answered, Cancelling
+from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
@@ -232,10 +232,10 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 
     A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
     """
-    asked_at, note, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
-    assert note is not None, "the gate sets it on routes that engines answer"
+    asked_at, record_usage, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
+    assert record_usage is not None, "the gate sets it on routes that engines answer"
     assert context is not None, "the gate sets it on routes that engines answer"
-    NOTE.set(note)
+    USAGE_RECORDER.set(record_usage)
     crashes: EngineCrashes = request.app.state.crashes
     attempt = crashes.start(request_id=context.request_id, key=context.key, account=context.account, model=body.model)
     try:

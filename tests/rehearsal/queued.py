@@ -138,7 +138,7 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
         from pipelines.online.app import resolve as resolve_served
 
         for model in resolve_served(config, hardware, num_nodes=1, announce=lambda _: None):
-            yield model.keys.served_name, model.engine.spec, model.engine.model
+            yield model.options.served_name, model.engine.spec, model.engine.model
 
 
 def _parsed(words: list[str]) -> Any:

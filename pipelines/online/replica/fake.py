@@ -25,8 +25,8 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 class FakeServeEngine:
     """The engine interface that Ray's `LLMServer` calls."""
 
-    def __init__(self, keys: ServedModelOptions, llm_config: Any) -> None:
-        self._traits, self._num_speculative_tokens = keys.fake, keys.num_speculative_tokens or 0
+    def __init__(self, options: ServedModelOptions, llm_config: Any) -> None:
+        self._traits, self._num_speculative_tokens = options.fake, options.num_speculative_tokens or 0
         self._model: str = llm_config.model_id
         self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]
         prompts = PromptSpec(body_column="body", chat=True)

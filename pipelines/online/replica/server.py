@@ -47,9 +47,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         self._idle = IdleSlots(decode_slots(job.spec, hardware.detect()), job.counts.target)
-        self._is_fake = job.keys.engine == "fake"
+        self._is_fake = job.options.engine == "fake"
         self._pace = Pace(
-            job.keys.stream_interval_ms / 1000, job.keys.stream_pieces_per_s or pieces_per_s(job.placement)
+            job.options.stream_interval_ms / 1000, job.options.stream_pieces_per_s or pieces_per_s(job.placement)
         )
         metrics = UsageMetrics(job.engine.model, job.engine.drafter)
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
@@ -57,7 +57,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         redirect_output(log)
         keep_short(log)
         if self._is_fake:
-            kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.keys)
+            kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.options)
         config = self._local_config(job)
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
@@ -65,7 +65,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             client = engine_client(self.engine)
             report_sequences(client)
             hide_python_errors(self.engine)
-            self._trials = trials_of(client, is_shared=True, cpu_s=job.keys.max_grammar_s)
+            self._trials = trials_of(client, is_shared=True, cpu_s=job.options.max_grammar_s)
             guard_engine(client, self._trials)
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)

@@ -30,8 +30,8 @@ class Answered(Exception):  # noqa: N818 - an outcome, not an error
         self.body = body
 
 
-Note = Callable[[Mapping[str, Any]], None]
-NOTE: ContextVar[Note] = ContextVar("note")
+UsageRecorder = Callable[[Mapping[str, Any]], None]
+USAGE_RECORDER: ContextVar[UsageRecorder] = ContextVar("usage_recorder")
 """Receives the usage in the answer to the current request."""
 
 
@@ -58,10 +58,10 @@ class Cancelling:
 
     def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Call the deployment. Requires `options(stream=True)`."""
-        return listen(lambda: self._handle.remote(*arguments), NOTE.get())
+        return listen(lambda: self._handle.remote(*arguments), USAGE_RECORDER.get())
 
 
-async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerator[Any, None]:
+async def listen(call: Callable[[], ServeResponse], record_usage: UsageRecorder) -> AsyncGenerator[Any, None]:
     """Yield the parts of an answer. If closed or cancelled before the end, cancel the call.
 
     A non-streaming answer raises `Answered`. If the queue was full for 0.75 s, raise BackPressureError.
@@ -72,14 +72,14 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
         try:
             async for part in response:
                 if isinstance(part, StreamEnd):
-                    note(part.reported)
+                    record_usage(part.reported)
                     if part.text:
                         yield [part.text]
                 elif isinstance(part, WholeAnswer):
                     with contextlib.suppress(Exception):  # the answer is complete even if the replica fails now
                         async for _ in response:
                             pass  # when the stream ends, the request's record is on the disk
-                    note(part.reported)
+                    record_usage(part.reported)
                     raise Answered(part.body)
                 else:
                     yield part

@@ -28,7 +28,7 @@ class RequestCounts:
     queued: int  # maximum number of requests waiting in the ingress; others get 503
 
 
-def request_counts(keys: ServedModelOptions, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
+def request_counts(options: ServedModelOptions, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
     """Return the configured counts for an engine, or the defaults.
 
     An engine gets slightly more requests than it can decode at the same time (`requests_in_flight`). The queue is as
@@ -37,9 +37,9 @@ def request_counts(keys: ServedModelOptions, spec: EngineSpec, hardware: Hardwar
     """
     slots = decode_slots(spec, hardware)
     return RequestCounts(
-        target=keys.target_ongoing_requests or target_ongoing_requests(slots),
+        target=options.target_ongoing_requests or target_ongoing_requests(slots),
         admitted=requests_in_flight(slots),
-        queued=slots * keys.max_replicas if keys.max_queued_requests is None else keys.max_queued_requests,
+        queued=slots * options.max_replicas if options.max_queued_requests is None else options.max_queued_requests,
     )
 
 
@@ -91,7 +91,7 @@ class ReplicaJob:
 
     app_id: str  # id of this start of the endpoint; replicas with the same id share the cores of a node
     state: str  # shared folder of the ledger and the logs
-    keys: ServedModelOptions
+    options: ServedModelOptions
     spec: EngineSpec  # names its models in a way that every node can resolve
     engine: EngineFacts
     placement: Placement
@@ -104,16 +104,16 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
     """Return the `LLMConfig` of a replica on this hardware, with the job's spec as this node resolves it."""
     from ray.serve.llm import LLMConfig
 
-    keys, placement = job.keys, job.placement
+    options, placement = job.options, job.placement
     arguments = engine_args(spec, hardware, num_engines_on_node=placement.num_engines_on_node)
     arguments.pop("model")
-    check_parsers(keys.parsers)
+    check_parsers(options.parsers)
     on_gpu = hardware.platform == "cuda"
     return LLMConfig(
-        model_loading_config={"model_id": keys.served_name, "model_source": spec.model},
+        model_loading_config={"model_id": options.served_name, "model_source": spec.model},
         engine_kwargs={
             **arguments,
-            **keys.parsers,
+            **options.parsers,
             **({"scheduling_policy": "priority"} if job.lends else {}),
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.
@@ -145,30 +145,30 @@ def check_parsers(parsers: Mapping[str, Any]) -> None:
 
 
 def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
-    counts, keys = job.counts, job.keys
-    options: dict[str, Any] = {
+    counts, options = job.counts, job.options
+    config: dict[str, Any] = {
         "max_ongoing_requests": counts.admitted,
         # -1 means unlimited to Serve, and 0 would refuse requests while engines are idle.
         "max_queued_requests": max(1, counts.queued),
         "autoscaling_config": {
-            "min_replicas": keys.min_replicas,
-            "initial_replicas": max(1, keys.min_replicas),
-            "max_replicas": keys.max_replicas,
+            "min_replicas": options.min_replicas,
+            "initial_replicas": max(1, options.min_replicas),
+            "max_replicas": options.max_replicas,
             "target_ongoing_requests": counts.target,
-            "upscale_delay_s": keys.upscale_delay_s,
-            "downscale_delay_s": keys.downscale_delay_s,
+            "upscale_delay_s": options.upscale_delay_s,
+            "downscale_delay_s": options.downscale_delay_s,
         },
         "health_check_period_s": 5.0,
         "health_check_timeout_s": 30.0,  # on a CPU, a step with long prompts may delay the reply for seconds
         "graceful_shutdown_wait_loop_s": 1.0,
-        "graceful_shutdown_timeout_s": keys.drain_s,
+        "graceful_shutdown_timeout_s": options.drain_s,
         # Ray adds this to the engine's first bundle.
         "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
     }
-    if keys.max_replicas > 1 and job.spec.enable_prefix_caching:
-        options["request_router_config"] = {
+    if options.max_replicas > 1 and job.spec.enable_prefix_caching:
+        config["request_router_config"] = {
             # A name, not a class, since only routing processes need to import Ray Serve.
             "request_router_class": "pipelines.online.serve.routing.PrefixRouter",
             "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": 32_768},
         }
-    return options
+    return config

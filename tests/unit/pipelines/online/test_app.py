@@ -33,7 +33,7 @@ def served(config):
         model=SimpleNamespace(name="m", card=None, vocab_size=100, config={}),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
     )
-    return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]
+    return [Served(options=options, engine=engine, placement=PLACEMENT) for options in config.served]
 
 
 def settings(tmp_path, **keys):

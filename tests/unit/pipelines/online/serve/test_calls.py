@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from pipelines.online.serve.calls import NOTE, Answered, Cancelling, listen
+from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling, listen
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
@@ -42,7 +42,7 @@ async def test_stream_end_reports_its_usage(text, sent):
 
 def called(response, note=lambda reported: None):
     """Return the parts that the ingress receives."""
-    NOTE.set(note)
+    USAGE_RECORDER.set(note)
     return call([response])
 
 
@@ -81,7 +81,7 @@ def test_refused_call_is_retried(monkeypatch):
         waited.append(seconds)
 
     async def receive_parts(num_refused):
-        NOTE.set(lambda reported: None)
+        USAGE_RECORDER.set(lambda reported: None)
         answered = Response(1, 2, end=StopAsyncIteration())
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)

@@ -33,7 +33,7 @@ FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_p
 
 def job(max_replicas=1, queued=8, lends=False, **spec):
     return ReplicaJob(
-        app_id="app", state="state", keys=ServedModelOptions(name="m", min_replicas=0, max_replicas=max_replicas),
+        app_id="app", state="state", options=ServedModelOptions(name="m", min_replicas=0, max_replicas=max_replicas),
         spec=EngineSpec(model="m", **spec), engine=FACTS, placement=PLACEMENT,
         counts=RequestCounts(target=5.6, admitted=9, queued=queued), lends=lends,
     )  # fmt: skip
