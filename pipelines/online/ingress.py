@@ -26,8 +26,7 @@ from peagle.private import keep_private
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.cluster.metrics import exported
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
-from pipelines.online.batches.routes import BatchRoutes
-from pipelines.online.batches.service import Batches
+from pipelines.online.batches.routes import Batches, BatchRoutes
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.work import Runner
 from pipelines.online.cost import CostView, requested_period

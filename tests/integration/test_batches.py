@@ -15,8 +15,7 @@ from peagle.economics.ledger import RequestReader
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import read_lease
 from pipelines.cluster.placement import Neighbours, Placement
-from pipelines.online.batches.routes import ROUTES, BatchRoutes
-from pipelines.online.batches.service import Batches
+from pipelines.online.batches.routes import ROUTES, Batches, BatchRoutes
 from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.batches.work import Runner
 from pipelines.online.gateway.admission import ServedModel

@@ -9,8 +9,7 @@ from peagle.economics.ledger import write_batch
 from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches.downloads import TransferLimit
 from pipelines.online.batches.records import BatchProgress
-from pipelines.online.batches.routes import ROUTES, BatchRoutes
-from pipelines.online.batches.service import Batches
+from pipelines.online.batches.routes import ROUTES, Batches, BatchRoutes
 from pipelines.online.batches.settings import MIB, KeyQuota
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings

@@ -9,9 +9,9 @@ import pytest
 from peagle.errors import ConfigError
 from peagle.runs.lease import hold_lease
 from peagle.storage import write_atomic
-from pipelines.online.batches import records, service
+from pipelines.online.batches import records
 from pipelines.online.batches.records import FILE_PREFIX, BatchProgress, new_id
-from pipelines.online.batches.service import Batches
+from pipelines.online.batches.routes import Batches
 from pipelines.online.batches.store import TRUST_AFTER_S, BatchStore, SteadyClock
 
 
@@ -323,7 +323,7 @@ def test_lifetime_holds_for_both_clocks(machine, make_clock, jump_s):
 
 
 def test_new_scheduler_reloads_progress(settings, runner, store, make_order, monkeypatch):
-    monkeypatch.setattr(service, "_RETRY_S", 0.01)
+    monkeypatch.setattr("pipelines.online.batches.routes._RETRY_S", 0.01)
     batch_id = store.add_batch(make_order()).id
     with (
         hold_lease(store.root, expiry_s=30, command=["another"], announce=print) as lease,
