@@ -1,15 +1,14 @@
 """Ray's `LLMConfig` for an engine, with request limits and autoscaling."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.economics.usage import EngineFacts
 from peagle.engine.arguments import engine_args
+from peagle.engine.response_parser import check_parsers
 from peagle.engine.spec import EngineSpec
 from peagle.engine.steps import max_num_batched_tokens, slots_per_request
-from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
 from pipelines.online.config import ServedModelOptions
@@ -126,22 +125,6 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
         deployment_config=deployment_config(job, on_gpu=on_gpu),
         experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` batches instead
     )
-
-
-def check_parsers(parsers: Mapping[str, Any]) -> None:
-    """Require that vLLM has these parsers. vLLM itself reports this only in the engine's log."""
-    if not parsers:
-        return
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
-    managers = {"tool_call_parser": ToolParserManager, "reasoning_parser": ReasoningParserManager}
-    for key, manager in managers.items():
-        names = manager.list_registered()
-        if key in parsers and parsers[key] not in names:
-            raise ConfigError(
-                f"{key} {parsers[key]!r}: vLLM does not have this parser", hint=f"one of {', '.join(names)}"
-            )
 
 
 def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:

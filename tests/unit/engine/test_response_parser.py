@@ -73,9 +73,16 @@ def test_reasoning_is_separated(tokenizer):
     assert (hidden.reasoning, hidden.text) == (None, "4")
 
 
-def test_invalid_tools_and_parsers(tokenizer):
+def test_invalid_tools_are_refused(tokenizer):
     parser = ResponseParser(tokenizer, tool_call_parser="hermes", reasoning_parser=None)
     with pytest.raises(RequestRefused, match="tools: "):
         parser.sampling({"tools": [{"type": "function"}]})
-    with pytest.raises(ConfigError, match="tool_call_parser 'hermess': vLLM does not have this parser"):
-        check_parsers({"tool_call_parser": "hermess"})
+
+
+@pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parser_is_refused(key):
+    check_parsers({"tool_call_parser": "hermes", "reasoning_parser": "qwen3"})
+    check_parsers({})
+    with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM does not have this parser") as info:
+        check_parsers({key: "hermess"})
+    assert "qwen3" in info.value.hint
