@@ -16,6 +16,5 @@
     stepping.py    what a step is, and a driver without Ray that stops at steps
     report.py      the report under benchmarks/reliability/
 
-`make test` does not run it, except for one short run (`tests/integration/test_chaos.py`) and some steps
-(`tests/unit/chaos/test_pauses.py`).
+`make test` runs only some steps, in `tests/integration/test_chaos.py`.
 """
