@@ -1,6 +1,7 @@
 """Parsers of commands, whose help is short unless a group of options is named: `--help=GROUP`, `--help=all`."""
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -123,7 +124,8 @@ _UNNAMED = ("options", "positional arguments")
 class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
         assert isinstance(parser, CommandParser)
-        sys.stdout.write(parser.format_group(str(arguments[1])))
+        with contextlib.suppress(OSError):  # the output is a closed pipe
+            sys.stdout.write(parser.format_group(str(arguments[1])))
         parser.exit()
 
 
