@@ -2,6 +2,12 @@
 
 from peagle.hardware import Hardware
 
+# Refusals may name the machine, so pages and runs of a corpus always have this one.
+MACHINE = Hardware(
+    platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
+    core_ids=(0, 1, 2, 3),
+)  # fmt: skip
+
 
 def cpu(*flags, **changes):
     values = {"memory_gib": 24, "free_memory_gib": 20, "num_cpus": 2, "core_ids": (0, 1)}

@@ -3,6 +3,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import devices
 import pytest
 
 from peagle.engine import vllm_plugin
@@ -10,24 +11,16 @@ from peagle.engine.environment import environment, find_preload_libraries, set_e
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.vllm_plugin import LOOKUP
 from peagle.errors import CapacityError, ConfigError
-from peagle.hardware import Hardware
 
 SPEC = EngineSpec(model="org/m")
 OWN_COMMANDS = str(Path(sys.executable).parent)
 
 
 def cpu(*cores, quota=None):
-    return Hardware(
-        platform="cpu",
-        memory_gib=24,
-        free_memory_gib=20,
-        num_cpus=quota or len(cores),
-        core_ids=cores,
-        is_cpu_quota=quota is not None,
-    )
+    return devices.cpu(num_cpus=quota or len(cores), core_ids=cores, is_cpu_quota=quota is not None)
 
 
-GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, compute_capability=(9, 0))
+GPU = devices.gpu()
 
 
 @pytest.fixture(autouse=True)

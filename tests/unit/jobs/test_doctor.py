@@ -3,10 +3,10 @@ import json
 import tomllib
 from pathlib import Path
 
+import devices
 import pytest
 
 from jobs import doctor
-from peagle.hardware import Hardware
 
 ROOT = Path(__file__).parents[3]
 BOTH_LIBRARIES = {"libiomp5": "/x", "libtcmalloc": "/y"}
@@ -20,18 +20,10 @@ GOOD = {
 
 
 def cpu(free_gib=20, *flags):
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=free_gib, num_cpus=2, cpu_flags=frozenset(flags))
+    return devices.cpu(*flags, free_memory_gib=free_gib)
 
 
-GPU = Hardware(
-    platform="cuda",
-    accelerator="H100",
-    num_accelerators=1,
-    compute_capability=(9, 0),
-    memory_gib=80,
-    free_memory_gib=80,
-    num_cpus=8,
-)
+GPU = devices.gpu()
 
 
 def test_good_machine_has_no_findings():
