@@ -5,7 +5,7 @@
     CHAOS_EVERY=5 make chaos                       stop drivers only at every fifth step
     python -m tests.chaos --help                   the same, as flags
 
-    schedule.py    what is killed when: a pure function of the seed
+    schedule.py    the schedule of kills, a function of the seed
     processes.py   the processes of a run
     ray_nodes.py   a Ray cluster of several nodes on this machine
     driver.py      `peagle generate` as a process, and its corpus

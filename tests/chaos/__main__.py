@@ -80,7 +80,7 @@ class Campaign:
         job = self._job(name, is_fake, own_cluster)
         kills = schedule(self._args.seed, number, num_kills=_NUM_KILLS, max_wait_s=3.0 if is_fake else 20.0)
         shutil.rmtree(job.folder, ignore_errors=True)
-        say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', a cluster of its own' if own_cluster else ''}")
+        say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', separate cluster' if own_cluster else ''}")
         limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
         played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=say).play()
         self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})

@@ -1,4 +1,4 @@
-"""The attacks of a hostile key, and what they must not achieve.
+"""The attacks of a hostile key, with their limits.
 
 An attack runs for a given time, as fast as its clients are answered. It counts statuses and notes problems;
 `scenes.py` measures what the neighbour notices.
@@ -20,7 +20,7 @@ from pipelines.online.wire import Context
 from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
-WORK, TELL = "a second key works", "the neighbour tells a secret"
+WORK, SECRET = "a second key works", "the neighbour sends a secret"
 _DELIBERATE = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
@@ -278,13 +278,13 @@ async def answers(tenants: Tenants, seconds: float) -> AttackResult:
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=2)
 
 
-_SECRET = "The password of the safe in the cellar is 4711. " * 12
+_SECRET_PROMPT = "The password of the safe in the cellar is 4711. " * 12
 
 
-async def tell_secret(tenants: Tenants, seconds: float) -> AttackResult:
+async def send_secret(tenants: Tenants, seconds: float) -> AttackResult:
     """Send the neighbour's request that `cache` guesses. Not timed, and not an attack."""
     async with tenants.client(NEIGHBOUR) as http:
-        (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
+        (await http.post(CHAT, json=_chat(tenants, _SECRET_PROMPT, max_tokens=1))).raise_for_status()
     return AttackResult()
 
 
@@ -298,12 +298,12 @@ async def cache(tenants: Tenants, seconds: float) -> AttackResult:
         cached = details.get("cached_tokens") or 0
         return f"{cached} tokens of another key's prompt are cached" if cached else None
 
-    salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
+    salted = _chat(tenants, _SECRET_PROMPT, max_tokens=1, cache_salt="guess")
     result = AttackResult()
     async with tenants.client(ATTACKER) as http:
         # Each guess is sent once; afterwards it is in the attacker's own cache.
         _count(result, await http.post(CHAT, json=salted), judge)
-        _count(result, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
+        _count(result, await http.post(CHAT, json=_chat(tenants, _SECRET_PROMPT + "x", max_tokens=1)), _anything)
     return result
 
 
@@ -419,7 +419,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
-    """Run these attacks, `WORK` or `TELL` concurrently, at a low priority.
+    """Run these attacks, `WORK` or `SECRET` concurrently, at a low priority.
 
     A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
     """
@@ -427,7 +427,7 @@ def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[
 
     async def gather() -> list[AttackResult]:
         return await asyncio.gather(
-            *({**ATTACKS, WORK: work, TELL: tell_secret}[name](tenants, seconds) for name in names)
+            *({**ATTACKS, WORK: work, SECRET: send_secret}[name](tenants, seconds) for name in names)
         )
 
     return asyncio.run(gather())

@@ -69,7 +69,7 @@ def test_engine_that_fails_its_self_check_commits_nothing(write_jsonl, tmp_path,
     assert not RunDirectory(output).committed()
     (session,) = RunDirectory(output).sessions()
     assert json.loads(session.self_check)["outcome"] == "failed"
-    assert generate(corpus, output, "--num-speculative-tokens", "3") == 0, "the run is there, and can be continued"
+    assert generate(corpus, output, "--num-speculative-tokens", "3") == 0, "the run can be resumed"
 
 
 def test_parquet_folder_in_file_order(tmp_path, capsys):

@@ -163,7 +163,7 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
 
 
 def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
-    """Return the config of a converted INT8 target, without weights; None for other precisions."""
+    """Return the argument for a converted INT8 target without weights; empty for other precisions."""
     if spec.precision != "int8":
         return {}
     write_json(folder, {**model.config, "quantization_config": quantization_config([])})
