@@ -127,7 +127,7 @@ CASES = [
     body("without messages", "the request has no messages", messages=None),
     body("with an unknown parameter", "did you mean temperature?", temprature=1),
     body("for a stream", "body.stream: True is not supported", stream=True),
-    body("that needs tool calls", "require tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
+    body("that needs tool calls", "require a tool_call_parser", tools=[{"type": "function", "function": {"name": "f"}}]),
     body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
     body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
