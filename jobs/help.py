@@ -1,9 +1,10 @@
 """Parsers of commands, whose help is short unless a group of options is named: `--help=GROUP`, `--help=all`."""
 
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _NUM_EXAMPLES = 3
@@ -20,13 +21,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, *, description: str, epilog: str, common: Sequence[str] = ()) -> None:
-        super().__init__(
-            prog,
-            description=description,
-            epilog=epilog,
-            add_help=False,
-            formatter_class=_Formatter,
-        )
+        super().__init__(prog, description=description, epilog=epilog, add_help=False)
         self._common = common
         self.add_argument(
             "-h",
@@ -39,48 +34,38 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def format_usage(self) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(None, self._get_positional_actions(), [])
+        formatter = _Formatter(self.prog)
+        positional = [action for action in self._actions_of_all_groups() if not action.option_strings]
+        formatter.add_usage(None, positional, [])
         return f"{formatter.format_help().rstrip()} [options]\n"
 
     def options(self) -> list[str]:
         """Return all options that begin with two dashes and are shown in the help."""
-        actions = [action for action in self._get_optional_actions() if action.help != argparse.SUPPRESS]
+        actions = [action for action in self._actions_of_all_groups() if action.help != argparse.SUPPRESS]
         return [name for action in actions for name in action.option_strings if name.startswith("--")]
 
     def format_group(self, name: str) -> str:
         """Return the help of one group, of everything ("all"), or of the common options ("")."""
-        groups = {group.title: group for group in self._action_groups if group._group_actions}
+        groups = self._groups()
         if name not in groups and name not in ("", "all"):
-            self.error(f"--help={name}: there is no such group: use all, {', '.join(filter(None, groups))}")
+            self.error(f"--help={name}: there is no such group: use all, {', '.join(groups)}")
+        if not name and self._common:
+            return self._short_help(groups)
+        formatter = _Formatter(self.prog)
         if name in groups:
-            return self._formatted(groups[name], groups[name]._group_actions)
-        if name == "all" or not self._common:
-            formatter = self._get_formatter()
-            formatter.add_text(self.description)
-            for group in groups.values():
-                formatter.start_section(group.title)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-            formatter.add_text(self.epilog)
-            return f"{self.format_usage()}\n{formatter.format_help()}"
-        return self._short_help(groups)
+            formatter.add_section(name, groups[name])
+            return formatter.format_help()
+        formatter.add_text(self.description)
+        for title, actions in groups.items():
+            formatter.add_section(title, actions)
+        formatter.add_text(self.epilog)
+        return f"{self.format_usage()}\n{formatter.format_help()}"
 
-    def _formatted(self, group: Any, actions: list[argparse.Action]) -> str:
-        formatter = self._get_formatter()
-        formatter.start_section(group.title)
-        formatter.add_arguments(actions)
-        formatter.end_section()
-        return formatter.format_help()
-
-    def _short_help(self, groups: dict[str | None, Any]) -> str:
+    def _short_help(self, groups: dict[str, list[argparse.Action]]) -> str:
         summary, examples, *_ = (self.description or "").split("\n\n")
-        formatter = self._get_formatter()
-        formatter.start_section("most used options")
-        for destination in self._common:
-            action = next(action for action in self._actions if action.dest == destination)
-            formatter.add_argument(_brief(action))
-        formatter.end_section()
+        actions = {action.dest: action for action in self._actions_of_all_groups()}
+        formatter = _Formatter(self.prog)
+        formatter.add_section("most used options", [_brief(actions[name]) for name in self._common])
         lines = [f"  --help={title:<13} {_names(group)}" for title, group in groups.items() if title not in _UNNAMED]
         lines.append(f"  --help={'all':<13} every option, with more about this command")
         return "\n".join(
@@ -99,10 +84,38 @@ class CommandParser(argparse.ArgumentParser):
             ]
         )
 
+    def _groups(self) -> dict[str, list[argparse.Action]]:
+        """Return the actions by the title of their group, as argparse passes them to the formatter of its own help."""
+        collector = _GroupCollector(self.prog)
+        self.formatter_class = lambda *, prog: collector
+        self.format_help()
+        return {title: actions for title, actions in collector.groups.items() if actions}
+
+    def _actions_of_all_groups(self) -> list[argparse.Action]:
+        return [action for actions in self._groups().values() for action in actions]
+
+
+class _GroupCollector(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self.groups: dict[str, list[argparse.Action]] = {}
+
+    def start_section(self, heading: str | None) -> None:
+        self.groups[heading or ""] = []
+        super().start_section(heading)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        next(reversed(self.groups.values())).extend(actions)
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)
+
+    def add_section(self, title: str, actions: Iterable[argparse.Action]) -> None:
+        self.start_section(title)
+        self.add_arguments(actions)
+        self.end_section()
 
 
 _UNNAMED = ("options", "positional arguments")
@@ -111,7 +124,8 @@ _UNNAMED = ("options", "positional arguments")
 class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
         assert isinstance(parser, CommandParser)
-        parser._print_message(parser.format_group(str(arguments[1])), sys.stdout)
+        with contextlib.suppress(OSError):  # the output is a closed pipe
+            sys.stdout.write(parser.format_group(str(arguments[1])))
         parser.exit()
 
 
@@ -142,9 +156,9 @@ def _brief(action: argparse.Action) -> argparse.Action:
     )
 
 
-def _names(group: Any) -> str:
+def _names(actions: list[argparse.Action]) -> str:
     """Return the first options of a group, as many as fit into one line."""
-    names = [max(action.option_strings, key=len) for action in group._group_actions]
+    names = [max(action.option_strings, key=len) for action in actions]
     names = [name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--") for name in names]
     text = ", ".join(names)
     if len(text) <= _MAX_NAMES_CHARS:

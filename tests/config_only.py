@@ -1,10 +1,6 @@
 """Measurements without models: targets and heads with only `config.json`, and no waiting."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 TARGET = {
     "hidden_size": 8, "num_hidden_layers": 4, "vocab_size": 300, "max_position_embeddings": 512,
@@ -17,23 +13,23 @@ HEAD = {
 }
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder):
     """Write a target with a context of 512 tokens."""
     return _write(folder, TARGET)
 
 
-def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
+def write_head(folder, kind="peagle", **changes):
     """Write a head of that target; `changes` make it differ from others."""
     return _write(folder, HEAD | {"speculators_model_type": kind} | changes)
 
 
-def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_waiting(monkeypatch):
     """Do not wait for counters, and restore the environment afterwards."""
     monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
-def _write(folder: Path, config: dict[str, Any]) -> Path:
+def _write(folder, config):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -41,18 +41,10 @@ class Handle:
     deployment_name = "m"
 
     def __init__(self, engine, account):
-        self._engine, self._account = engine, account
+        self.chat, self.completions = _Method(engine.chat, account), _Method(engine.completions, account)
 
     def options(self, **_):
         return self
-
-    @property
-    def chat(self):
-        return _Method(self._engine.chat, self._account)
-
-    @property
-    def completions(self):
-        return _Method(self._engine.completions, self._account)
 
 
 class _Method:

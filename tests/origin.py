@@ -1,4 +1,4 @@
-"""The origin of a report (command, revision, machine), and its two files."""
+"""The origin of a report (command, revision, machine), its two files, and lines of progress."""
 
 import json
 import time
@@ -35,3 +35,8 @@ def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     path.write_text(text)
     return path
+
+
+def say(text: str) -> None:
+    """Print a line with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)  # noqa: T201

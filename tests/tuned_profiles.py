@@ -1,18 +1,15 @@
 """Cells and a profile as tuning writes them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from peagle.profiles.profile import MeasuredCell, Profile, Tuned
 
 
 @pytest.fixture
-def cell() -> Callable[..., MeasuredCell]:
+def cell():
     """Make a cell from a method, a K, a concurrency and a speed."""
 
-    def make(method: str, k: int, concurrency: int, speed: float, length: float | None = None) -> MeasuredCell:
+    def make(method, k, concurrency, speed, length=None):
         return MeasuredCell(
             method=method, k=k, concurrency=concurrency, output_tokens_per_s=speed, acceptance_length=length,
             drafter=method, max_num_batched_tokens=2048,
@@ -22,7 +19,7 @@ def cell() -> Callable[..., MeasuredCell]:
 
 
 @pytest.fixture
-def cells(cell: Any) -> list[MeasuredCell]:
+def cells(cell):
     """P-EAGLE is faster with 1 and 4 concurrent requests, no speculation with 16."""
     return [
         cell("peagle", 3, 4, 50.0, 1.6), cell("peagle", 5, 4, 48.0, 1.75), cell("none", 0, 4, 40.0),
@@ -32,7 +29,7 @@ def cells(cell: Any) -> list[MeasuredCell]:
 
 
 @pytest.fixture
-def profile(cells: list[MeasuredCell]) -> Profile:
+def profile(cells):
     """P-EAGLE K=3 with 4 concurrent requests."""
     return Profile(
         peagle_profile=1,

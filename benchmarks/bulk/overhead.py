@@ -25,7 +25,7 @@ from peagle import hardware
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
 from peagle.engine.self_check import NUM_TOKENS
-from pipelines.cluster.node import beside_ray
+from pipelines.cluster.node import openmp_variables
 
 HERE = Path(__file__).parent
 _EDGE = 0.1
@@ -63,7 +63,7 @@ def _job(options: argparse.Namespace) -> dict[str, Any]:
     flags = same_engine.peagle_flags(options, options.max_num_seqs)
     flags += ["--ignore-eos", "--max-tokens", str(options.max_tokens), "--temperature", "0"]
     sampling = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
-    variables = environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec)
+    variables = environment(engine.spec, here, inherited=os.environ) | openmp_variables(engine.spec)
     return {"engine": arguments, "environment": variables, "rows": rows, "sampling": sampling, "peagle": flags}
 
 

@@ -27,7 +27,7 @@ from peagle.engine.arguments import command_line, engine_args
 from peagle.engine.environment import environment
 from peagle.humaneval import read_humaneval
 from peagle.ports import free_port
-from pipelines.cluster.node import beside_ray
+from pipelines.cluster.node import openmp_variables
 
 SYSTEMS = ("vllm serve", "peagle serve")
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
         "vllm serve": ["benchmarks.vllm_command", "serve", *command_line(arguments)],
         "peagle serve": ["jobs.cli", "serve", *ours],
     }
-    variables = environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec)
+    variables = environment(engine.spec, here, inherited=os.environ) | openmp_variables(engine.spec)
     return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
 
 

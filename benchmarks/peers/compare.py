@@ -35,7 +35,7 @@ from peagle.bench.engine import PeakMemory, tree_rss_gib
 from peagle.catalog.embedded import gguf_path
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment
-from pipelines.cluster.node import beside_ray
+from pipelines.cluster.node import openmp_variables
 
 HERE = Path(__file__).parent
 _INT8 = "peagle-int8"
@@ -168,7 +168,7 @@ def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Pat
         "concurrency": concurrency,
         "model": options.model,
         "engine": engine_args(engine.spec, here) | {"model": engine.model.path},
-        "environment": environment(engine.spec, here, inherited=os.environ) | beside_ray(engine.spec),
+        "environment": environment(engine.spec, here, inherited=os.environ) | openmp_variables(engine.spec),
         "rows": same_engine.prompts(options.rows_at_once * concurrency, engine.model.path),
         "sampling": {"temperature": 0, "max_tokens": options.max_tokens},
         "peagle": [*flags, "--max-tokens", str(options.max_tokens), "--temperature", "0"],

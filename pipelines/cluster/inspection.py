@@ -9,7 +9,7 @@ import psutil
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware, detect_machine
 from pipelines.cluster.failures import explain
-from pipelines.cluster.placement import node_to_ask, on_accelerators
+from pipelines.cluster.placement import node_to_inspect, on_accelerators
 from pipelines.cluster.ray import NO_RAY
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -35,16 +35,16 @@ def inspect(
     engine = on_accelerators(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
-    node = node_to_ask(nodes, engine)
+    node = node_to_inspect(nodes, engine)
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_look)
     try:
-        found: Hardware = ray.get(probe.remote())
+        hardware: Hardware = ray.get(probe.remote())
     except Exception as error:  # for example, the node was removed
         raise explain(error, "cannot inspect a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
-    if node is None or found.platform != "cuda":
-        return found
-    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
+    if node is None or hardware.platform != "cuda":
+        return hardware
+    return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
 
 
 def _look() -> Hardware:
@@ -60,7 +60,7 @@ def _look() -> Hardware:
         raylet_env = psutil.Process(os.getppid()).environ()
         if _VISIBLE in raylet_env:
             os.environ[_VISIBLE] = raylet_env[_VISIBLE]
-    found = detect_machine()
+    hardware = detect_machine()
     labels = ray.get_runtime_context().get_node_labels()
     names = [value for key, value in labels.items() if key.rpartition("/")[2] in _NAME_LABELS]
-    return replace(found, machine_names=tuple(dict.fromkeys([*found.machine_names, *names])))
+    return replace(hardware, machine_names=tuple(dict.fromkeys([*hardware.machine_names, *names])))

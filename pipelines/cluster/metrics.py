@@ -167,7 +167,7 @@ class UsageMetrics:
             return exported(name, model_name=model_name, drafter=drafter or "")
 
         self._lock = threading.Lock()  # heartbeats come from a thread, and a last one when the account ends
-        self._paid_usd: dict[tuple[str, str], float] = {}  # by session and state
+        self._reported_usd: dict[tuple[str, str], float] = {}  # by session and state
         self._engine_usd = of_model("peagle_engine_usd_total")
         self._requests, self._usd = of_model("peagle_requests_total"), of_model("peagle_request_usd_total")
         self._duration = of_model("gen_ai_server_request_duration_seconds")
@@ -216,9 +216,9 @@ class UsageMetrics:
         with self._lock:
             for state, until_now_s in seconds.items():
                 usd = until_now_s * session.num_devices * session.usd_per_device_s
-                paid_usd = self._paid_usd.get((session.session_id, state), 0.0)
-                _add(self._engine_usd, usd - paid_usd, state=state)
-                self._paid_usd[session.session_id, state] = max(usd, paid_usd)
+                reported_usd = self._reported_usd.get((session.session_id, state), 0.0)
+                _add(self._engine_usd, usd - reported_usd, state=state)
+                self._reported_usd[session.session_id, state] = max(usd, reported_usd)
 
 
 def _add(counter: Any, value: float, **labels: str) -> None:

@@ -68,7 +68,7 @@ def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def beside_ray(spec: EngineSpec) -> dict[str, str]:
+def openmp_variables(spec: EngineSpec) -> dict[str, str]:
     """Return variables for a CPU engine that shares its cores with Ray and a driver."""
     # Intel's OpenMP yields the core while it waits for its other threads, and a busy process returns the core late:
     # benchmarks/bulk/OVERHEAD.md.
@@ -78,7 +78,7 @@ def beside_ray(spec: EngineSpec) -> dict[str, str]:
 def set_threads(spec: EngineSpec) -> None:
     """Let the next engine of this Ray process use all cores of its slot."""
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the logical CPUs of the actor
-    for name, value in beside_ray(spec).items():
+    for name, value in openmp_variables(spec).items():
         os.environ.setdefault(name, value)
 
 

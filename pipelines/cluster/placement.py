@@ -184,7 +184,7 @@ def num_engine_nodes(
     return max(nodes_per_engine, sum(room_on(node, engine) > 0 for node in nodes), wanted)
 
 
-def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
+def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
     """Return the id of the node whose hardware represents all nodes with accelerators, or None.
 
     It is the node with the fewest accelerators that can hold an engine, so that an engine that fits there fits on all.
@@ -226,12 +226,12 @@ def room_on(node: Resources, placement: Placement) -> int:
 
 def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
     """Describe the missing resources; empty if all engines fit."""
-    found = _num_fitting(nodes, placement)
-    if found < num_engines:
+    num_fitting = _num_fitting(nodes, placement)
+    if num_fitting < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
         each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
         on = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
-        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {found}"
+        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {num_fitting}"
     spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"

@@ -33,7 +33,7 @@ IF_LOST = "Work in progress is lost, finished work is saved. It is safe to run t
 _abandoned = False
 _vitals: Vitals | None = None
 _exit_code = StoppedEarly.exit_code
-_asked = False
+_has_requested_nodes = False
 
 
 def is_remote() -> bool:
@@ -250,7 +250,7 @@ def require_capacity(
                 f"the cluster can never schedule {num_engines} engine(s): {missing}",
                 hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
             )
-        _ask_for_nodes(placement, num_engines)
+        _request_nodes(placement, num_engines)
         announce(f"waiting for the cluster: {missing} ({left:.0f} s left)")
         time.sleep(min(_POLL_S, left))
     check()
@@ -258,12 +258,12 @@ def require_capacity(
 
 def release_nodes() -> None:
     """Withdraw the request to the autoscaler, which would keep the nodes forever."""
-    global _asked
-    if _asked:
+    global _has_requested_nodes
+    if _has_requested_nodes:
         from ray.autoscaler.sdk import request_resources
 
         request_resources(bundles=[])
-        _asked = False
+        _has_requested_nodes = False
 
 
 def num_nodes(
@@ -296,9 +296,9 @@ def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _ask_for_nodes(placement: Placement, num_engines: int) -> None:
+def _request_nodes(placement: Placement, num_engines: int) -> None:
     from ray.autoscaler.sdk import request_resources
 
-    global _asked
-    _asked = True
+    global _has_requested_nodes
+    _has_requested_nodes = True
     request_resources(bundles=placement.bundles * num_engines)

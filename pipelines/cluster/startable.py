@@ -34,13 +34,13 @@ def require_startable() -> None:
 
 def obstacles() -> list[ConfigError]:
     """Return all obstacles to starting Ray here."""
-    found = []
+    errors = []
     for check in _CHECKS:
         try:
             check()
         except ConfigError as error:
-            found.append(error)
-    return found
+            errors.append(error)
+    return errors
 
 
 def require_places_for_sockets() -> None:

@@ -62,7 +62,7 @@ def prepare_to_start() -> None:
             f"Ray's token {path}: cannot be written: {error.strerror}",
             hint=f"set HOME to a folder that this user can write, or {_TOKEN} to a long random string",
         ) from error
-    _close_to_others(path)
+    _make_private(path)
 
 
 def prepare_to_join() -> None:
@@ -71,7 +71,7 @@ def prepare_to_join() -> None:
         return
     path = token_file()
     if path.is_file():
-        _close_to_others(path)
+        _make_private(path)
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
         os.environ[_MODE] = "token"  # Ray reads it when it is imported
 
@@ -115,8 +115,7 @@ def _is_open(address: str) -> bool:
     return True
 
 
-def _close_to_others(path: Path) -> None:
-    """Make a token file private."""
+def _make_private(path: Path) -> None:
     status = path.stat()
     if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed

@@ -22,7 +22,7 @@ from peagle.errors import EngineError
 _POLL_S = 0.5
 _UNWIND_S = 15.0  # time for the main thread to end; calls into a dead Ray may never return
 _CONNECT_S = 2.0
-_SAY_AFTER_S = 10.0
+_REPORT_AFTER_S = 10.0
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 
@@ -60,7 +60,7 @@ class Vitals:
 
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
         self._parts, self._if_lost = parts, if_lost
-        self._away_since: dict[str, float] = {}
+        self._unreachable_since: dict[str, float] = {}
         self._reported: set[str] = set()
         self._lock, self._signal_lock = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
@@ -80,8 +80,8 @@ class Vitals:
         except RayDied:
             raise
         except Exception as error:
-            if found := self.look():
-                raise found from error
+            if died := self.look():
+                raise died from error
             raise
         finally:
             with self._signal_lock:
@@ -97,9 +97,9 @@ class Vitals:
             if self._error is None:
                 for part in self._parts:
                     if part.is_alive():
-                        self._away_since.pop(part.name, None)
+                        self._unreachable_since.pop(part.name, None)
                         self._reported.discard(part.name)
-                    elif self._is_away_too_long(part):
+                    elif self._is_unreachable_too_long(part):
                         log = f"; its log is {part.log}" if part.log else ""
                         self._error = RayDied(
                             f"Ray's {part.name} died",
@@ -113,20 +113,20 @@ class Vitals:
         for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                for one in [process, *process.children(recursive=True)]:
+                for descendant in [process, *process.children(recursive=True)]:
                     with contextlib.suppress(psutil.Error):
-                        one.kill()
+                        descendant.kill()
 
-    def _is_away_too_long(self, part: Part) -> bool:
+    def _is_unreachable_too_long(self, part: Part) -> bool:
         now = time.monotonic()
-        if part.name not in self._away_since:
-            self._away_since[part.name] = now
-        away_s = now - self._away_since[part.name]
-        if part.patience_s > away_s >= _SAY_AFTER_S and part.name not in self._reported:
+        if part.name not in self._unreachable_since:
+            self._unreachable_since[part.name] = now
+        unreachable_s = now - self._unreachable_since[part.name]
+        if part.patience_s > unreachable_s >= _REPORT_AFTER_S and part.name not in self._reported:
             self._reported.add(part.name)
-            left_s = part.patience_s - away_s
+            left_s = part.patience_s - unreachable_s
             _print(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
-        return away_s >= part.patience_s
+        return unreachable_s >= part.patience_s
 
     def _raise(self, number: int, frame: Any) -> None:
         if self._error is not None and not self._is_raised:
@@ -148,14 +148,14 @@ class Vitals:
 
 def local_parts() -> list[Part]:
     """Return the parts of the Ray that this process started."""
-    found = []
+    parts = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if (name := _LOCAL_PARTS.get(process.name())) is not None:
                 log = next((w.partition("=")[2] for w in process.cmdline() if w.lstrip("-").startswith("log_dir=")), "")
                 is_alive = _process_check(process)
-                found.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log, pid=process.pid))
-    return found
+                parts.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log, pid=process.pid))
+    return parts
 
 
 def joined_parts() -> list[Part]:
@@ -166,10 +166,10 @@ def joined_parts() -> list[Part]:
     here = context.get_node_id()
     node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
     # Ray waits this long for its control service, and then exits without a message.
-    patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _SAY_AFTER_S)
+    patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _REPORT_AFTER_S)
     parts = [_reachable("control service", context.gcs_address, patience_s)]
     if node is not None:
-        parts.append(_reachable("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _SAY_AFTER_S))
+        parts.append(_reachable("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _REPORT_AFTER_S))
     return parts
 
 

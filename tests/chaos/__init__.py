@@ -5,7 +5,7 @@
     CHAOS_EVERY=5 make chaos                       stop drivers only at every fifth step
     python -m tests.chaos --help                   the same, as flags
 
-    schedule.py    what is killed when: a pure function of the seed
+    schedule.py    the schedule of kills, a function of the seed
     processes.py   the processes of a run
     ray_nodes.py   a Ray cluster of several nodes on this machine
     driver.py      `peagle generate` as a process, and its corpus
@@ -16,6 +16,5 @@
     stepping.py    what a step is, and a driver without Ray that stops at steps
     report.py      the report under benchmarks/reliability/
 
-`make test` does not run it, except for one short run (`tests/integration/test_chaos.py`) and some steps
-(`tests/unit/chaos/test_pauses.py`).
+`make test` runs only some steps, in `tests/integration/test_chaos.py`.
 """

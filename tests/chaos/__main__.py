@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.chaos.driver import Job
 from tests.chaos.play import Player
 from tests.chaos.ray_nodes import ROOT, RayNodes
 from tests.chaos.schedule import schedule
+from tests.origin import say
 
 _NUM_NODES = _NUM_ENGINES = 3
 _OWN_CLUSTER_EVERY = 5  # every fifth run uses only its driver's cluster
@@ -33,7 +33,7 @@ def main() -> int:
     campaign.inject_all()
     campaign.pause_all()
     path = report.write(args.report, campaign.results(), seed=args.seed, command=_command(args))
-    _say(f"report: {path}")
+    say(f"report: {path}")
     return int(any(result["problems"] for result in campaign.results()))
 
 
@@ -59,7 +59,7 @@ class Campaign:
         for fault in faults.FAULTS:
             if self._is_wanted(name := f"fault-{fault}"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
-                _say(name)
+                say(name)
                 self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
 
     def pause_all(self) -> None:
@@ -67,7 +67,7 @@ class Campaign:
         for where in ("disk", "s3"):
             for scene in pauses.SCENES:
                 if self._is_wanted(name := f"pauses-{where}-{scene}"):
-                    _say(name)
+                    say(name)
                     folder, every = self.folder / name, self._args.every * (4 if where == "s3" else 1)
                     values = {"--every": every, "--crossed": self._args.crossed, "--seed": self._args.seed}
                     flags = [str(word) for pair in values.items() for word in pair]
@@ -80,9 +80,9 @@ class Campaign:
         job = self._job(name, is_fake, own_cluster)
         kills = schedule(self._args.seed, number, num_kills=_NUM_KILLS, max_wait_s=3.0 if is_fake else 20.0)
         shutil.rmtree(job.folder, ignore_errors=True)
-        _say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', a cluster of its own' if own_cluster else ''}")
+        say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', separate cluster' if own_cluster else ''}")
         limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
-        played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=_say).play()
+        played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=say).play()
         self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
 
     def results(self) -> list[dict[str, Any]]:
@@ -111,8 +111,8 @@ class Campaign:
         text = json.dumps({"name": name, **result}, indent=2)
         (self.folder / f"{name}.json").write_text(text.replace(f"{self.folder}/", ""))  # no local paths in reports
         for problem in result["problems"]:
-            _say(f"  PROBLEM {problem}")
-        _say(f"{name}: {'no problems' if not result['problems'] else 'its files are kept'}")
+            say(f"  PROBLEM {problem}")
+        say(f"{name}: {'no problems' if not result['problems'] else 'its files are kept'}")
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -152,11 +152,6 @@ def _command(args: argparse.Namespace) -> str:
     size = f"--runs {args.runs} --rows {args.rows} --real-runs {args.real_runs} --real-rows {args.real_rows}"
     size += f" --every {args.every} --crossed {args.crossed}" + (f" --only {' '.join(args.only)}" if args.only else "")
     return f"python -m tests.chaos --seed {args.seed} {size}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Stage:
     """Plays in one folder, each with its own run directory.
 
     Args:
-        bucket: where the run directories are, as `s3://bucket/folder`; None for the disk.
+        bucket: parent of the run directories, as `s3://bucket/folder`; if None, they are on disk.
     """
 
     def __init__(self, folder: Path, bucket: str | None = None) -> None:
@@ -198,7 +198,7 @@ def _wrong(output: str) -> list[str]:
     rows = [row["id"] for unit in sorted(run.committed()) for row in _rows(run, unit)]
     letters = [letter["id"] for letter in run.dead_letters()]
     for number, count in Counter(map(int, [*rows, *letters])).items():
-        problems += [f"row {number} is there {count} times"] * (count > 1)
+        problems += [f"row {number} occurs {count} times"] * (count > 1)
     if len(rows) + len(letters) != _NUM_ROWS:
         problems.append(f"{len(rows)} rows and {len(letters)} dead letters of {_NUM_ROWS} rows")
     report = json.loads((run.root / "report.json").read_bytes())

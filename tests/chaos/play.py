@@ -53,7 +53,7 @@ class Player:
     """Plays one run.
 
     Args:
-        nodes: the cluster; None if drivers start their own, whose single raylet is then the node.
+        nodes: the cluster. If None, each driver starts a local cluster, and its raylet counts as the node.
         limit_s: a run that takes longer has failed.
     """
 

@@ -15,7 +15,7 @@ _CORE_NAMES = (CORE_NAME, "EngineCore")
 
 
 def actors(run_dir: Path) -> list[int]:
-    """Return the processes that hold a run's engines: in each log's group, the one whose parent is outside it."""
+    """Return the engine actors of a run: in the group of each log, the process with a parent outside the group."""
     groups = _by_log(run_dir).values()
     return [pid for group in groups for pid in group if _parent(pid) not in group]
 

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from peagle.tables import markdown
 from tests.chaos.schedule import KINDS
 from tests.origin import origin, origin_text, write_report
 
@@ -23,7 +24,6 @@ _WHAT = """\
 Each run is killed by its schedule, continued with the same command until it is done, and audited: every id is in one
 committed row or one dead letter, every row has its own prompt and (fake engine) the known answer, usage is the sum of
 the rows, no temporary file is left, the lease is free, and no engine is alive."""
-
 
 _PAUSES = """\
 A driver is stopped (SIGSTOP) before it changes the run directory. A second one runs the same command to its end; the
@@ -88,40 +88,35 @@ def _totals(engines: dict[str, dict[str, Any]]) -> str:
         ("dollars of lost work", lambda run: f"{run['regenerated_usd']:.6f}"),
         ("dollars in total", lambda run: f"{run['total_usd']:.6f}"),
     ]
-    lines = ["| | fake engine | real engine |", "|---|---|---|"]
-    lines += [f"| {name} | {value(engines['fake'])} | {value(engines['real'])} |" for name, value in rows]
-    return "\n".join(lines)
+    cells = [(name, str(value(engines["fake"])), str(value(engines["real"]))) for name, value in rows]
+    return "\n".join(markdown([("", "fake engine", "real engine"), *cells]))
 
 
 def _runs(results: list[dict[str, Any]]) -> str:
-    lines = ["| run | cluster | kills | drivers ended with | s | rows | lost | doubled | tokens again |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    rows = [("run", "cluster", "kills", "drivers ended with", "s", "rows", "lost", "doubled", "tokens again")]
     for run in results:
         kills = ", ".join(f"{kill['kind']} {kill['at_s']:.0f} s" for kill in run["kills"])
         codes = ", ".join(str(attempt["exit_code"]) for attempt in run["attempts"])
         audit = run["audit"] or dict.fromkeys(_SUMS, "-")
-        figures = " | ".join(
-            str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")
-        )
+        figures = [str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")]
         cluster = "the driver's" if run["own_cluster"] else "several nodes"
-        lines.append(f"| {run['name']} | {cluster} | {kills} | {codes} | {run['wall_s']:.0f} | {figures} |")
-    return "\n".join(lines)
+        rows.append((run["name"], cluster, kills, codes, f"{run['wall_s']:.0f}", *figures))
+    return "\n".join(markdown(rows))
 
 
 def _pauses(results: list[dict[str, Any]]) -> str:
-    lines = ["| scene | where | plays | different steps | drivers ended with | problems |"]
-    lines += ["|---|---|---|---|---|---|"]
+    rows = [("scene", "where", "plays", "different steps", "drivers ended with", "problems")]
     for result in results:
         for plays in result["plays"]:
             codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))
-            figures = f"{plays['num_plays']} | {len(set(plays['steps']))} | {codes} | {len(plays['problems'])}"
-            lines.append(f"| {plays['scene']} | {result['where']} | {figures} |")
-    return "\n".join(lines)
+            counts = plays["num_plays"], len(set(plays["steps"])), len(plays["problems"])
+            rows.append((plays["scene"], result["where"], str(counts[0]), str(counts[1]), codes, str(counts[2])))
+    return "\n".join(markdown(rows))
 
 
 def _faults(results: list[dict[str, Any]]) -> str:
-    lines = ["| fault | what happens | seen |", "|---|---|---|"]
+    rows = [("fault", "what happens", "seen")]
     for result in results:
         seen = f"skipped: {result['skipped']}" if result.get("skipped") else "; ".join(result["facts"])
-        lines.append(f"| {result['fault']} | {result['what']} | {seen.replace('|', '/')} |")
-    return "\n".join(lines)
+        rows.append((result["fault"], result["what"], seen))
+    return "\n".join(markdown(rows))

@@ -1,4 +1,4 @@
-"""What is killed when, by the seed."""
+"""The schedule of kills, a function of the seed."""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Kill:
     """One kill.
 
     Attributes:
-        kind: engine: the engine's own process (vLLM's EngineCore); actor: the process that holds it; node: a raylet
+        kind: engine: the engine's own process (vLLM's EngineCore); actor: its Ray actor; node: a raylet
             with all its workers; driver: `peagle generate`.
         after_units: units committed since the previous kill; 0 also hits engines that still start.
         wait_s: delay after that.

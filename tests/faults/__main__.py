@@ -8,7 +8,6 @@ import asyncio
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.faults import report
 from tests.faults.arrivals import overload
 from tests.faults.endpoint import PARTS, Endpoint, Size, serving
 from tests.faults.scenes import VANISHING, kill_part, vanish_under_way
+from tests.origin import say
 
 OVERLOAD = "overload"
 _FAULTS = [VANISHING, *PARTS, OVERLOAD]
@@ -27,10 +27,10 @@ def main() -> int:
     shutil.rmtree(args.folder, ignore_errors=True)
     size = Size()
     with serving(args.folder, size.flags(), start_s=args.start_s) as endpoint:
-        _say(f"up at {endpoint.url}")
+        say(f"up at {endpoint.url}")
         results, overloaded = asyncio.run(_play(args, endpoint, size))
     path = report.write(args.report, results, overloaded, command=_command(args))
-    _say(f"report: {path}")
+    say(f"report: {path}")
     return int(any(result["problems"] for result in results))
 
 
@@ -41,7 +41,7 @@ async def _play(
         raise SystemExit("the endpoint is not complete before the first kill")
     results: list[dict[str, Any]] = []
     for fault in (name for name in (VANISHING, *PARTS) if name in args.only):
-        _say(fault)
+        say(fault)
         if fault == VANISHING:
             results.append(await vanish_under_way(endpoint, size, num_clients=size.admitted))
         else:
@@ -51,12 +51,12 @@ async def _play(
                     whole_s=args.start_s,
                 )
             )  # fmt: skip
-        _say(f"  {results[-1]}")
+        say(f"  {results[-1]}")
     if OVERLOAD not in args.only:
         return results, None
-    _say(OVERLOAD)
+    say(OVERLOAD)
     overloaded = await overload(endpoint.url, size, factor=2, seconds=args.overload_s, seed=1)
-    _say(f"  {overloaded}")
+    say(f"  {overloaded}")
     return results, overloaded
 
 
@@ -80,11 +80,6 @@ def _command(args: argparse.Namespace) -> str:
     if set(args.only) != set(_FAULTS):
         words.append(f"--only {shlex.join(args.only)}")
     return " ".join(words)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

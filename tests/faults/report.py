@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from peagle.tables import markdown
 from tests.faults.clients import OUTCOMES
 from tests.faults.scenes import VANISHING
 from tests.origin import origin, origin_text, write_report
@@ -14,20 +15,12 @@ parts ran again. Then all slots are used concurrently. Only the engine is fake, 
 
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:
-    data = {
-        **origin(command),
-        "faults": results,
-        "overload": overload,
-    }
+    data = {**origin(command), "faults": results, "overload": overload}
     return write_report(folder / f"{data['date']}-faults-fake-engine.md", data, to_markdown(data))
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    parts = [
-        f"# Faults of the endpoint under load: {data['date']}",
-        origin_text(data),
-        _WHAT,
-    ]
+    parts = [f"# Faults of the endpoint under load: {data['date']}", origin_text(data), _WHAT]
     if data["faults"]:
         parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != VANISHING]))
     parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == VANISHING]
@@ -39,17 +32,9 @@ def to_markdown(data: dict[str, Any]) -> str:
 
 
 def _faults(results: list[dict[str, Any]]) -> str:
-    heads = [
-        "killed",
-        "requests",
-        *OUTCOMES,
-        "gap, s",
-        "whole, s",
-        "billed twice",
-        "answered, not billed",
-        "slots free",
+    rows = [
+        ["killed", "requests", *OUTCOMES, "gap, s", "whole, s", "billed twice", "answered, not billed", "slots free"],
     ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for result in results:
         cells = [
             result["fault"],
@@ -61,8 +46,8 @@ def _faults(results: list[dict[str, Any]]) -> str:
             result["num_answered_unbilled"],
             f"{result['slots_answered']} of {result['slots']}",
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append([str(cell) for cell in cells])
+    return "\n".join(markdown(rows))
 
 
 def _vanished(fault: dict[str, Any]) -> str:
@@ -77,6 +62,7 @@ def _vanished(fault: dict[str, Any]) -> str:
 
 def _overload(row: dict[str, Any]) -> str:
     rows = [
+        ("", ""),
         ("times the capacity", f"{row['factor']:g}"),
         ("capacity, requests/s", f"{row['capacity_per_s']:.1f}"),
         ("seconds", f"{row['seconds']:.0f}"),
@@ -89,7 +75,7 @@ def _overload(row: dict[str, Any]) -> str:
         ("longest, s", _seconds(row["latency_max_s"])),
         ("time to a refusal: p95, s", _seconds(row["refusal_p95_s"])),
     ]
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join(markdown([(name, str(value)) for name, value in rows]))
 
 
 def _seconds(value: float | None) -> str:

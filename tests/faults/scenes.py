@@ -76,7 +76,7 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     if result["cut"] != num_clients:
         result["problems"].append(f"{result['cut']} of {num_clients} are cut in the ledger")
     if max_generated >= num_tokens:
-        result["problems"].append("an engine finished an answer that nobody received")
+        result["problems"].append("an engine finished the answer of a disconnected client")
     return result
 
 

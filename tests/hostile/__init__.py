@@ -4,7 +4,7 @@
     python -m tests.hostile --help      the fake engine, single attacks, shorter runs
 
     tenants.py    the endpoint with its keys, and the working key's clients
-    attacks.py    the attacks, and what they must not achieve
+    attacks.py    the attacks, with their limits
     scenes.py     quiet, each attack, all together: latencies, memory, answers
     report.py     the table, as Markdown and JSON
 

@@ -7,7 +7,6 @@ import argparse
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from benchmarks.same_engine import take_cores
@@ -16,6 +15,7 @@ from tests.hostile import report
 from tests.hostile.attacks import ATTACKS, WORK
 from tests.hostile.scenes import ALL, play
 from tests.hostile.tenants import tenants
+from tests.origin import say
 
 _MODELS = {"fake": "fake", "vllm": "smollm2-135m"}
 
@@ -33,11 +33,11 @@ def main() -> int:
         start_s=args.start_s,
         has_own_cores=args.engine == "vllm" and not args.shared_cores,
     ) as (endpoint, keys):
-        _say(f"up at {endpoint.url}")
-        rows = play(endpoint, keys, names, args.seconds, say=_say)
+        say(f"up at {endpoint.url}")
+        rows = play(endpoint, keys, names, args.seconds, say=say)
     take_cores()  # the report describes the whole machine
     path = report.write(args.report, rows, engine=args.engine, command=_command(args))
-    _say(f"report: {path}")
+    say(f"report: {path}")
     return int(any(row["problems"] for row in rows))
 
 
@@ -67,11 +67,6 @@ def _command(args: argparse.Namespace) -> str:
     if list(args.only) != list(ATTACKS):
         words.append(f"--only {shlex.join(args.only)}")
     return " ".join(words)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

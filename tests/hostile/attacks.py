@@ -1,7 +1,7 @@
-"""The attacks of a hostile key, and what they must not achieve.
+"""The attacks of a hostile key, with their limits.
 
 An attack runs for a given time, as fast as its clients are answered. It counts statuses and notes problems;
-`scenes.py` measures what the neighbour notices.
+`scenes.py` measures what the neighbour notices. `integration/test_serve.py` attacks the prefix cache, and with media.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pipelines.online.wire import Context
 from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
-WORK, TELL = "a second key works", "the neighbour tells a secret"
+WORK = "a second key works"
 _DELIBERATE = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
@@ -278,59 +278,6 @@ async def answers(tenants: Tenants, seconds: float) -> AttackResult:
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=2)
 
 
-_SECRET = "The password of the safe in the cellar is 4711. " * 12
-
-
-async def tell_secret(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send the neighbour's request that `cache` guesses. Not timed, and not an attack."""
-    async with tenants.client(NEIGHBOUR) as http:
-        (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
-    return AttackResult()
-
-
-async def cache(tenants: Tenants, seconds: float) -> AttackResult:
-    """Guess the neighbour's secret: an answer must not reveal that another key has sent the same prompt."""
-
-    def judge(response: httpx.Response) -> str | None:
-        if response.status_code != 200:
-            return None
-        details = response.json()["usage"].get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens") or 0
-        return f"{cached} tokens of another key's prompt are cached" if cached else None
-
-    salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
-    result = AttackResult()
-    async with tenants.client(ATTACKER) as http:
-        # Each guess is sent once; afterwards it is in the attacker's own cache.
-        _count(result, await http.post(CHAT, json=salted), judge)
-        _count(result, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
-    return result
-
-
-async def media(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send content that an engine would fetch: nothing may connect to this listener."""
-    knocks = 0
-
-    async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal knocks
-        knocks += 1
-        writer.close()
-
-    server = await asyncio.start_server(knock, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/latest/meta-data"
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": url}}, {"type": "video_url", "video_url": {"url": url}},
-        {"type": "audio_url", "audio_url": {"url": url}}, {"type": "input_image", "image_url": url},
-        {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file", "file": {"file_id": url}},
-    ]  # fmt: skip
-    sends = [_post(CHAT, _chat(tenants, messages=[{"role": "user", "content": [part]}])) for part in parts]
-    result = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
-    server.close()
-    if knocks:
-        result.note(f"{knocks} fetches of an address that a client named")
-    return result
-
-
 # --- connections, files, batches
 
 
@@ -410,8 +357,6 @@ ATTACKS: dict[str, Attack] = {
     "refusals": refusals,
     "schemas": schemas,
     "huge answers": answers,
-    "cache": cache,
-    "media": media,
     "downloads": downloads,
     "connections": connections,
     "batches": batches,
@@ -419,15 +364,13 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
-    """Run these attacks, `WORK` or `TELL` concurrently, at a low priority.
+    """Run these attacks, or `WORK`, concurrently, at a low priority.
 
     A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
     async def gather() -> list[AttackResult]:
-        return await asyncio.gather(
-            *({**ATTACKS, WORK: work, TELL: tell_secret}[name](tenants, seconds) for name in names)
-        )
+        return await asyncio.gather(*({**ATTACKS, WORK: work}[name](tenants, seconds) for name in names))
 
     return asyncio.run(gather())

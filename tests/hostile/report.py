@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from peagle.tables import markdown
 from tests.hostile.scenes import MAX_TIMES_QUIET
 from tests.origin import origin, origin_text, write_report
 
@@ -33,21 +34,22 @@ def to_markdown(data: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    heads = ["scene", "answered", "p50, s", "p95, s", "times quiet", "ingress, MiB", "proxy, MiB", "statuses"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    cells = [["scene", "answered", "p50, s", "p95, s", "times quiet", "ingress, MiB", "proxy, MiB", "statuses"]]
     for row in rows:
-        cells = [
-            row["scene"],
-            f"{row['num_answered']} of {row['num_requests']}",
-            _figure(row["latency_p50_s"]),
-            _figure(row["latency_p95_s"]),
-            _figure(row.get("times_quiet_p95")),
-            f"{row['peak_mib'].get('the ingress', 0):.0f}",
-            f"{row['peak_mib'].get('the proxy', 0):.0f}",
-            ", ".join(f"{status}: {number}" for status, number in row["statuses"].items()) or "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        statuses = ", ".join(f"{status}: {number}" for status, number in row["statuses"].items())
+        cells.append(
+            [
+                row["scene"],
+                f"{row['num_answered']} of {row['num_requests']}",
+                _figure(row["latency_p50_s"]),
+                _figure(row["latency_p95_s"]),
+                _figure(row.get("times_quiet_p95")),
+                f"{row['peak_mib'].get('the ingress', 0):.0f}",
+                f"{row['peak_mib'].get('the proxy', 0):.0f}",
+                statuses or "-",
+            ]
+        )
+    return "\n".join(markdown(cells))
 
 
 def _figure(value: float | None) -> str:

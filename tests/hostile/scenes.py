@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.same_engine import cpu_spent, cpu_times
 from tests.faults.endpoint import Endpoint
-from tests.hostile.attacks import TELL, WORK, AttackResult, attack_together
+from tests.hostile.attacks import WORK, AttackResult, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
 QUIET, ALL = "quiet", "all attacks"
@@ -29,7 +29,7 @@ def play(
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
         attack = partial(_attack, attackers)
-        asyncio.run(_scene(endpoint, tenants, "warm-up", min(seconds, 10.0), attack(tenants, [TELL], 1.0)))
+        asyncio.run(_scene(endpoint, tenants, "warm-up", min(seconds, 10.0), attack(tenants, [], 0.0)))
         for name, attacks in scenes.items():
             attacked = tenants if name == QUIET else tenants.attacked_by(name)
             row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attacked, attacks, seconds)))

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.chaos.processes import command_line
 
 
 @pytest.fixture
@@ -38,21 +40,10 @@ def leftover_processes():
 
     def find(path):
         deadline = time.monotonic() + 75
-        while result := [line for pid in _processes() if str(path) in (line := _command_line(pid))]:
+        while result := [line for pid in psutil.pids() if str(path) in (line := command_line(pid))]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         return result
 
     return find
-
-
-def _processes():
-    return subprocess.run(["ps", "-eo", "pid="], capture_output=True, text=True, check=True).stdout.split()
-
-
-def _command_line(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""

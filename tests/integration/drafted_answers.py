@@ -10,12 +10,11 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 MODEL = "target"
 
 
-def main() -> None:
+def main():
     from peagle import hardware
     from peagle.bench.engine import with_engine
     from peagle.engine.spec import EngineSpec
@@ -26,7 +25,7 @@ def main() -> None:
 
     log = Path(sys.argv[2]).with_suffix(".log")
 
-    async def use(engine: Any, _: float) -> dict[str, Any]:
+    async def use(engine, _):
         bulk = [_bulk(engine, name, *case) for name, case in job["bulk"].items()]
         answers = dict(zip(job["bulk"], await asyncio.gather(*bulk), strict=True))
         async with await _client(engine._llm, spec) as client:
@@ -36,11 +35,11 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, log, use)))
 
 
-async def _bulk(engine: Any, name: str, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+async def _bulk(engine, name, prompt, sampling):
     return asdict(await engine.generate(name, prompt, sampling))
 
 
-async def _client(llm: Any, spec: Any) -> Any:
+async def _client(llm, spec):
     import httpx
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
@@ -53,7 +52,7 @@ async def _client(llm: Any, spec: Any) -> Any:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine", timeout=600)
 
 
-async def _online(client: Any, path: str, body: dict[str, Any]) -> Any:
+async def _online(client, path, body):
     answer = await client.post(path, json={"model": MODEL, **body})
     if not body.get("stream"):
         return answer.json()

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.charts import (
@@ -23,7 +23,7 @@ from peagle.charts import (
 from peagle.economics.report.plots import tick, usd_tick, vertical_axis
 
 COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, LETTERS = 3, 24, 26, 16, 56
-IN_WORDS: Mapping[str, Callable[[float], str]] = {
+IN_WORDS = {
     "currencyUSD": usd_tick,
     "percentunit": lambda share: f"{tick(100 * share)}%",
     "s": lambda seconds: f"{tick(seconds)} s",
@@ -33,7 +33,7 @@ Series = tuple[str, Sequence[tuple[float, float]]]  # label, and points (second,
 Query = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
-def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
+def rows_of(dashboard):
     """Return the dashboard's rows: title and panels."""
     panels = dashboard["panels"]
     row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
@@ -41,7 +41,7 @@ def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
         yield panels[begin]["title"], panels[begin + 1 : end]
 
 
-def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
+def drawn(panels, query, begin):
     """Return the panels as one file.
 
     Args:
@@ -66,7 +66,7 @@ def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
 
-def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
+def _series(panel, query, begin):
     curves = [
         (
             re.sub(
@@ -80,7 +80,7 @@ def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
     return [fault_result for fault_result in curves if fault_result[1]][:MAX_SERIES]
 
 
-def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:
+def _panel(panel, series, end_s):
     words = IN_WORDS.get(panel["fieldConfig"]["defaults"]["unit"], tick)
     most = max((value for _, points in series for _, value in points), default=0.0)
     ticks, y = vertical_axis(most if most > 0 else 1.0)
@@ -99,5 +99,5 @@ def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:
     return "".join([name, f'<g transform="translate(0,{NAME_HEIGHT - TOP})">{"".join(plot)}</g>', *legend])
 
 
-def _x(share: float) -> float:
+def _x(share):
     return LEFT + (WIDTH - LEFT - RIGHT) * share

@@ -13,13 +13,12 @@ import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 PER_REQUEST, NUM_CONCURRENT, NUM_GREEDY = 16, 2, 24
 FREE_SLOTS = 4  # for greedy requests, which would otherwise wait for all samples
 
 
-def main() -> None:
+def main():
     from peagle import hardware
     from peagle.bench.engine import with_engine
     from peagle.catalog.drafters import resolve_drafter
@@ -34,16 +33,16 @@ def main() -> None:
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
         spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"]))
 
-    async def use(engine: Any, _: float) -> dict[str, Any]:
+    async def use(engine, _):
         return await _sample(engine, job)
 
     out = Path(sys.argv[2])
     out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), use)))
 
 
-async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+async def _sample(engine, job):
     greedy = [await _greedy(engine, job)]
-    looked_up: list[int] = []
+    looked_up = []
     separate = await _draw(engine, job, looked_up)
     stop = asyncio.Event()
     asking = asyncio.create_task(_keep_asking(engine, job, stop))
@@ -60,13 +59,13 @@ async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[list[int]]:
+async def _draw(engine, job, looked_up):
     # One more token than is compared, so that drafts cover all compared tokens.
     params = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
     turns = asyncio.Semaphore(NUM_CONCURRENT)
 
-    async def ask() -> list[list[int]]:
+    async def ask():
         async with turns:
             return await _ask(engine, job["prompt"], params, looked_up)
 
@@ -74,22 +73,20 @@ async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
 
 
-async def _keep_asking(engine: Any, job: dict[str, Any], stop: asyncio.Event) -> list[Any]:
+async def _keep_asking(engine, job, stop):
     answers = []
     while not stop.is_set():
         answers.append(await _greedy(engine, job))
     return answers
 
 
-async def _greedy(engine: Any, job: dict[str, Any]) -> list[Any]:
+async def _greedy(engine, job):
     prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
     params = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
     return await asyncio.gather(*(_ask(engine, prompt, params) for prompt in prompts))
 
 
-async def _ask(
-    engine: Any, prompt: list[int], sampling: dict[str, Any], looked_up: list[int] | None = None
-) -> list[list[int]]:
+async def _ask(engine, prompt, sampling, looked_up=None):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

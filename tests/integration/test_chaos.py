@@ -1,16 +1,18 @@
-"""One short run of `make chaos`: a node, an engine and the driver are killed; then the audit."""
+"""Short runs of `make chaos`: kills of a node, an engine and the driver; drivers that are stopped and replaced."""
 
 import pytest
 
 from peagle import hardware
+from tests.chaos import pauses
 from tests.chaos.driver import Job
 from tests.chaos.play import Player
 from tests.chaos.ray_nodes import RayNodes
 from tests.chaos.schedule import Kill
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.soak
 def test_run_survives_kills_of_node_engine_and_driver(tmp_path):
     flags = ("--engines", "2", "--rows-per-unit", "4", "--max-num-seqs", "4")
     job = Job(folder=tmp_path / "job", num_rows=120, is_fake=True, flags=(*flags, "--heartbeat-s", "0.5"))
@@ -21,3 +23,20 @@ def test_run_survives_kills_of_node_engine_and_driver(tmp_path):
     assert [kill.kind for kill in played.kills] == ["node", "engine", "driver"]
     assert played.audit.num_rows == job.num_rows
     assert [attempt.exit_code for attempt in played.attempts] == [-9, 0]
+
+
+@pytest.mark.parametrize(
+    ("scene", "every"),
+    [
+        ("start", 32),
+        pytest.param("continue", 40, marks=pytest.mark.soak),
+        pytest.param("retry", 40, marks=pytest.mark.soak),
+        pytest.param("retry-alone", 38, marks=pytest.mark.soak),
+        pytest.param("finish", 16, marks=pytest.mark.soak),
+    ],
+)
+def test_resumed_driver_does_not_disturb_its_replacement(tmp_path, scene, every):
+    found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
+    assert found["problems"] == []
+    assert all(plays["num_plays"] for plays in found["plays"])
+    assert all(plays["steps"] for plays in found["plays"])

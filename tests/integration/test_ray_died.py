@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ import urllib.request
 
 import psutil
 import pytest
+
+from peagle.ports import free_port
 
 SLOW = '{"token_s": 0.05}'
 FAST_S = 40.0
@@ -43,12 +44,6 @@ def wait_until(condition, process, timeout_s=90):
         time.sleep(0.2)
 
 
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def find(process, name):
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -74,11 +69,11 @@ def serving(tmp_path, port):
     ("name", "message"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
 )
 @pytest.mark.parametrize("what", ["generate", "serve"])
-def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, message):
+def test_command_reports_which_part_of_ray_died(tmp_path, what, name, message):
     words, ready = (
         (generating(tmp_path), "output tokens/s")
         if what == "generate"
-        else (serving(tmp_path, free_port), "http://127")
+        else (serving(tmp_path, free_port()), "http://127")
     )
     with command(tmp_path, words, ready) as (process, printed):
         if what == "generate":
@@ -97,13 +92,14 @@ def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name,
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0
 
 
-def test_endpoint_reports_crashes_and_restarts_of_serve(tmp_path, free_port):
-    with command(tmp_path, serving(tmp_path, free_port), "http://127") as (process, printed):
+def test_endpoint_reports_crashes_and_restarts_of_serve(tmp_path):
+    port = free_port()
+    with command(tmp_path, serving(tmp_path, port), "http://127") as (process, printed):
         for name, kind in (("ray::ServeController", "controller"), ("ray::ProxyActor", "proxy")):
             find(process, name).kill()
             wait_until(lambda kind=kind: f"Serve's {kind} died: " in printed(), process, 15)
             wait_until(lambda kind=kind: f"Serve's {kind} is back after " in printed(), process, 60)
-        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
             assert answer.status == 200
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 0

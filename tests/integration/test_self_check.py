@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize(
     ("drafter", "fault", "num_tokens"),
-    [("peagle", "go_wrong_in_verifying", 32), ("none", "go_wrong_in_sampling", 16)],
+    [("peagle", "break_verification", 32), ("none", "break_sampling", 16)],
 )
 def test_wrong_kernel_is_detected(drafter, fault, num_tokens, embedded_target, tmp_path):
     script, out = Path(__file__).with_name("wrong_kernels.py"), tmp_path / "checks.json"

@@ -7,32 +7,31 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 
 class Wrong:
     """`worker_extension_cls` of an engine; each method is called by `collective_rpc`."""
 
-    def break_verification(self) -> None:
+    def break_verification(self):
         """Drafts are verified against logits of other tokens."""
         import vllm.v1.sample.rejection_sampler as sampler
 
         original = sampler.rejection_sample
 
-        def rejection_sample(*arguments: Any, **options: Any) -> Any:
+        def rejection_sample(*arguments, **options):
             tokens = original(*arguments, **options)
             return tokens.where(tokens < 1, tokens - 1)
 
         sampler.rejection_sample = rejection_sample
 
-    def break_sampling(self) -> None:
+    def break_sampling(self):
         """A token without a draft is never the likeliest one."""
         from vllm.v1.sample.sampler import Sampler
 
         Sampler.greedy_sample = staticmethod(lambda logits: logits.topk(2, dim=-1).indices[:, 1].view(-1))
 
 
-def main() -> None:
+def main():
     from peagle import hardware
     from peagle.bench.engine import with_engine
     from peagle.catalog.drafters import resolve_drafter
@@ -48,7 +47,7 @@ def main() -> None:
     if drafter != "none":
         spec = replace(spec, drafter=resolve_drafter(drafter, model, 1, num_speculative_tokens=3).spec)
 
-    async def use(engine: Any, _: float) -> list[Any]:
+    async def use(engine, _):
         again = await self_check(engine.checkable, spec, here)
         await engine._llm.collective_rpc(fault)
         return [engine.self_check, again, await self_check(engine.checkable, spec, here)]

@@ -9,7 +9,7 @@ functions, with descriptions of layers instead of loaded ones.
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,15 +163,11 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
 
 
 def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
-    """Return the config of a converted INT8 target, without weights; None for other precisions."""
+    """Return the argument for a converted INT8 target without weights; empty for other precisions."""
     if spec.precision != "int8":
         return {}
     write_json(folder, {**model.config, "quantization_config": quantization_config([])})
     return {"model": str(folder)}
-
-
-def as_dict(cell: Accepted | Refused) -> dict[str, Any]:
-    return asdict(cell)
 
 
 def _first_flag(hint: str) -> tuple[str, str] | None:

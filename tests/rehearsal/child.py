@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def main(name: str, jobs_file: Path, results_file: Path) -> None:
     warnings.simplefilter("ignore")
     pretend(CARDS[name])
     from tests.rehearsal import queued, shapes
-    from tests.rehearsal.cell import Accepted, as_dict, rehearse
+    from tests.rehearsal.cell import Accepted, rehearse
 
     hub = Path(os.environ["HF_HUB_CACHE"])
     folders = hub.parent / "heads"
@@ -37,7 +38,7 @@ def main(name: str, jobs_file: Path, results_file: Path) -> None:
             cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})
             continue
         outcome = "accepted" if isinstance(result, Accepted) else "refused"
-        cells.append(cell | as_dict(result) | {"outcome": outcome})
+        cells.append(cell | asdict(result) | {"outcome": outcome})
     results_file.write_text(json.dumps(cells))
 
 

@@ -1,16 +1,12 @@
 """A small grid of the rehearsal in separate processes, and the commands of the GPU queue."""
 
-import datetime
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.rehearsal.__main__ import grid, rehearse_card
 from tests.rehearsal.cards import CARDS
 from tests.rehearsal.queued import queued_commands
-from tests.rehearsal.table import page
 
 QWEN, EMBEDDED, OSS_20B, OSS_120B, GEMMA = (
     "qwen3-coder-30b-a3b-instruct",
@@ -23,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
 
 
-def cell(model: str, drafter: str, concurrency: int, **more: Any) -> dict[str, Any]:
+def cell(model, drafter, concurrency, **more):
     return {"model": model, "drafter": drafter, "concurrency": concurrency, "more": more}
 
 
 @pytest.fixture(scope="module")
-def hopper() -> list[dict[str, Any]]:
+def hopper():
     cells = [cell(model, drafter, 256) for model in (QWEN, OSS_20B) for drafter in ("peagle", "eagle3", "none")]
     cells += [cell(QWEN, "peagle", concurrency, num_speculative_tokens=10) for concurrency in (1, 256)]
     cells += [cell(EMBEDDED, "peagle", 256), cell(GEMMA, "peagle", 8)]
@@ -36,28 +32,26 @@ def hopper() -> list[dict[str, Any]]:
     return rehearse_card("H100", [*cells, {"queue": True}])
 
 
-def find_cell(cells: list[dict[str, Any]], model: str, drafter: str, concurrency: int, **more: Any) -> dict[str, Any]:
+def find_cell(cells, model, drafter, concurrency, **more):
     result = next(c for c in cells if c.get("model") == model and _configuration(c) == (drafter, concurrency, more))
     assert result["outcome"] == "accepted", result
     return result
 
 
-def _configuration(result: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+def _configuration(result):
     return result["drafter"], result["concurrency"], result["more"]
 
 
-def test_every_configuration_is_accepted_by_vllm_or_refused_by_peagle(hopper: list[dict[str, Any]]) -> None:
+def test_every_configuration_is_accepted_by_vllm_or_refused_by_peagle(hopper):
     assert [c for c in hopper if c["outcome"] == "failed"] == []
 
 
 @pytest.mark.parametrize(("drafter", "runner"), [("peagle", "V1"), ("eagle3", "V2"), ("none", "V2")])
-def test_p_eagle_runs_on_model_runner_v1_and_others_on_v2(
-    hopper: list[dict[str, Any]], drafter: str, runner: str
-) -> None:
+def test_p_eagle_runs_on_model_runner_v1_and_others_on_v2(hopper, drafter, runner):
     assert find_cell(hopper, QWEN, drafter, 256)["runner"] == runner
 
 
-def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> None:
+def test_steps_of_all_requests_run_as_graphs(hopper):
     result = find_cell(hopper, OSS_20B, "peagle", 256)
     assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 256)
     assert result["largest_size"] >= 256 * 2 * result["k"]
@@ -67,32 +61,32 @@ def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> No
     assert find_cell(hopper, QWEN, "none", 256)["verify"] == "FULL"
 
 
-def test_one_request_with_a_large_k_drafts_in_a_graph(hopper: list[dict[str, Any]]) -> None:
+def test_one_request_with_a_large_k_drafts_in_a_graph(hopper):
     """vLLM's own capture sizes end at 11 tokens, and the drafter needs 20."""
     result = find_cell(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
     assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 1)
 
 
-def test_token_slots_leave_room_for_a_prefill(hopper: list[dict[str, Any]]) -> None:
+def test_token_slots_leave_room_for_a_prefill(hopper):
     result = find_cell(hopper, OSS_20B, "peagle", 256)
     assert result["num_batched_tokens"] == 8192 + 256 * 2 * result["k"]
     assert find_cell(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
 
 
-def test_cache_is_fp8_only_for_long_contexts(hopper: list[dict[str, Any]]) -> None:
+def test_cache_is_fp8_only_for_long_contexts(hopper):
     long, short = find_cell(hopper, QWEN, "peagle", 256), find_cell(hopper, QWEN, "peagle", 64, max_model_len=4096)
     assert (long["kv_cache_dtype"], short["kv_cache_dtype"]) == ("fp8", "auto")
     assert long["draft_kv_cache_dtype"] == "fp8"
     assert find_cell(hopper, OSS_20B, "peagle", 256)["precision"] == "mxfp4 weights, bf16 KV cache"
 
 
-def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper: list[dict[str, Any]]) -> None:
+def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper):
     fp8 = [c for c in hopper if c.get("kv_cache_dtype") == "fp8"]
     assert len(fp8) > 2
     assert not any("FLASHINFER" in c["back_ends"] + c["draft_back_ends"] for c in fp8)
 
 
-def test_estimated_cache_per_request_is_close_to_vllms(hopper: list[dict[str, Any]]) -> None:
+def test_estimated_cache_per_request_is_close_to_vllms(hopper):
     for result in hopper:
         if result["outcome"] == "accepted":
             assert result["estimated_gib"] == pytest.approx(result["kv_cache_gib"], rel=0.25, abs=0.05), result
@@ -100,7 +94,7 @@ def test_estimated_cache_per_request_is_close_to_vllms(hopper: list[dict[str, An
 
 
 @pytest.mark.parametrize("card", ["L4", pytest.param("RTX-PRO-6000", marks=pytest.mark.soak)])
-def test_too_small_card_is_refused_with_what_fits(card: str) -> None:
+def test_too_small_card_is_refused_with_what_fits(card):
     cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
     cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]
     cells += [cell(model, "peagle", 8, precision="int8") for model in (EMBEDDED, QWEN, OSS_20B)]
@@ -118,30 +112,20 @@ def test_too_small_card_is_refused_with_what_fits(card: str) -> None:
         assert "int8 needs CUDA compute capability 7.5 to 9.0" in int8[EMBEDDED]["message"]
 
 
-def test_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]]) -> None:
-    cells = [c for c in hopper if "model" in c]
-    text = page({"H100": cells}, datetime.date(2026, 11, 25))
-    assert "nothing measured" in text
-    assert "2026-11-25" in text
-    for model in {c["model"] for c in cells}:
-        assert f"## {model}" in text
-    assert re.search(r"\| H100 \| P-EAGLE K=10 \| 1 \| .* \| V1 \| fp8, fp8 \|", text)
-
-
-def test_grid_has_int8_where_card_and_model_support_it() -> None:
+def test_grid_has_int8_where_card_and_model_support_it():
     in_int8 = {name: {c["model"] for c in grid(card, [8]) if c["more"]} for name, card in CARDS.items()}
     assert in_int8["L4"] == in_int8["H200"] == {EMBEDDED, QWEN, GEMMA}
     assert in_int8["B200"] == set()
 
 
-def test_queue_commands_equal_what_bash_runs(tmp_path: Any) -> None:
+def test_queue_commands_equal_what_bash_runs(tmp_path):
     commands = queued_commands(tmp_path)
     scripts = [Path(words[0]).name for words in commands]
     assert scripts[:3] == ["headline.py", "best_k.py", "embedded.py"]
     assert all((ROOT / words[0]).is_file() for words in commands)
 
 
-def test_queue_engines_are_accepted_on_an_h100(hopper: list[dict[str, Any]]) -> None:
+def test_queue_engines_are_accepted_on_an_h100(hopper):
     queue = [c for c in hopper if "command" in c]
     assert [c for c in queue if c["outcome"] != "accepted"] == []
     assert len(queue) > 30

@@ -1,5 +1,4 @@
-"""A wall clock that is set anew every two seconds, up to two hours forward or back, for every Python process that has
-this folder on its PYTHONPATH.
+"""A wall clock that jumps every two seconds by up to two hours, for Python processes with this folder in PYTHONPATH.
 
 It covers `time.time`, which is the wall clock that peagle's driver and workers read, and Ray's Python. The monotonic
 clock, `datetime.now` and everything written in C++ keep the true time.

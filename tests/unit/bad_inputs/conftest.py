@@ -9,17 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from devices import MACHINE
 
-from peagle.hardware import Hardware
 from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "bad-inputs.md"
 MAX_MESSAGE_LENGTH = 160  # characters that the page shows
-# Refusals may name the machine, so the page always describes this one.
-MACHINE = Hardware(
-    platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
-    core_ids=(0, 1, 2, 3),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

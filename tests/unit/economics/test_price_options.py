@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import devices
 import pytest
 
 from peagle.economics.price_options import (
@@ -13,16 +14,13 @@ from peagle.economics.price_options import (
 )
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
-from peagle.hardware import Hardware, detect
+from peagle.hardware import detect
 
-CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=4)
+CPU = devices.cpu(num_cpus=4)
 
 
 def gpus(number, name="H100"):
-    return Hardware(
-        platform="cuda", accelerator=name, num_accelerators=number, compute_capability=(9, 0), memory_gib=80,
-        free_memory_gib=80, num_cpus=8,
-    )  # fmt: skip
+    return devices.gpu(accelerator=name, num_accelerators=number)
 
 
 @pytest.mark.parametrize(

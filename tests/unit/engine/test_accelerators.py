@@ -3,22 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from devices import gpu
 
 from peagle.engine.accelerators import require_usable
 from peagle.errors import CapacityError
-from peagle.hardware import Hardware
 
-H100 = Hardware(
-    platform="cuda",
-    accelerator="H100 80GB HBM3",
-    num_accelerators=8,
-    accelerator_kinds={"H100 80GB HBM3": "0,1,2,3,4,5,6,7"},
-    compute_capability=(9, 0),
+H100 = gpu(
+    accelerator="H100 80GB HBM3", num_accelerators=8, accelerator_kinds={"H100 80GB HBM3": "0,1,2,3,4,5,6,7"},
     driver="580.65.06",
-    memory_gib=79.6,
-    free_memory_gib=79.0,
-    num_cpus=192,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

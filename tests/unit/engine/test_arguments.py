@@ -8,15 +8,14 @@ import pytest
 from devices import cpu, gpu
 
 from peagle.engine.arguments import command_line, engine_args, speculative_config
-from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
 
 CPU, GPU = cpu("avx512f"), gpu(num_accelerators=8)
 
 
-def head(method: DraftMethod = "peagle", k: int = 7) -> DrafterSpec:
+def head(method="peagle", k=7):
     return DrafterSpec(method=method, model="head", num_speculative_tokens=k)
 
 
@@ -43,11 +42,11 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates
         ),
     ],
 )
-def test_speculative_config(drafter: DrafterSpec | None, expected: dict[str, object] | None) -> None:
+def test_speculative_config(drafter, expected):
     assert speculative_config(drafter) == expected
 
 
-def test_head_classes_support_local_argmax() -> None:
+def test_head_classes_support_local_argmax():
     from vllm.model_executor.models.deepseek_eagle3 import Eagle3DeepseekV2ForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
@@ -56,7 +55,7 @@ def test_head_classes_support_local_argmax() -> None:
         assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
-def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
+def test_dummy_target_uses_a_real_head(tmp_path):
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
     assert (
@@ -67,14 +66,14 @@ def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
 
 
-def test_no_speculative_config_without_a_drafter() -> None:
+def test_no_speculative_config_without_a_drafter():
     arguments = engine_args(EngineSpec(model="org/m"), CPU)
     assert "speculative_config" not in arguments
     assert "per_request_spec_decode_metrics" not in arguments  # vLLM refuses it without speculation
     assert "max_model_len" not in arguments
 
 
-def test_request_metrics_need_a_new_vllm() -> None:
+def test_request_metrics_need_a_new_vllm():
     spec = EngineSpec(model="org/m", drafter=head())
     assert engine_args(spec, CPU)["per_request_spec_decode_metrics"] == "summary"
     assert "per_request_spec_decode_metrics" not in engine_args(spec, CPU, request_metrics=False)
@@ -91,18 +90,14 @@ def test_request_metrics_need_a_new_vllm() -> None:
         (head("peagle", 7), GPU, 64, 8192 + 64 * 14),
     ],
 )
-def test_slots_include_the_prefill_budget(
-    drafter: DrafterSpec | None, hardware: Hardware, max_num_seqs: int, expected: int
-) -> None:
+def test_slots_include_the_prefill_budget(drafter, hardware, max_num_seqs, expected):
     spec = EngineSpec(model="org/m", drafter=drafter, max_num_seqs=max_num_seqs)
     assert max_num_batched_tokens(spec, hardware) == expected
     assert engine_args(spec, hardware)["max_num_batched_tokens"] == expected
 
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
-def test_slots_suffice_for_vllms_scheduler(
-    method: DraftMethod,
-) -> None:
+def test_slots_suffice_for_vllms_scheduler(method):
     """The loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with every request decoding."""
     k, max_num_seqs = 7, 300
     spec = EngineSpec(model="org/m", drafter=head(method, k), max_num_seqs=max_num_seqs)
@@ -134,15 +129,13 @@ QUANTISED = {"native_quantization": "compressed-tensors"}
         ("bf16", QUANTISED, CPU, "bfloat16", None, "auto"),
     ],
 )
-def test_number_formats(
-    precision: str, changes: dict[str, str], hardware: Hardware, dtype: str, quantization: str, kv_cache_dtype: str
-) -> None:
-    arguments = engine_args(EngineSpec(model="org/m", precision=precision, **changes), hardware)  # type: ignore[arg-type]
+def test_number_formats(precision, changes, hardware, dtype, quantization, kv_cache_dtype):
+    arguments = engine_args(EngineSpec(model="org/m", precision=precision, **changes), hardware)
     assert (arguments["dtype"], arguments.get("quantization")) == (dtype, quantization)
     assert arguments["kv_cache_dtype"] == kv_cache_dtype
 
 
-def test_kv_cache_is_sized_on_cpus_only() -> None:
+def test_kv_cache_is_sized_on_cpus_only():
     spec = EngineSpec(model="org/m")
     assert engine_args(spec, CPU)["kv_cache_memory_bytes"] == 5 * 1024**3  # a quarter of 20 GiB
     assert engine_args(spec, CPU, num_engines_on_node=2)["kv_cache_memory_bytes"] == int(2.5 * 1024**3)
@@ -150,48 +143,26 @@ def test_kv_cache_is_sized_on_cpus_only() -> None:
 
 
 @pytest.mark.parametrize("hardware", [CPU, GPU])
-def test_explicit_kv_cache_wins(hardware: Hardware) -> None:
+def test_explicit_kv_cache_wins(hardware):
     spec = EngineSpec(model="org/m", kv_cache_gib=0.5)
     assert engine_args(spec, hardware)["kv_cache_memory_bytes"] == 512 * 1024**2
 
 
-def test_sizes_and_flags_pass_through() -> None:
-    spec = EngineSpec(
-        model="org/m",
-        max_num_seqs=3,
-        max_num_batched_tokens=999,
-        max_model_len=512,
-        tensor_parallel_size=4,
-        pipeline_parallel_size=2,
-        enforce_eager=True,
-        gpu_memory_utilization=0.7,
-        seed=11,
-        load_format="dummy",
-        enable_prefix_caching=False,
-        extra={"block_size": 32},
-    )
-    expected = {
-        "model": "org/m",
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 999,
-        "max_model_len": 512,
-        "tensor_parallel_size": 4,
-        "pipeline_parallel_size": 2,
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.7,
-        "seed": 11,
-        "load_format": "dummy",
-        "enable_prefix_caching": False,
-        "block_size": 32,
-    }
-    assert expected.items() <= engine_args(spec, GPU).items()
+def test_sizes_and_flags_pass_through():
+    values = {
+        "model": "org/m", "max_num_seqs": 3, "max_num_batched_tokens": 999, "max_model_len": 512,
+        "tensor_parallel_size": 4, "pipeline_parallel_size": 2, "enforce_eager": True, "gpu_memory_utilization": 0.7,
+        "seed": 11, "load_format": "dummy", "enable_prefix_caching": False,
+    }  # fmt: skip
+    arguments = engine_args(EngineSpec(**values, extra={"block_size": 32}), GPU)
+    assert (values | {"block_size": 32}).items() <= arguments.items()
 
 
 @pytest.mark.parametrize(
     ("name", "field"),
     [("dtype", "precision"), ("speculative_config", "drafter"), ("max_num_seqs", "max_num_seqs")],
 )
-def test_extra_argument_cannot_override_the_spec(name: str, field: str) -> None:
+def test_extra_argument_cannot_override_the_spec(name, field):
     with pytest.raises(ConfigError, match=name) as caught:
         engine_args(EngineSpec(model="org/m", extra={name: "x"}), CPU)
     assert repr(field) in caught.value.hint
@@ -204,12 +175,12 @@ def test_extra_argument_cannot_override_the_spec(name: str, field: str) -> None:
         {"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 4, 7]]}},
     ],
 )
-def test_dynamic_k_is_refused(extra: dict[str, object]) -> None:
+def test_dynamic_k_is_refused(extra):
     with pytest.raises(ConfigError, match="parallel drafting"):
         engine_args(EngineSpec(model="org/m", drafter=head(), extra=extra), CPU)
 
 
-def test_all_arguments_exist_in_vllm() -> None:
+def test_all_arguments_exist_in_vllm():
     spec_of_vllm = importlib.util.find_spec("vllm")
     if spec_of_vllm is None or spec_of_vllm.origin is None:
         pytest.skip("vLLM is not installed")
@@ -228,14 +199,14 @@ def test_command_line_round_trip():
     assert json.loads(words[7]) == {"method": "eagle3", "model": "a b"}
 
 
-def test_text_only_by_default() -> None:
+def test_text_only_by_default():
     arguments = engine_args(EngineSpec(model="m"), CPU)
     assert arguments["language_model_only"] is True
     assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
 
 
 @pytest.mark.parametrize(("domains", "expected"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
-def test_media_domains_must_be_allowed(domains: tuple[str, ...], expected: list[str]) -> None:
+def test_media_domains_must_be_allowed(domains, expected):
     """For vLLM, an empty list allows any domain."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
@@ -246,7 +217,7 @@ def test_media_domains_must_be_allowed(domains: tuple[str, ...], expected: list[
 
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
-def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
+def test_vllm_accepts_media_limits(tmp_path, media, limits):
     """vLLM's configuration for a tiny vision model."""
     from vllm import AsyncEngineArgs
 
@@ -261,13 +232,11 @@ def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits
 
 @pytest.mark.parametrize("domains", [(), ("a.example",)])
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "http://127.0.0.1:9/x", "file:///etc/passwd"])
-def test_vllms_loader_fetches_only_from_allowed_domains(
-    monkeypatch: pytest.MonkeyPatch, domains: tuple[str, ...], url: str
-) -> None:
+def test_vllms_loader_fetches_only_from_allowed_domains(monkeypatch, domains, url):
     from vllm.connections import HTTPConnection
     from vllm.multimodal.media import MediaConnector
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise AssertionError("it was fetched")
 
     monkeypatch.setattr(HTTPConnection, "get_bytes", fail)
@@ -277,7 +246,7 @@ def test_vllms_loader_fetches_only_from_allowed_domains(
         connector.fetch_image(url)
 
 
-def write_vision_model(folder: Path) -> None:
+def write_vision_model(folder):
     """Write the configuration of a minimal PaliGemma."""
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = {

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 from devices import gpu
 
@@ -7,10 +5,9 @@ from peagle.engine.arguments import engine_args
 from peagle.engine.attention import AVOIDED, check_backends
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
 
 
-def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = None, **draft: Any) -> EngineSpec:
+def engine(kv_cache="fp8", k=0, *, extra=None, **draft):
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k, **draft) if k else None
     return EngineSpec(model="org/m", precision="bf16", kv_cache_precision=kv_cache, drafter=drafter, extra=extra or {})
 
@@ -33,9 +30,7 @@ def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = 
         (gpu(12, 0), engine(extra={"attention_config": {"use_trtllm_attention": False}}), "TRITON_ATTN", None),
     ],
 )
-def test_broken_back_end_is_avoided(
-    hardware: Hardware, spec: EngineSpec, target: str | None, draft: str | None
-) -> None:
+def test_broken_back_end_is_avoided(hardware, spec, target, draft):
     arguments = engine_args(spec, hardware)
     assert arguments.get("attention_backend") == target
     assert arguments.get("speculative_config", {}).get("attention_backend") == draft
@@ -51,23 +46,23 @@ def test_broken_back_end_is_avoided(
         (gpu(8, 9), engine(k=1, attention_backend="FLASHINFER"), "44879"),
     ],
 )
-def test_explicit_broken_back_end_is_refused(hardware: Hardware, spec: EngineSpec, issue: str) -> None:
+def test_explicit_broken_back_end_is_refused(hardware, spec, issue):
     with pytest.raises(ConfigError, match=issue) as caught:
         engine_args(spec, hardware)
     assert "--kv-cache-precision bf16" in caught.value.hint
 
 
-def test_back_end_without_reports_is_accepted() -> None:
+def test_back_end_without_reports_is_accepted():
     for hardware, spec in [(gpu(9, 0), engine(k=2)), (gpu(12, 0), engine("bf16")), (gpu(10, 0), engine(k=7))]:
         with_backend = EngineSpec.from_dict(spec.to_dict() | {"extra": {"attention_backend": "FLASHINFER"}})
         assert engine_args(with_backend, hardware)["attention_backend"] == "FLASHINFER"
 
 
-def test_every_broken_combination_has_a_source() -> None:
+def test_every_broken_combination_has_a_source():
     assert all(row.source.startswith("vllm-project/vllm issue") and row.symptom for row in AVOIDED)
 
 
-def test_decode_context_parallelism_is_refused_with_a_drafter() -> None:
+def test_decode_context_parallelism_is_refused_with_a_drafter():
     parallel = {"decode_context_parallel_size": 2}
     with pytest.raises(ConfigError, match="45425"):
         check_backends(engine("bf16", k=3, extra=parallel), gpu(9, 0), head_dim=128)
@@ -75,7 +70,7 @@ def test_decode_context_parallelism_is_refused_with_a_drafter() -> None:
     check_backends(engine("bf16", k=3, extra={"decode_context_parallel_size": 1}), gpu(9, 0), head_dim=128)
 
 
-def test_wide_heads_without_alternative_are_refused() -> None:
+def test_wide_heads_without_alternative_are_refused():
     with pytest.raises(ConfigError, match="33364") as caught:
         check_backends(engine(k=3), gpu(9, 0), head_dim=256)
     assert "--draft-attention-backend TRITON_ATTN" in caught.value.hint

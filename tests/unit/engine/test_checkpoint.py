@@ -1,20 +1,17 @@
 """Quantised checkpoints: their KV-cache precision, and hardware that cannot compute them."""
 
-from typing import Any
-
 import pytest
 from devices import cpu, gpu
 
 from peagle.catalog.int8 import quantization_config as int8_config
 from peagle.engine.checkpoint import VLLM_METHODS, published_kv_cache, published_method, require_computable
 from peagle.errors import PrecisionError
-from peagle.hardware import Hardware
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 FP8_LAYERS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": FP8}}}
 
 
-def config(**quantization: Any) -> dict[str, Any]:
+def config(**quantization):
     return {"quantization_config": quantization}
 
 
@@ -30,11 +27,11 @@ def config(**quantization: Any) -> dict[str, Any]:
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8 | {"type": "int"}}, None),
     ],
 )
-def test_published_kv_cache(quantization: dict[str, Any], expected: str | None) -> None:
+def test_published_kv_cache(quantization, expected):
     assert published_kv_cache(config(**quantization)) == expected
 
 
-def test_unquantised_checkpoint_runs_anywhere() -> None:
+def test_unquantised_checkpoint_runs_anywhere():
     assert published_kv_cache({}) is None
     for hardware in (gpu(7, 5), gpu(12, 0), cpu("avx2")):
         require_computable({}, hardware)
@@ -51,7 +48,7 @@ def test_unquantised_checkpoint_runs_anywhere() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, cpu("avx512f"), "AMX"),
     ],
 )
-def test_unsupported_checkpoints_are_refused(quantization: Any, hardware: Hardware, reason: str) -> None:
+def test_unsupported_checkpoints_are_refused(quantization, hardware, reason):
     with pytest.raises(PrecisionError, match=reason) as caught:
         require_computable(config(**quantization), hardware)
     assert "16 bits" in caught.value.hint
@@ -68,7 +65,7 @@ def test_unsupported_checkpoints_are_refused(quantization: Any, hardware: Hardwa
         ({"quant_method": "gptq", "bits": 8}, gpu(10, 0)),
     ],
 )
-def test_supported_checkpoints_are_accepted(quantization: Any, hardware: Hardware) -> None:
+def test_supported_checkpoints_are_accepted(quantization, hardware):
     require_computable(config(**quantization), hardware)
 
 
@@ -83,17 +80,17 @@ def test_supported_checkpoints_are_accepted(quantization: Any, hardware: Hardwar
         ({"text_config": {}, "quantization_config": None}, None),
     ],
 )
-def test_method_is_read_from_vllms_keys(model_config: dict[str, Any], method: str | None) -> None:
+def test_method_is_read_from_vllms_keys(model_config, method):
     assert published_method(model_config) == method
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "later_method"])
-def test_unknown_method_is_refused(method: str) -> None:
+def test_unknown_method_is_refused(method):
     with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not support"):
         require_computable(config(quant_method=method), gpu(9, 0))
 
 
-def test_methods_equal_those_of_vllm() -> None:
+def test_methods_equal_those_of_vllm():
     from vllm.model_executor.layers.quantization import DEPRECATED_QUANTIZATION_METHODS, QUANTIZATION_METHODS
 
     assert set(QUANTIZATION_METHODS) - set(DEPRECATED_QUANTIZATION_METHODS) == VLLM_METHODS

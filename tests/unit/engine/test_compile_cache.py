@@ -11,7 +11,7 @@ CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nfl
 
 
 @pytest.fixture
-def cache_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_parent(tmp_path, monkeypatch):
     """A private folder, with a separate folder for temporary files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -19,13 +19,13 @@ def cache_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "place"
 
 
-def processor(tmp_path: Path, *, mhz: int = 2000, flags: str = "avx512f") -> Path:
+def processor(tmp_path, *, mhz=2000, flags="avx512f"):
     path = tmp_path / "cpuinfo"
     path.write_text(CPUINFO.format(mhz=mhz, flags=flags))
     return path
 
 
-def test_folder_is_private_and_named_by_versions_and_processor(cache_parent: Path) -> None:
+def test_folder_is_private_and_named_by_versions_and_processor(cache_parent):
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     folder = Path(variables["VLLM_CACHE_ROOT"])
     assert folder.parent == cache_parent
@@ -34,19 +34,17 @@ def test_folder_is_private_and_named_by_versions_and_processor(cache_parent: Pat
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
 
 
-def test_default_folder_is_that_of_vllm(cache_parent: Path) -> None:
+def test_default_folder_is_that_of_vllm(cache_parent):
     assert Path(cache_root({"XDG_CACHE_HOME": str(cache_parent)})["VLLM_CACHE_ROOT"]).parent == cache_parent / "vllm"
 
 
-def test_given_folder_is_kept(cache_parent: Path) -> None:
+def test_given_folder_is_kept(cache_parent):
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     assert cache_root(variables) == variables
 
 
-def test_folder_depends_on_processor_and_versions(
-    cache_parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def folder_for(cpuinfo: Path) -> str:
+def test_folder_depends_on_processor_and_versions(cache_parent, tmp_path, monkeypatch):
+    def folder_for(cpuinfo):
         return cache_root({"VLLM_CACHE_ROOT": str(cache_parent)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
 
     usual = folder_for(processor(tmp_path))
@@ -63,9 +61,7 @@ def test_folder_depends_on_processor_and_versions(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
-def test_folder_writable_by_others_is_not_used(
-    cache_parent: Path, mode: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_writable_by_others_is_not_used(cache_parent, mode, capfd):
     poisoned = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
     poisoned.chmod(mode)
     folder = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
@@ -74,7 +70,7 @@ def test_folder_writable_by_others_is_not_used(
     assert f"cannot store compiled code in {poisoned}: other users can change {poisoned}" in capfd.readouterr().err
 
 
-def test_folder_that_others_could_replace_is_not_used(cache_parent: Path) -> None:
+def test_folder_that_others_could_replace_is_not_used(cache_parent):
     cache_parent.chmod(0o777)
     assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
     cache_parent.chmod(0o1777)  # like /tmp, where only the owner can rename a file
@@ -82,13 +78,13 @@ def test_folder_that_others_could_replace_is_not_used(cache_parent: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files")
-def test_folder_of_another_user_is_not_used(cache_parent: Path) -> None:
+def test_folder_of_another_user_is_not_used(cache_parent):
     folder = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
     os.chown(folder, 12345, 12345)
     assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-def test_private_group_is_accepted(cache_parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_group_is_accepted(cache_parent, monkeypatch):
     cache_parent.chmod(0o770)
     group = type("Group", (), {"gr_name": "me", "gr_mem": []})
     monkeypatch.setattr("grp.getgrgid", lambda gid: group)
@@ -98,7 +94,7 @@ def test_private_group_is_accepted(cache_parent: Path, monkeypatch: pytest.Monke
     assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-def test_no_safe_folder_is_an_error(cache_parent: Path) -> None:
+def test_no_safe_folder_is_an_error(cache_parent):
     cache_parent.chmod(0o777)
     (cache_parent.parent / "temporary").chmod(0o777)
     with pytest.raises(ConfigError, match="cannot store compiled code") as refused:
@@ -106,14 +102,14 @@ def test_no_safe_folder_is_an_error(cache_parent: Path) -> None:
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 
 
-def test_fallback_folder(cache_parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fallback_folder(cache_parent, capfd):
     (cache_parent / "file").touch()
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent / "file" / "folder")})
     assert not variables["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
     assert "Not a directory" in capfd.readouterr().err
 
 
-def test_has_compiled_code(cache_parent: Path) -> None:
+def test_has_compiled_code(cache_parent):
     inherited = {"VLLM_CACHE_ROOT": str(cache_parent)}
     folder = Path(cache_root(inherited)["VLLM_CACHE_ROOT"]) / "torch_compile_cache"
     assert not has_compiled_code(inherited)

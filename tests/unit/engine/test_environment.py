@@ -3,6 +3,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import devices
 import pytest
 
 from peagle.engine import vllm_plugin
@@ -10,28 +11,20 @@ from peagle.engine.environment import environment, find_preload_libraries, set_e
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.vllm_plugin import LOOKUP
 from peagle.errors import CapacityError, ConfigError
-from peagle.hardware import Hardware
 
 SPEC = EngineSpec(model="org/m")
 OWN_COMMANDS = str(Path(sys.executable).parent)
 
 
-def cpu(*cores: int, quota: int | None = None) -> Hardware:
-    return Hardware(
-        platform="cpu",
-        memory_gib=24,
-        free_memory_gib=20,
-        num_cpus=quota or len(cores),
-        core_ids=cores,
-        is_cpu_quota=quota is not None,
-    )
+def cpu(*cores, quota=None):
+    return devices.cpu(num_cpus=quota or len(cores), core_ids=cores, is_cpu_quota=quota is not None)
 
 
-GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, compute_capability=(9, 0))
+GPU = devices.gpu()
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def libraries(monkeypatch):
     """Both libraries are installed."""
     paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
     module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
@@ -40,7 +33,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return paths
 
 
-def test_variables_on_a_gpu() -> None:
+def test_variables_on_a_gpu():
     assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}) == {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -50,12 +43,12 @@ def test_variables_on_a_gpu() -> None:
     }
 
 
-def test_ninja_is_found_without_activation() -> None:
+def test_ninja_is_found_without_activation():
     assert environment(SPEC, GPU, inherited={"PATH": "/usr/bin"})["PATH"] == f"/usr/bin:{OWN_COMMANDS}"
     assert environment(SPEC, GPU, inherited={})["PATH"] == OWN_COMMANDS
 
 
-def test_lookup_variable_is_always_set() -> None:
+def test_lookup_variable_is_always_set():
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, lookup=True)
     values = [
         environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
@@ -64,7 +57,7 @@ def test_lookup_variable_is_always_set() -> None:
     assert values == ["2", "5", "", ""]
 
 
-def test_default_media_and_grammar_variables() -> None:
+def test_default_media_and_grammar_variables():
     from vllm import envs
 
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()
@@ -75,12 +68,12 @@ def test_default_media_and_grammar_variables() -> None:
 @pytest.mark.parametrize(
     ("inherited_plugins", "expected"), [("", "peagle"), ("other", "other,peagle"), ("peagle,other", None), (None, None)]
 )
-def test_peagle_plugin_is_always_loaded(inherited_plugins: str | None, expected: str | None) -> None:
+def test_peagle_plugin_is_always_loaded(inherited_plugins, expected):
     inherited = {} if inherited_plugins is None else {"VLLM_PLUGINS": inherited_plugins}
     assert environment(SPEC, GPU, inherited=inherited).get("VLLM_PLUGINS") == expected
 
 
-def test_local_models_are_offline(tmp_path: Path) -> None:
+def test_local_models_are_offline(tmp_path):
     local, hub = EngineSpec(model=str(tmp_path)), EngineSpec(model="org/m")
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
     mixed = EngineSpec(model=str(tmp_path), drafter=head)
@@ -101,9 +94,7 @@ def test_local_models_are_offline(tmp_path: Path) -> None:
         (2, 2, 1, "1", ["0", "1"]),
     ],
 )
-def test_engines_of_a_node_divide_the_cores(
-    num_cores: int, num_engines: int, tensor_parallel_size: int, inherited: str, bindings: list[str]
-) -> None:
+def test_engines_of_a_node_divide_the_cores(num_cores, num_engines, tensor_parallel_size, inherited, bindings):
     spec, name = replace(SPEC, tensor_parallel_size=tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND"
     for index, binding in enumerate(bindings):
         variables = environment(
@@ -116,17 +107,17 @@ def test_engines_of_a_node_divide_the_cores(
         assert variables[name] == binding
 
 
-def test_cpu_engine_has_a_compile_cache() -> None:
+def test_cpu_engine_has_a_compile_cache():
     assert environment(SPEC, cpu(0), inherited={})["VLLM_CACHE_ROOT"] == "/cache"
     assert "VLLM_CACHE_ROOT" not in environment(SPEC, GPU, inherited={})
 
 
-def test_more_engines_than_cores_are_refused() -> None:
+def test_more_engines_than_cores_are_refused():
     with pytest.raises(CapacityError, match="need 3 cores"):
         environment(SPEC, cpu(0, 1), num_engines_on_node=3, inherited={})
 
 
-def test_cpu_quota_disables_binding() -> None:
+def test_cpu_quota_disables_binding():
     variables = environment(SPEC, cpu(*range(64), quota=4), num_engines_on_node=2, inherited={})
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert variables["OMP_NUM_THREADS"] == "2"
@@ -142,16 +133,16 @@ def test_cpu_quota_disables_binding() -> None:
     ],
     ids=["both", "kept", "no-second-openmp", "already-there"],
 )
-def test_existing_preload_is_kept(inherited: str, expected: str) -> None:
+def test_existing_preload_is_kept(inherited, expected):
     assert environment(SPEC, cpu(0), inherited={"LD_PRELOAD": inherited})["LD_PRELOAD"] == expected
 
 
-def test_no_preload_without_libraries(libraries: dict[str, Path]) -> None:
+def test_no_preload_without_libraries(libraries):
     libraries.clear()
     assert "LD_PRELOAD" not in environment(SPEC, cpu(0), inherited={})
 
 
-def test_libraries_are_found_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_found_in_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libiomp5.so").touch()
@@ -163,7 +154,7 @@ def test_libraries_are_found_in_the_environment(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("hardware", [GPU, cpu(0, 1)])
-def test_drafter_requires_the_plug_in(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_requires_the_plug_in(hardware, monkeypatch):
     monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
     drafter = DrafterSpec(method="eagle3", model="org/h", num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="counts tokens after a stop string"):

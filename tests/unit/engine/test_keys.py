@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from devices import cpu, gpu
@@ -39,7 +38,7 @@ CPU, GPU = cpu(), gpu()
         ([], {}),
     ],
 )
-def test_engine_arguments_from_pairs_or_map(engine_args: Any, expected: dict[str, Any]) -> None:
+def test_engine_arguments_from_pairs_or_map(engine_args, expected):
     assert TargetOptions(engine_args=engine_args).engine_args == expected
 
 
@@ -57,19 +56,19 @@ def test_engine_arguments_from_pairs_or_map(engine_args: Any, expected: dict[str
         (['speculative_config={"num_speculative_tokens_per_batch_size": []}'], "computes wrong drafts"),
     ],
 )
-def test_managed_arguments_are_refused(engine_args: Any, reason: str) -> None:
+def test_managed_arguments_are_refused(engine_args, reason):
     with pytest.raises(ValidationError, match=reason):
         TargetOptions(engine_args=engine_args)
 
 
-def test_unknown_argument_suggests_the_closest() -> None:
+def test_unknown_argument_suggests_the_closest():
     require_known({"block_size": 32, "enable_log_requests": False})
     with pytest.raises(ConfigError, match="no engine argument 'blok_size'") as caught:
         require_known({"blok_size": 32})
     assert "block_size" in caught.value.hint
 
 
-def test_fp8_cache_skips_sliding_windows() -> None:
+def test_fp8_cache_skips_sliding_windows():
     skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
     assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=True) == skipped
     assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=False) == {}
@@ -79,13 +78,13 @@ def test_fp8_cache_skips_sliding_windows() -> None:
     assert extra_arguments(keys, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
 
 
-def test_arguments_become_spec_fields() -> None:
+def test_arguments_become_spec_fields():
     keys = TargetOptions(engine_args={"load_format": "dummy", "block_size": 32})
     assert spec_fields(keys) == {"load_format": "dummy"}
     assert extra_arguments(keys, BF16, {}, on_gpu=True) == {"block_size": 32}
 
 
-def test_head_has_its_own_cache_and_attention() -> None:
+def test_head_has_its_own_cache_and_attention():
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
     drafter = drafter_with(HEAD, keys, GPU)
     assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
@@ -93,18 +92,18 @@ def test_head_has_its_own_cache_and_attention() -> None:
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
-def test_lookup_needs_a_head_and_a_request() -> None:
+def test_lookup_needs_a_head_and_a_request():
     with_lookup = TargetOptions(draft_lookup="on")
     assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
     assert drafter_with(NGRAM, with_lookup, CPU) == NGRAM
     for other in ("auto", "off"):
-        keys = TargetOptions(draft_lookup=other)  # type: ignore[arg-type]
+        keys = TargetOptions(draft_lookup=other)
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
     assert lookup_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
 
 
-def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
+def test_lookup_on_gpus_needs_synchronous_scheduling():
     with pytest.raises(ConfigError, match="asynchronous scheduling") as caught:
         drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
@@ -112,7 +111,7 @@ def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
     assert drafter_with(HEAD, synchronous, GPU).lookup
 
 
-def test_fingerprint_has_only_changed_options() -> None:
+def test_fingerprint_has_only_changed_options():
     assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # part of the precision
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
@@ -122,5 +121,5 @@ def test_fingerprint_has_only_changed_options() -> None:
     }
 
 
-def test_values_that_are_not_json_are_text() -> None:
+def test_values_that_are_not_json_are_text():
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}

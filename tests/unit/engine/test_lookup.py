@@ -1,7 +1,6 @@
 import random
 import statistics
 import time
-from collections.abc import Sequence
 
 import pytest
 
@@ -10,13 +9,13 @@ from peagle.engine.lookup import PromptLookup
 MAX_MATCH = 8  # longer matches are not compared
 
 
-def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
+def lookup_of(tokens, min_ngram):
     lookup = PromptLookup(min_ngram)
     lookup.extend(tokens)
     return lookup
 
 
-def reference_redraft(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
+def reference_redraft(tokens, drafts, min_ngram):
     """Redraft by the definition: compare every earlier position with the last tokens."""
     text = [*tokens, *drafts[:1]]
     for num_head in range(1, len(drafts)):
@@ -39,7 +38,7 @@ def reference_redraft(tokens: Sequence[int], drafts: Sequence[int], min_ngram: i
 
 
 @pytest.mark.parametrize("min_ngram", [1, 2, 3])
-def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
+def test_copies_from_the_latest_longest_match(min_ngram):
     rng = random.Random(0)
     num_copied = 0
     for _ in range(300):
@@ -52,30 +51,30 @@ def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
     assert num_copied > 20
 
 
-def test_first_draft_comes_from_the_head() -> None:
+def test_first_draft_comes_from_the_head():
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([9, 8, 7]) == ([9, 8, 7], 3)
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([3, 8, 7]) == ([3, 4, 1], 1)
 
 
-def test_drafts_can_complete_a_match() -> None:
+def test_drafts_can_complete_a_match():
     assert lookup_of([1, 2, 3, 4, 5, 9], 2).redraft([1, 2, 8, 8]) == ([1, 2, 3, 4], 2)
 
 
-def test_copy_may_overlap() -> None:
+def test_copy_may_overlap():
     assert lookup_of([5, 6, 5, 6], 2).redraft([5, 0, 0, 0, 0]) == ([5, 6, 5, 6, 5], 1)
 
 
-def test_longer_match_wins() -> None:
+def test_longer_match_wins():
     tokens = [1, 2, 3, 7, 9, 2, 3, 8, 1, 2]
     assert lookup_of(tokens, 2).redraft([3, 0]) == ([3, 7], 1)
 
 
 @pytest.mark.parametrize("drafts", [[], [4]])
-def test_fewer_than_two_drafts_are_unchanged(drafts: list[int]) -> None:
+def test_fewer_than_two_drafts_are_unchanged(drafts):
     assert lookup_of([4, 4, 4], 2).redraft(drafts) == (drafts, len(drafts))
 
 
-def test_index_is_independent_of_chunks_and_drafts() -> None:
+def test_index_is_independent_of_chunks_and_drafts():
     rng = random.Random(1)
     tokens = [rng.randrange(5) for _ in range(60)]
     whole, pieces = lookup_of(tokens, 3), PromptLookup(3)
@@ -87,15 +86,15 @@ def test_index_is_independent_of_chunks_and_drafts() -> None:
         assert pieces.redraft([first, 9, 9, 9]) == whole.redraft([first, 9, 9, 9])
 
 
-def test_min_ngram_must_be_positive() -> None:
+def test_min_ngram_must_be_positive():
     with pytest.raises(ValueError, match="must be at least 1"):
         PromptLookup(0)
 
 
-def test_lookup_is_fast_for_any_context() -> None:
+def test_lookup_is_fast_for_any_context():
     """The limit is 1 ms per step; text of one repeated word has the most candidates and the longest comparisons."""
     rng = random.Random(2)
-    worst: dict[str, float] = {}
+    worst = {}
     for name, tokens in (("code", [rng.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
         lookup = lookup_of(tokens, 2)
         durations_s = []

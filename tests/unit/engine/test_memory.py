@@ -2,7 +2,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import devices
 import pytest
@@ -17,13 +16,12 @@ from peagle.engine.memory import (
 )
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
-from peagle.hardware import Hardware
 
 GIB = 1024**3
 # 30 layers x 2 x 3 KV heads x 64 = 11,520 cached elements a token, 23,040 bytes in bf16.
 HEADS = Path(peagle.__file__).parent / "catalog" / "heads"
 SHIPPED = {method: HEADS / f"smollm2-135m-{method}" for method in ("peagle", "eagle3")}
-SMALL_LLAMA: dict[str, Any] = {
+SMALL_LLAMA = {
     "hidden_size": 576,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
@@ -34,7 +32,7 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, *, weights_gib: float = 0.25, **changes: Any) -> str:
+def make_model(folder, *, weights_gib=0.25, **changes):
     """A model folder with a sparse weight file of any size."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL_LLAMA | changes))
@@ -43,15 +41,15 @@ def make_model(folder: Path, *, weights_gib: float = 0.25, **changes: Any) -> st
     return str(folder)
 
 
-def cpu(free_gib: float = 20) -> Hardware:
+def cpu(free_gib=20):
     return devices.cpu(free_memory_gib=free_gib)
 
 
-def gpu(memory_gib: float = 80, num: int = 1) -> Hardware:
+def gpu(memory_gib=80, num=1):
     return devices.gpu(memory_gib=memory_gib, num_accelerators=num)
 
 
-def test_footprint_of_a_folder(tmp_path: Path) -> None:
+def test_footprint_of_a_folder(tmp_path):
     footprint = read_footprint(make_model(tmp_path / "m"))
     assert footprint is not None
     assert (footprint.weights_bytes, footprint.context_tokens) == (GIB // 4, 8192)
@@ -75,31 +73,31 @@ GLOBAL = {"layer_types": ["full_attention"] * 30, "num_global_key_value_heads": 
         (GLOBAL, 1, {"dtype_bytes": 1}, 30 * 2 * 128),
     ],
 )
-def test_kv_cache_of_a_request(config: dict[str, Any], num_tokens: int, options: dict[str, int], expected: int) -> None:
+def test_kv_cache_of_a_request(config, num_tokens, options, expected):
     footprint = footprint_from_config(SMALL_LLAMA | config, 0)
     assert footprint is not None
     assert footprint.kv_cache_bytes(num_tokens, **options) == expected
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 8}, SMALL_LLAMA | {"kv_lora_rank": 512}])
-def test_cache_of_other_architectures_is_unknown(config: dict[str, Any]) -> None:
+def test_cache_of_other_architectures_is_unknown(config):
     assert footprint_from_config(config, 0) is None
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_folder_without_config_is_unknown(tmp_path: Path, content: str | None) -> None:
+def test_folder_without_config_is_unknown(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert read_footprint(str(tmp_path)) is None
 
 
-def test_default_cache_fits_the_requests(tmp_path: Path) -> None:
+def test_default_cache_fits_the_requests(tmp_path):
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1)
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 23_040 / GIB + 0.1, abs=0.01)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_default_cache_includes_the_drafter(tmp_path: Path, layers: int) -> None:
+def test_default_cache_includes_the_drafter(tmp_path, layers):
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text(json.dumps({"transformer_layer_config": {"num_hidden_layers": layers}}))
@@ -110,7 +108,7 @@ def test_default_cache_includes_the_drafter(tmp_path: Path, layers: int) -> None
 
 
 @pytest.mark.parametrize("method", SHIPPED)
-def test_default_cache_in_float32(tmp_path: Path, method: str) -> None:
+def test_default_cache_in_float32(tmp_path, method):
     """The heads' layers have 9 KV heads, the target's have 3: vLLM needs 17,280 elements per token for P-EAGLE."""
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
@@ -119,7 +117,7 @@ def test_default_cache_in_float32(tmp_path: Path, method: str) -> None:
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 4 * per_token / GIB + 0.1, abs=0.01)
 
 
-def test_cache_without_room_for_drafts_is_refused(tmp_path: Path) -> None:
+def test_cache_without_room_for_drafts_is_refused(tmp_path):
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED["peagle"]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter, kv_cache_gib=0.2)
     with pytest.raises(CapacityError, match=r"cannot hold one request of 8,192 tokens, which needs 0\.26 GiB"):
@@ -127,32 +125,32 @@ def test_cache_without_room_for_drafts_is_refused(tmp_path: Path) -> None:
     check_capacity(replace(spec, drafter=None), cpu())
 
 
-def test_default_cache_is_at_most_a_quarter(tmp_path: Path) -> None:
+def test_default_cache_is_at_most_a_quarter(tmp_path):
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=500)
     assert default_kv_cache_gib(spec, cpu(free_gib=20)) == 5.0
     assert default_kv_cache_gib(spec, cpu(free_gib=20), num_engines_on_node=2) == 2.5
     assert default_kv_cache_gib(EngineSpec(model="org/m"), cpu(free_gib=8)) == 2.0
 
 
-def test_unknown_size_passes() -> None:
+def test_unknown_size_passes():
     check_capacity(EngineSpec(model="org/m"), cpu(free_gib=0.1))
 
 
-def test_too_little_memory_on_cpu(tmp_path: Path) -> None:
+def test_too_little_memory_on_cpu(tmp_path):
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30), kv_cache_gib=1)
     with pytest.raises(CapacityError, match=r"weights 30\.0, KV cache 1\.0.*20\.0 GiB") as caught:
         check_capacity(spec, cpu(free_gib=20))
     assert "kv_cache_gib" in caught.value.hint
 
 
-def test_engines_share_cpu_memory(tmp_path: Path) -> None:
+def test_engines_share_cpu_memory(tmp_path):
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=6), kv_cache_gib=1)
     check_capacity(spec, cpu(free_gib=20), num_engines_on_node=2)
     with pytest.raises(CapacityError, match="3 engine"):
         check_capacity(spec, cpu(free_gib=20), num_engines_on_node=3)
 
 
-def test_fp8_halves_the_weights_and_parallelism_divides_them(tmp_path: Path) -> None:
+def test_fp8_halves_the_weights_and_parallelism_divides_them(tmp_path):
     model = make_model(tmp_path / "m", weights_gib=100)
     check_capacity(EngineSpec(model=model, precision="fp8"), gpu())
     check_capacity(EngineSpec(model=model, precision="bf16", tensor_parallel_size=2), gpu(num=2))
@@ -160,14 +158,14 @@ def test_fp8_halves_the_weights_and_parallelism_divides_them(tmp_path: Path) -> 
         check_capacity(EngineSpec(model=model, precision="bf16"), gpu())
 
 
-def test_float32_doubles_bf16_weights_but_not_native_weights(tmp_path: Path) -> None:
+def test_float32_doubles_bf16_weights_but_not_native_weights(tmp_path):
     model = make_model(tmp_path / "m", weights_gib=65)
     with pytest.raises(CapacityError, match=r"weights 130\.0"):
         check_capacity(EngineSpec(model=model, precision="float32"), gpu())
     check_capacity(EngineSpec(model=model, native_quantization="mxfp4"), gpu())
 
 
-def test_cache_below_one_request_is_refused(tmp_path: Path) -> None:
+def test_cache_below_one_request_is_refused(tmp_path):
     spec = EngineSpec(model=make_model(tmp_path / "m"), kv_cache_gib=0.1)
     with pytest.raises(CapacityError, match=r"8,192 tokens, which needs 0\.18 GiB") as caught:
         check_capacity(spec, cpu())
@@ -175,14 +173,14 @@ def test_cache_below_one_request_is_refused(tmp_path: Path) -> None:
     check_capacity(EngineSpec(model=spec.model, kv_cache_gib=0.1, max_model_len=1024), cpu())
 
 
-def test_too_many_accelerators_are_refused() -> None:
+def test_too_many_accelerators_are_refused():
     spec = EngineSpec(model="org/m", tensor_parallel_size=4)
     check_capacity(spec, gpu(num=8), num_engines_on_node=2)
     with pytest.raises(CapacityError, match="need 12; this node has 8"):
         check_capacity(spec, gpu(num=8), num_engines_on_node=3)
 
 
-def test_engine_over_several_nodes(tmp_path: Path) -> None:
+def test_engine_over_several_nodes(tmp_path):
     two_nodes = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
     check_capacity(two_nodes, gpu(num=8))
     with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*uses 2 node\(s\)"):
@@ -193,17 +191,17 @@ def test_engine_over_several_nodes(tmp_path: Path) -> None:
     check_capacity(replace(large, num_nodes=2), cpu(16))
 
 
-def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:
+def test_gpu_cache_is_whole_blocks(tmp_path):
     """Otherwise vLLM refuses the recommended context for lack of one block."""
     spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
-    needed_gib = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
+    needed_gib = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib
     assert needed_gib * GIB == pytest.approx((63 + 1) * 16 * 23_040)
     check_capacity(replace(spec, kv_cache_gib=needed_gib), gpu())
     with pytest.raises(CapacityError):
         check_capacity(replace(spec, kv_cache_gib=needed_gib - 16 * 23_040 / GIB), gpu())
 
 
-def test_small_gpu_lists_what_fits(tmp_path: Path) -> None:
+def test_small_gpu_lists_what_fits(tmp_path):
     config = {"num_hidden_layers": 48, "max_position_embeddings": 262_144}
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30, **config), precision="bf16", max_num_seqs=8)
     with pytest.raises(CapacityError, match=r"KV cache 9\.0, a step 2\.0, CUDA graphs 0\.1") as caught:

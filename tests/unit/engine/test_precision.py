@@ -3,7 +3,6 @@ from devices import cpu, gpu
 
 from peagle.engine.precision import PRECISIONS, Precision, resolve_precision
 from peagle.errors import PrecisionError
-from peagle.hardware import Hardware
 
 HOPPER, AMPERE, TURING = gpu(9, 0), gpu(8, 6), gpu(7, 5)
 AVX512, AVX2 = cpu("avx512f", "avx2"), cpu("avx2")
@@ -44,7 +43,7 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
         ("float16", AVX2, FLOAT16),
     ],
 )
-def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
+def test_every_precision_on_every_hardware(requested, hardware, expected):
     precision = resolve_precision(requested, hardware)
     assert precision == expected
     assert resolve_precision(precision.name, hardware, kv_cache=precision.kv_cache_name) == expected
@@ -62,9 +61,7 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
         ((9, 0), None, "bf16"),
     ],
 )
-def test_auto_uses_an_fp8_cache_for_long_contexts(
-    capability: tuple[int, int], context_tokens: int | None, kv_cache: str
-) -> None:
+def test_auto_uses_an_fp8_cache_for_long_contexts(capability, context_tokens, kv_cache):
     precision = resolve_precision("auto", gpu(*capability), context_tokens=context_tokens)
     assert (precision.weights, precision.kv_cache) == ("fp8", kv_cache)
     assert resolve_precision("fp8", gpu(*capability), context_tokens=context_tokens).kv_cache == "fp8"
@@ -83,7 +80,7 @@ def test_auto_uses_an_fp8_cache_for_long_contexts(
         ("int8", "fp8", HOPPER, "int8 weights, fp8 KV cache"),
     ],
 )
-def test_kv_cache_can_be_set_separately(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
+def test_kv_cache_can_be_set_separately(requested, kv_cache, hardware, expected):
     assert resolve_precision(requested, hardware, kv_cache=kv_cache).describe() == expected
 
 
@@ -95,7 +92,7 @@ def test_kv_cache_can_be_set_separately(requested: str, kv_cache: str, hardware:
         ("bf16", "fp4", HOPPER, "unknown precision 'fp4' of the KV cache"),
     ],
 )
-def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware: Hardware, reason: str) -> None:
+def test_unsupported_kv_cache_is_refused(requested, kv_cache, hardware, reason):
     with pytest.raises(PrecisionError, match=reason):
         resolve_precision(requested, hardware, kv_cache=kv_cache)
 
@@ -115,7 +112,7 @@ def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware
         ("bf16", TURING, "compute capability 8.0", "--precision float16"),
     ],
 )
-def test_unsupported_precision_has_a_hint(requested: str, hardware: Hardware, reason: str, hint: str) -> None:
+def test_unsupported_precision_has_a_hint(requested, hardware, reason, hint):
     with pytest.raises(PrecisionError) as caught:
         resolve_precision(requested, hardware)
     assert reason in caught.value.message
@@ -123,25 +120,25 @@ def test_unsupported_precision_has_a_hint(requested: str, hardware: Hardware, re
     assert hint in caught.value.hint
 
 
-def test_native_checkpoint_has_no_int8_hint() -> None:
+def test_native_checkpoint_has_no_int8_hint():
     with pytest.raises(PrecisionError) as caught:
         resolve_precision("fp8", AMPERE, native_quantization="mxfp4")
     assert caught.value.hint.startswith("use --precision bf16, or auto")
 
 
-def test_auto_has_no_fp8_cache_for_wide_heads() -> None:
+def test_auto_has_no_fp8_cache_for_wide_heads():
     assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=256).kv_cache == "bf16"
     assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=128).kv_cache == "fp8"
 
 
-def test_unknown_precision_suggests_the_closest() -> None:
+def test_unknown_precision_suggests_the_closest():
     with pytest.raises(PrecisionError, match="bf61") as caught:
         resolve_precision("bf61", HOPPER)
     assert "bf16" in caught.value.hint
 
 
 @pytest.mark.parametrize("requested", PRECISIONS)
-def test_native_weights_are_not_quantised_again(requested: str) -> None:
+def test_native_weights_are_not_quantised_again(requested):
     if requested in ("float32", "int8"):
         with pytest.raises(PrecisionError, match="mxfp4"):
             resolve_precision(requested, HOPPER, native_quantization="mxfp4")
@@ -151,14 +148,14 @@ def test_native_weights_are_not_quantised_again(requested: str) -> None:
     assert precision.weights == "mxfp4"
 
 
-def test_cache_of_native_checkpoints() -> None:
+def test_cache_of_native_checkpoints():
     assert resolve_precision("auto", HOPPER, native_quantization="mxfp4").kv_cache == "bf16"
     assert resolve_precision("fp8", HOPPER, native_quantization="mxfp4").kv_cache == "fp8"
     assert resolve_precision("auto", AVX2, native_quantization="mxfp4").kv_cache == "bf16"
 
 
-def test_auto_keeps_a_published_fp8_cache() -> None:
-    def cache(requested: str, hardware: Hardware, kv_cache: str = "auto") -> str:
+def test_auto_keeps_a_published_fp8_cache():
+    def cache(requested, hardware, kv_cache="auto"):
         return resolve_precision(
             requested, hardware, native_quantization="compressed-tensors", native_kv_cache="fp8", kv_cache=kv_cache
         ).kv_cache

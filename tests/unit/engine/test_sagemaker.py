@@ -1,7 +1,5 @@
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,7 @@ from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
 
 
-def test_drafter_variable_round_trip() -> None:
+def test_drafter_variable_round_trip():
     drafter = DrafterSpec(method="peagle", model="amazon/head", num_speculative_tokens=7, kv_cache_precision="fp8")
     assert drafter_keys(to_sagemaker_env(drafter)) == {
         "drafter": "amazon/head",
@@ -34,18 +32,18 @@ def test_drafter_variable_round_trip() -> None:
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),
     ],
 )
-def test_jumpstart_configurations_are_read(text: str, drafter: str) -> None:
+def test_jumpstart_configurations_are_read(text, drafter):
     keys = drafter_keys({VARIABLE: text})
     assert (keys["drafter"], keys["num_speculative_tokens"]) == (drafter, 5)
 
 
 @pytest.mark.parametrize("text", ["false", "False", "[]", "off", "no", "0", "null", "None"])
-def test_drafter_can_be_turned_off(text: str) -> None:
+def test_drafter_can_be_turned_off(text):
     assert drafter_keys({VARIABLE: text}) == {"drafter": "none"}
 
 
 @pytest.mark.parametrize("env", [{}, {VARIABLE: ""}, {VARIABLE: "  "}])
-def test_catalog_drafter_is_the_default(env: dict[str, str]) -> None:
+def test_catalog_drafter_is_the_default(env):
     assert drafter_keys(env) == {}
 
 
@@ -76,7 +74,7 @@ def test_catalog_drafter_is_the_default(env: dict[str, str]) -> None:
         ),
     ],
 )
-def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
+def test_invalid_drafter_variable_is_explained(text, reason):
     with pytest.raises(ConfigError, match=reason) as error:
         drafter_keys({VARIABLE: text})
     assert VARIABLE in error.value.message
@@ -103,12 +101,12 @@ def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
         ('{"a": 1} and more', '{"a": 1} and more'),
     ],
 )
-def test_values_follow_the_rules_of_aws(text: str, value: object) -> None:
+def test_values_follow_the_rules_of_aws(text, value):
     arguments = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
     assert arguments == ({} if value is None else {"some_argument": value})
 
 
-def test_jumpstart_variables_make_an_endpoint() -> None:
+def test_jumpstart_variables_make_an_endpoint():
     folder = "/opt/ml/additional-model-data-sources/eagle"
     config = {"model": folder, "method": "eagle3", "num_speculative_tokens": 3, "parallel_drafting": True}
     env = {
@@ -135,7 +133,7 @@ def test_jumpstart_variables_make_an_endpoint() -> None:
     }
 
 
-def keys_of(tmp_path: Path, **variables: str) -> dict[str, Any]:
+def keys_of(tmp_path, **variables):
     return serve_keys({f"SM_VLLM_{name}": value for name, value in variables.items()}, model_folder=tmp_path / "none")
 
 
@@ -198,9 +196,7 @@ def keys_of(tmp_path: Path, **variables: str) -> dict[str, Any]:
         ({"HF_OVERRIDES": '{"rope_theta": 1}'}, {"engine_args": {"hf_overrides": {"rope_theta": 1}}}),
     ],
 )
-def test_arguments_become_options_or_engine_arguments(
-    tmp_path: Path, variables: dict[str, str], keys: dict[str, Any]
-) -> None:
+def test_arguments_become_options_or_engine_arguments(tmp_path, variables, keys):
     assert keys_of(tmp_path, **variables) == keys
 
 
@@ -233,19 +229,19 @@ def test_arguments_become_options_or_engine_arguments(
         ({"UVICORN_LOG_LEVEL": "info"}, r"(?s)SM_VLLM_UVICORN_LOG_LEVEL: .*remove the variable"),
     ],
 )
-def test_unsupported_variable_is_named(tmp_path: Path, variables: dict[str, str], reason: str) -> None:
+def test_unsupported_variable_is_named(tmp_path, variables, reason):
     with pytest.raises(ConfigError) as error:
         keys_of(tmp_path, **variables)
     assert re.search(reason, str(error.value))
     assert "secret" not in str(error.value)
 
 
-def test_invalid_switch_is_refused() -> None:
+def test_invalid_switch_is_refused():
     with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
         switch("PEAGLE_SAGEMAKER", "maybe")
 
 
-def test_source_of_the_model(tmp_path: Path) -> None:
+def test_source_of_the_model(tmp_path):
     env = {"SM_VLLM_MODEL": "one", "HF_MODEL_ID": "org/three"}
     hub = {"HF_MODEL_ID": "org/three"}
     assert serve_keys(env, model_folder=tmp_path)["model"] == "one"

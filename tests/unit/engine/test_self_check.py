@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from devices import cpu
@@ -31,31 +29,31 @@ DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model=
 class Engine:
     """An engine whose tokens have given margins below the most likely one; the last margin applies to the rest."""
 
-    def __init__(self, *margins: float, max_model_len: int = 512, tokens: int | None = None) -> None:
+    def __init__(self, *margins, max_model_len=512, tokens=None):
         self.max_model_len = max_model_len
         self._margins, self._tokens = margins or (0.0,), tokens
-        self.requests: list[tuple[int, int, float]] = []
-        self.judged: list[int] = []
+        self.requests = []
+        self.judged = []
 
-    def prompt(self, text: str) -> list[int]:
+    def prompt(self, text):
         return list(range(100, 100 + len(text.split())))
 
-    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+    async def answer(self, prompt, *, num_tokens, temperature):
         self.requests.append((len(prompt), num_tokens, temperature))
         return list(range(num_tokens if self._tokens is None else self._tokens))
 
-    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+    async def judge(self, token_ids, begin):
         self.judged = list(token_ids)
         positions = range(len(token_ids) - begin)
         margins = [self._margins[min(position, len(self._margins) - 1)] for position in positions]
         return [Judgement(token=" a", logprob=-1 - m, likeliest=" b", likeliest_logprob=-1.0) for m in margins]
 
 
-def check(engine: Any, spec: EngineSpec = DRAFTING, limit_s: float = LIMIT_S) -> SelfCheck:
+def check(engine, spec=DRAFTING, limit_s=LIMIT_S):
     return asyncio.run(self_check(engine, spec, CPU, limit_s=limit_s))
 
 
-def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argmax_and_ties_pass(capsys):
     result = check(Engine(0.0, 0.25, 0.0))
     assert (result.outcome, result.num_tokens) == ("passed", NUM_TOKENS)
     assert (result.num_ties, result.largest_margin) == (1, 0.25)
@@ -64,7 +62,7 @@ def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("margin", [0.26, 8.0, math.inf, math.nan])
-def test_one_wrong_token_fails(margin: float) -> None:
+def test_one_wrong_token_fails(margin):
     result = check(Engine(0.0, 0.0, margin, 0.0))
     assert result.outcome == "failed"
     assert "token 2 of the greedy answer is ' a' (log-probability " in result.seen
@@ -72,7 +70,7 @@ def test_one_wrong_token_fails(margin: float) -> None:
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_tolerance_equals_that_of_the_audit() -> None:
+def test_tolerance_equals_that_of_the_audit():
     float32_spec = dataclasses.replace(DRAFTING, precision="float32")
     assert check(Engine(0.2)).outcome == "passed"
     assert check(Engine(0.2), float32_spec).outcome == "failed"
@@ -89,13 +87,13 @@ def test_tolerance_equals_that_of_the_audit() -> None:
         (dataclasses.replace(DRAFTING, precision="auto"), "--drafter none or --enforce-eager"),
     ],
 )
-def test_failed_check_has_a_hint(spec: EngineSpec, options: str) -> None:
+def test_failed_check_has_a_hint(spec, options):
     with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
         require_passed(check(Engine(8.0), spec))
     assert refused.value.hint.endswith(f"; try {options} to find out which")
 
 
-def test_failed_check_is_found_in_a_ledger() -> None:
+def test_failed_check_is_found_in_a_ledger():
     passed, failed = check(Engine()).to_json(), check(Engine(8.0), DRAFTING).to_json()
     require_none_failed([passed, ""])
     with pytest.raises(EngineError, match="failed its self-check") as refused:
@@ -103,7 +101,7 @@ def test_failed_check_is_found_in_a_ledger() -> None:
     assert "--drafter none" in refused.value.hint
 
 
-def test_sampled_request_runs_in_the_same_batch() -> None:
+def test_sampled_request_runs_in_the_same_batch():
     engine, unbatched = Engine(), Engine()
     check(engine)
     check(unbatched, dataclasses.replace(DRAFTING, max_num_seqs=1))
@@ -113,7 +111,7 @@ def test_sampled_request_runs_in_the_same_batch() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 21), (64, NUM_TOKENS)])
-def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
+def test_short_context_has_a_short_check(max_model_len, num_tokens):
     engine = Engine(max_model_len=max_model_len)
     result = check(engine)
     assert result.num_tokens == num_tokens
@@ -121,33 +119,33 @@ def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) ->
     assert len(engine.judged) < max_model_len, "judging generates one more token"
 
 
-def test_engine_without_drafts_checks_fewer_tokens() -> None:
+def test_engine_without_drafts_checks_fewer_tokens():
     assert check(Engine(), SPEC).num_tokens == NUM_TOKENS // 2
 
 
-def test_empty_answer_is_an_error() -> None:
+def test_empty_answer_is_an_error():
     assert check(Engine(tokens=0)).seen == "the answer is empty"
     assert check(Engine(tokens=5)).num_tokens == 5
 
 
-def test_synthetic_acceptance_is_skipped() -> None:
+def test_synthetic_acceptance_is_skipped():
     synthetic = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
     result = check(Engine(8.0), dataclasses.replace(SPEC, drafter=synthetic))
     assert result.outcome == "skipped"
     require_passed(result)
 
 
-def test_engine_without_logprobs_is_skipped() -> None:
+def test_engine_without_logprobs_is_skipped():
     class WithoutLogprobs(Engine):
-        async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        async def judge(self, token_ids, begin):
             raise RequestRefused("max_logprobs is 0")
 
     assert check(WithoutLogprobs()).seen == "the engine refused the request: max_logprobs is 0"
 
 
-def test_check_has_a_time_limit() -> None:
+def test_check_has_a_time_limit():
     class Hanging(Engine):
-        async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        async def answer(self, prompt, *, num_tokens, temperature):
             await asyncio.sleep(60)
             raise AssertionError
 
@@ -155,12 +153,12 @@ def test_check_has_a_time_limit() -> None:
         check(Hanging(), limit_s=0.05)
 
 
-def test_fake_engine_passes_unless_wrong() -> None:
+def test_fake_engine_passes_unless_wrong():
     assert check(FakeEngine().checkable).outcome == "passed"
     assert check(FakeEngine(FakeTraits(is_wrong=True)).checkable).outcome == "failed"
     assert check(FakeEngine(max_model_len=16).checkable).num_tokens == 7
 
 
-def test_outcomes_are_counted() -> None:
+def test_outcomes_are_counted():
     outcomes = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
     assert counted([*outcomes, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}

@@ -97,7 +97,7 @@ def handler():
     signal.signal(signal.SIGINT, before)
 
 
-def start_interrupted(address: str, number: int = signal.SIGINT) -> str:
+def start_interrupted(address, number=signal.SIGINT):
     """Open the socket for the core's ready message, and raise a signal."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx

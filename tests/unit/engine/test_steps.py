@@ -1,35 +1,33 @@
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import devices
 import pytest
 from devices import cpu
 
 from peagle.engine.arguments import engine_args
-from peagle.engine.spec import DrafterSpec, DraftMethod, EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.steps import capture_sizes, graphs_gib
-from peagle.hardware import Hardware
 
 CPU = cpu()
 
 
-def gpu(memory_gib: float = 80) -> Hardware:
+def gpu(memory_gib=80):
     return devices.gpu(memory_gib=memory_gib)
 
 
-def engine(method: DraftMethod | None, k: int, concurrency: int, **changes: Any) -> EngineSpec:
+def engine(method, k, concurrency, **changes):
     drafter = DrafterSpec(method=method, model="head", num_speculative_tokens=k) if method else None
     return EngineSpec(model="org/m", drafter=drafter, max_num_seqs=concurrency, **changes)
 
 
-def sizes_of(spec: EngineSpec, hardware: Hardware) -> list[int]:
+def sizes_of(spec, hardware):
     sizes = capture_sizes(spec, hardware)
     assert sizes is not None
     return sizes
 
 
-def adjusted_by_v1(sizes: list[int], width: int) -> list[int]:
+def adjusted_by_v1(sizes, width):
     """Adjust sizes like model runner V1 (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`)."""
     rounded = {-(-size // width) * width for size in sizes}
     return sorted(size for size in rounded if size <= sizes[-1])
@@ -37,7 +35,7 @@ def adjusted_by_v1(sizes: list[int], width: int) -> list[int]:
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 10, 11, 18])
 @pytest.mark.parametrize("concurrency", [1, 2, 5, 37, 64, 100, 128])
-def test_widest_steps_of_peagle_are_captured(k: int, concurrency: int) -> None:
+def test_widest_steps_of_peagle_are_captured(k, concurrency):
     captured = adjusted_by_v1(sizes_of(engine("peagle", k, concurrency), gpu()), 1 + k)
     reachable = 4096 // (1 + k) * (1 + k)
     assert concurrency * (1 + k) in captured or concurrency * (1 + k) > reachable
@@ -45,26 +43,26 @@ def test_widest_steps_of_peagle_are_captured(k: int, concurrency: int) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, 64, 100, 256])
-def test_eagle3_verification_is_captured(concurrency: int) -> None:
+def test_eagle3_verification_is_captured(concurrency):
     sizes = sizes_of(engine("eagle3", 3, concurrency), gpu())
     assert concurrency * 4 in sizes
     assert sizes[-1] % 4 == 0  # model runner V1 would drop the last one otherwise
 
 
-def test_vllms_own_sizes_are_included() -> None:
+def test_vllms_own_sizes_are_included():
     """Otherwise peagle would pad short steps more than vLLM does."""
     sizes = set(sizes_of(engine("eagle3", 7, 256), gpu()))
     assert {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} <= sizes
 
 
-def test_padding_wastes_at_most_a_ninth() -> None:
+def test_padding_wastes_at_most_a_ninth():
     sizes = [size for size in sizes_of(engine("eagle3", 7, 512), gpu(180)) if size >= 512]
     assert sizes[-1] == 4096
     assert all(above / below < 1.13 for below, above in pairwise(sizes))
 
 
 @pytest.mark.parametrize(("memory_gib", "max_graphs"), [(22.5, 32), (45, 65), (80, 96), (180, 96)])
-def test_number_of_graphs_is_limited(memory_gib: float, max_graphs: int) -> None:
+def test_number_of_graphs_is_limited(memory_gib, max_graphs):
     spec = engine("eagle3", 15, 256)
     sizes = sizes_of(spec, gpu(memory_gib))
     assert len(sizes) <= max_graphs
@@ -74,7 +72,7 @@ def test_number_of_graphs_is_limited(memory_gib: float, max_graphs: int) -> None
 
 
 @pytest.mark.parametrize(("concurrency", "expected"), [(8, None), (256, None), (100, 100), (600, 600)])
-def test_sizes_without_a_drafter(concurrency: int, expected: int | None) -> None:
+def test_sizes_without_a_drafter(concurrency, expected):
     sizes = capture_sizes(engine(None, 0, concurrency), gpu())
     assert sizes is None if expected is None else expected in (sizes or [])
 
@@ -83,17 +81,17 @@ def test_sizes_without_a_drafter(concurrency: int, expected: int | None) -> None
     "changes",
     [{"enforce_eager": True}, {"extra": {"max_cudagraph_capture_size": 64}}, {"extra": {"compilation_config": {}}}],
 )
-def test_users_sizes_win(changes: dict[str, Any]) -> None:
+def test_users_sizes_win(changes):
     assert "cudagraph_capture_sizes" not in engine_args(engine("peagle", 7, 64, **changes), gpu())
     assert "cudagraph_capture_sizes" in engine_args(engine("peagle", 7, 64), gpu())
 
 
-def test_cpus_have_no_graphs() -> None:
+def test_cpus_have_no_graphs():
     assert capture_sizes(engine("peagle", 7, 64), CPU) is None
     assert graphs_gib(engine("peagle", 7, 64), CPU) == 0
 
 
-def test_eager_engines_have_no_graphs() -> None:
+def test_eager_engines_have_no_graphs():
     spec = engine("peagle", 7, 64)
     assert graphs_gib(spec, gpu()) > graphs_gib(replace(spec, enforce_eager=True), gpu()) == 0
     assert graphs_gib(engine(None, 0, 256), gpu()) > 1  # vLLM's own

@@ -39,10 +39,6 @@ def object_schema(num_optional):
     return {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(num_optional)}}
 
 
-AMBIGUOUS = "root ::= e\ne ::= e e | e e e | e e e e | e e e e e | [a-z]"
-REPEATED = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
-
-
 def vocabulary():
     return {"tokenizer": xgrammar.TokenizerInfo(BYTES, vocab_size=256, stop_token_ids=[0]).serialize_json()}
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from devices import cpu
@@ -19,26 +18,26 @@ from peagle.errors import ConfigError, EngineError
 from peagle.speculation import SpeculationStats
 
 
-def counter(name: str, value: int) -> Any:
+def counter(name, value):
     return SimpleNamespace(name=f"vllm:spec_decode_{name}", value=value)
 
 
-def by_position(*values: int) -> Any:
+def by_position(*values):
     return SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=list(values))
 
 
-def test_counters_of_ranks_add_up() -> None:
+def test_counters_of_ranks_add_up():
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
     others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
     totals = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
     assert totals == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
-def test_no_draft_counters() -> None:
+def test_no_draft_counters():
     assert _totals([SimpleNamespace(name="vllm:num_requests_running", value=1.0)]) is None
 
 
-def test_counter_names_exist_in_vllm() -> None:
+def test_counter_names_exist_in_vllm():
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import get_metrics_snapshot
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
@@ -58,7 +57,7 @@ def test_counter_names_exist_in_vllm() -> None:
             REGISTRY.unregister(collector)
 
 
-def test_vllm_reports_acceptance_per_request() -> None:
+def test_vllm_reports_acceptance_per_request():
     assert has_request_metrics()
 
 
@@ -226,13 +225,13 @@ def test_incomplete_answers_are_refused(reason):
 @pytest.mark.parametrize(
     ("config", "runner"), [({"use_v2_model_runner": True}, "V2"), ({"use_v2_model_runner": False}, "V1"), ({}, None)]
 )
-def test_model_runner(config: dict[str, Any], runner: str | None) -> None:
+def test_model_runner(config, runner):
     engine = VllmEngine.__new__(VllmEngine)
     engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(**config))
     assert engine.model_runner == runner
 
 
-def test_vllm_names_its_model_runner() -> None:
+def test_vllm_names_its_model_runner():
     from vllm.config import VllmConfig
 
     assert isinstance(VllmConfig.use_v2_model_runner, property)
@@ -243,12 +242,10 @@ SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num
 
 
 @pytest.mark.parametrize("has_request_metrics", [True, False])
-def test_start_sets_environment_and_supported_arguments(
-    has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: dict[str, Any] = {}
+def test_start_sets_environment_and_supported_arguments(has_request_metrics, monkeypatch):
+    started = {}
 
-    def vllm(arguments: dict[str, Any]) -> str:
+    def vllm(arguments):
         started.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
         return "engine"
 
@@ -261,7 +258,7 @@ def test_start_sets_environment_and_supported_arguments(
     assert started["speculative_config"]["num_speculative_tokens"] == 3
 
 
-def test_unsupported_synthetic_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_synthetic_acceptance_is_refused(monkeypatch):
     head = DrafterSpec(method="peagle", model="d", num_speculative_tokens=1, synthetic_rates=(0.5,))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
@@ -270,11 +267,11 @@ def test_unsupported_synthetic_acceptance_is_refused(monkeypatch: pytest.MonkeyP
         start.start_engine(EngineSpec(model="m", drafter=head), CPU)
 
 
-def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_of_several_binds_its_own_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
     for name, start_on_node in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
-        started: dict[str, Any] = {}
+        started = {}
         monkeypatch.setattr(start, name, started.update)
         spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
         node_rank = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
@@ -287,7 +284,7 @@ def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("is_service", [True, False])
-def test_kubernetes_variables_are_removed(is_service: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_variables_are_removed(is_service, monkeypatch):
     """Kubernetes sets VLLM_PORT to an address for a service named vllm; vLLM expects a port."""
     from vllm.envs import get_vllm_port
 
@@ -297,9 +294,7 @@ def test_kubernetes_variables_are_removed(is_service: bool, monkeypatch: pytest.
     assert start.start_engine(SPEC, CPU) == (None if is_service else 29500)
 
 
-def test_too_long_temporary_folder_is_refused_by_vllm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_long_temporary_folder_is_refused_by_vllm(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
     with pytest.raises(ConfigError, match="the limit for vLLM is 70"):
         start.start_engine(SPEC, CPU)

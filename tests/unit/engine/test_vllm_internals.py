@@ -15,21 +15,21 @@ from peagle.engine.vllm_internals import costly_warnings, root_cause, with_root_
 from peagle.errors import EngineError
 
 
-def source(name: str) -> str:
+def source(name):
     """A module of the installed vLLM."""
     import vllm
 
     return (Path(vllm.__file__).parent / name).read_text()
 
 
-def test_exceptions_exist_in_vllm() -> None:
+def test_exceptions_exist_in_vllm():
     kinds = {vllm_internals.engine_death(), vllm_internals.request_failure()}
     assert len(kinds) == 2
     assert not any(issubclass(kind, vllm_internals.refusals()) for kind in kinds)
     assert len(vllm_internals.refusals()) == 3
 
 
-def test_vocabulary(embedded_target: Path) -> None:
+def test_vocabulary(embedded_target):
     import xgrammar
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import get_tokenizer
@@ -45,7 +45,7 @@ def test_vocabulary(embedded_target: Path) -> None:
     assert info.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
 
 
-def test_vllm_still_compiles_schemas_without_a_limit() -> None:
+def test_vllm_still_compiles_schemas_without_a_limit():
     """Once this fails, vLLM has fixed issue 54003 or receives requests by another call."""
     from vllm import AsyncLLMEngine
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
@@ -54,7 +54,7 @@ def test_vllm_still_compiles_schemas_without_a_limit() -> None:
     assert [*inspect.signature(AsyncLLMEngine.add_request).parameters][:4] == ["self", "request_id", "prompt", "params"]
 
 
-def test_follower_starts_like_vllm_serve_headless() -> None:
+def test_follower_starts_like_vllm_serve_headless():
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -69,7 +69,7 @@ def test_follower_starts_like_vllm_serve_headless() -> None:
     assert "start_worker_monitor(inline=True)" in source("entrypoints/cli/serve.py")
 
 
-def test_arguments_are_parsed_like_vllm_serve() -> None:
+def test_arguments_are_parsed_like_vllm_serve():
     arguments = vllm_internals.ServeArguments()
     assert {"max_model_len", "no_enforce_eager", "api_key"} <= arguments.names
     assert "max_model_len" in arguments.of_engine
@@ -86,25 +86,25 @@ def test_arguments_are_parsed_like_vllm_serve() -> None:
             arguments.parse("max_num_seqs", values)
 
 
-def test_vllm_logs_start_times() -> None:
+def test_vllm_logs_start_times():
     (text,) = set(re.findall(r'"(init engine \(.*?\) took )', source("v1/engine/core.py")))
     assert vllm_internals.compile_seconds(f"INFO 11-25 08:21:10 [core.py:369] {text}64.75 s") == 64.75
 
 
-def test_hidden_warnings_exist_in_vllm() -> None:
+def test_hidden_warnings_exist_in_vllm():
     sources = source("config/vllm.py") + source("model_executor/layers/utils.py")
     sources += source("v1/worker/cpu_worker.py")
     assert [text for text in vllm_internals._HARMLESS if text not in sources] == []
 
 
-def test_root_cause_of_a_failed_start() -> None:
+def test_root_cause_of_a_failed_start():
     error = EngineError("vLLM did not start: see above")
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
     assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
     assert with_root_cause(error, "nothing") is error
 
 
-def test_root_cause_with_time_limit() -> None:
+def test_root_cause_with_time_limit():
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
     timeout = EngineError("the engine did not start within 5 s", hint="h")
     error = with_root_cause(timeout, log)
@@ -112,7 +112,7 @@ def test_root_cause_with_time_limit() -> None:
     assert error.hint == "h"
 
 
-def test_vllm_log_line_format() -> None:
+def test_vllm_log_line_format():
     """Runs in a subprocess, because vLLM replaces its output streams."""
     code = """if True:
         from vllm.logger import init_logger
@@ -138,14 +138,14 @@ peagle: this run is slow
 """  # noqa: E501
 
 
-def test_costly_warnings() -> None:
+def test_costly_warnings():
     assert costly_warnings(LOG) == [
         "Using KV cache scaling factor 1.0 for fp8_e4m3. It may cause accuracy issues.",
         "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",
     ]
 
 
-def test_many_warnings_are_cut() -> None:
+def test_many_warnings_are_cut():
     log = "".join(f"WARNING 11-25 08:21:10 [a.py:1] {n} is slow {'x' * 9999}\n" for n in range(99))
     assert len(costly_warnings(log)) == 10
     assert max(map(len, costly_warnings(log))) < 410

@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -19,25 +18,25 @@ from peagle.engine import vllm_plugin
 from peagle.errors import ConfigError
 
 
-def test_missing_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plug_in_is_refused(monkeypatch):
     vllm_plugin.require()
     monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
     with pytest.raises(ConfigError, match="no entry point 'peagle'"):
         vllm_plugin.require()
 
 
-def _core(connection: multiprocessing.connection.Connection) -> None:
+def _core(connection):
     vllm_plugin.exit_with_parent()
     connection.send(os.getpid())
     time.sleep(600)
 
 
-def _starter(connection: multiprocessing.connection.Connection) -> None:
+def _starter(connection):
     multiprocessing.get_context("spawn").Process(target=_core, args=(connection,)).start()
     time.sleep(600)
 
 
-def test_core_ends_with_its_parent() -> None:
+def test_core_ends_with_its_parent():
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
     starter = spawn.Process(target=_starter, args=(sender,))
@@ -50,7 +49,7 @@ def test_core_ends_with_its_parent() -> None:
     core.wait(20)
 
 
-def test_vllm_cores_still_outlive_their_parent() -> None:
+def test_vllm_cores_still_outlive_their_parent():
     """Once this fails, vLLM has fixed issue 55510: `exit_with_parent` can go."""
     from vllm.v1.engine import core, utils
 
@@ -58,7 +57,7 @@ def test_vllm_cores_still_outlive_their_parent() -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernels(monkeypatch):
     """vLLM's table of CPU kernels and its sampler; both are restored after the test."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
@@ -75,15 +74,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 class KernelLauncher:
     """Launches a kernel like vLLM 0.32's `KernelOverride`: only its function, with positional arguments."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function):
         self._function = function
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return self._function
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-def test_expand(dtype: torch.dtype) -> None:
+def test_expand(dtype):
     values = torch.tensor([0.75, 0, 3, 0.5]).to(dtype)
     output = torch.full((6,), 99, dtype=dtype)
     vllm_plugin.expand(output, values, torch.tensor([2, 3, 3, 6], dtype=torch.int32), replace_from=0, replace_to=1)
@@ -91,7 +90,7 @@ def test_expand(dtype: torch.dtype) -> None:
     assert torch.equal(output, expected.to(dtype))
 
 
-def test_kernel_is_replaced_in_029_and_032(kernels: Any) -> None:
+def test_kernel_is_replaced_in_029_and_032(kernels):
     vllm_plugin.replace_kernel()
     kernels.sampler.expand_kernel = kernels.table.expand_kernel
     vllm_plugin.probe()
@@ -99,7 +98,7 @@ def test_kernel_is_replaced_in_029_and_032(kernels: Any) -> None:
     vllm_plugin.probe()
 
 
-def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_replaced_by_its_second_name(kernels, monkeypatch):
     monkeypatch.delattr(kernels.table, "expand_kernel")
     vllm_plugin.replace_kernel()
     assert kernels.table._expand_kernel_impl is vllm_plugin.expand
@@ -114,16 +113,16 @@ def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest
         lambda output, values, ends, *_, **__: output.fill_(1),
     ],
 )
-def test_wrong_kernel_is_refused(kernels: Any, wrong: Any) -> None:
+def test_wrong_kernel_is_refused(kernels, wrong):
     kernels.sampler.expand_kernel = KernelLauncher(wrong)
     with pytest.raises(RuntimeError, match="does not use the requests' sampling values for drafts"):
         vllm_plugin.probe()
 
 
-def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_probes_only_with_a_drafter(kernels, monkeypatch):
     from vllm.v1.worker import worker_base
 
-    def install(self: Any) -> None:
+    def install(self):
         kernels.sampler.expand_kernel = KernelLauncher(lambda *_, **__: None)
 
     monkeypatch.setattr(worker_base.WorkerWrapperBase, "init_device", install)
@@ -137,16 +136,16 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
         worker.init_device()
 
 
-def test_vllms_own_kernel_is_still_wrong(script_output: list[str]) -> None:
+def test_vllms_own_kernel_is_still_wrong(script_output):
     """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can go, and the probe stays."""
     assert "the kernel is right: False" in script_output
 
 
-def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_compiled_at_low_priority(monkeypatch):
     from vllm.v1.structured_output import StructuredOutputManager
 
     class OfflineManager(StructuredOutputManager):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(
                 SimpleNamespace(
                     parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
@@ -163,7 +162,7 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) 
     vllm_plugin.lower_grammar_compile_priority()
     vllm_plugin.lower_grammar_compile_priority()
 
-    def nice() -> int:
+    def nice():
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert OfflineManager().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
@@ -218,7 +217,7 @@ _SCRIPT = """if True:
 
 
 @pytest.fixture(scope="module")
-def script_output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def script_output(tmp_path_factory):
     """The lines that the script prints."""
     path = tmp_path_factory.mktemp("compiled") / "model"
     command = [sys.executable, "-c", _SCRIPT, str(path)]
@@ -227,25 +226,25 @@ def script_output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_vllm_still_fails_to_load_compiled_code(script_output: list[str]) -> None:
+def test_vllm_still_fails_to_load_compiled_code(script_output):
     """Once this fails, vLLM or torch has fixed it: `load_compiled` can go."""
     assert "loaded originally: None" in script_output
 
 
-def test_compiled_code_is_loaded(script_output: list[str]) -> None:
+def test_compiled_code_is_loaded(script_output):
     assert "loaded when fixed: [1.0, 1.0, 1.0, 2.0]" in script_output
 
 
-def test_vllms_cache_keys_still_depend_on_cores(script_output: list[str]) -> None:
+def test_vllms_cache_keys_still_depend_on_cores(script_output):
     """Once this fails, vLLM's compile-cache keys no longer depend on the cores: `share_between_cores` can go."""
     assert "original keys: [0, 1, 2]" in script_output
 
 
-def test_engines_with_equal_core_counts_share_compiled_code(script_output: list[str]) -> None:
+def test_engines_with_equal_core_counts_share_compiled_code(script_output):
     assert "fixed keys: [0, 0, 2]" in script_output
 
 
-def test_vllm_still_refuses_unverifiable_parameters() -> None:
+def test_vllm_still_refuses_unverifiable_parameters():
     import vllm
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
@@ -261,16 +260,16 @@ PROCESSORS = "v1/sample/logits_processor/__init__.py"
 
 
 @pytest.fixture
-def scheduler_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+def scheduler_class(monkeypatch):
     """A scheduler class with the work-around, which is undone after the test."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor
 
     class Scheduler:
-        def __init__(self, requests: dict[str, Any]) -> None:
+        def __init__(self, requests):
             self.requests, self.received = requests, []
 
-        def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        def update_draft_token_ids(self, draft_token_ids):
             self.received.append(draft_token_ids.draft_token_ids)
 
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)
@@ -285,7 +284,7 @@ def scheduler_class(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Scheduler
 
 
-def test_unverifiable_requests_have_no_drafts(scheduler_class: Any) -> None:
+def test_unverifiable_requests_have_no_drafts(scheduler_class):
     from vllm import SamplingParams
     from vllm.v1.outputs import DraftTokenIds
 
@@ -298,7 +297,7 @@ def test_unverifiable_requests_have_no_drafts(scheduler_class: Any) -> None:
         request.sampling_params._validate_spec_decode(object())  # does not raise
 
 
-def test_engine_with_drafter_has_both_processors(scheduler_class: Any) -> None:
+def test_engine_with_drafter_has_both_processors(scheduler_class):
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
 

@@ -6,9 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from chi_square import p_value, power
@@ -19,26 +17,24 @@ from peagle.engine import vllm_plugin
 class Scheduler:
     """The patched methods of vLLM's scheduler: drafts after a step, and counts of accepted tokens."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.requests: dict[str, Any] = {}
-        self.received: list[list[list[int]]] = []
+    def __init__(self, vllm_config):
+        self.requests = {}
+        self.received = []
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+    def update_draft_token_ids(self, draft_token_ids):
         self.received.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
 
-    def make_spec_decoding_stats(
-        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, request_id: str
-    ) -> str:
+    def make_spec_decoding_stats(self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, request_id):
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
 
-    def accept(self, request_id: str, num_accepted: int) -> str:
+    def accept(self, request_id, num_accepted):
         """Call it like vLLM."""
         return self.make_spec_decoding_stats(
             None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
         )
 
 
-def config_of(**other: Any) -> SimpleNamespace:
+def config_of(**other):
     settings = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **other,
@@ -54,7 +50,7 @@ def config_of(**other: Any) -> SimpleNamespace:
 
 
 @pytest.fixture
-def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
+def make_scheduler(monkeypatch):
     """Make a scheduler that looks up n-grams of two tokens."""
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
@@ -64,7 +60,7 @@ def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
     return lambda **other: patched(config_of(**other))
 
 
-def request_of(*tokens: int) -> Any:
+def request_of(*tokens):
     from vllm import SamplingParams
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.request import Request
@@ -74,15 +70,13 @@ def request_of(*tokens: int) -> Any:
     return request
 
 
-def draft_ids(*drafts: int, request_id: str = "one") -> Any:
+def draft_ids(*drafts, request_id="one"):
     from vllm.v1.outputs import DraftTokenIds
 
     return DraftTokenIds([request_id], [list(drafts)])
 
 
-def test_scheduler_copies_and_counts_by_source(
-    make_scheduler: Callable[..., Scheduler],
-) -> None:
+def test_scheduler_copies_and_counts_by_source(make_scheduler):
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
     scheduler.requests["one"] = request
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))  # earlier, 1 2 was followed by 3 4
@@ -97,7 +91,7 @@ def test_scheduler_copies_and_counts_by_source(
     assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
 
 
-def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..., Scheduler]) -> None:
+def test_prefill_and_finished_requests_are_unchanged(make_scheduler):
     from vllm.v1.request import RequestStatus
 
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
@@ -110,10 +104,8 @@ def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..
     assert scheduler.received == [[[2, 9, 9]]] * 3
 
 
-def test_failed_lookup_is_turned_off(
-    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> None:
+def test_failed_lookup_is_turned_off(make_scheduler, monkeypatch, caplog):
+    def fail(*_):
         raise MemoryError("no room")
 
     scheduler = make_scheduler()
@@ -129,7 +121,7 @@ def test_failed_lookup_is_turned_off(
     assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
 
 
-def test_lookup_is_off_by_default(make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
     without_drafts = config_of()
     without_drafts.speculative_config = None
     schedulers = [type(make_scheduler())(without_drafts)]
@@ -151,14 +143,12 @@ def test_lookup_is_off_by_default(make_scheduler: Callable[..., Scheduler], monk
         ({"rejection_sample_method": "block"}, "standard rejection sampling"),
     ],
 )
-def test_unsupported_lookup_does_not_start(
-    make_scheduler: Callable[..., Scheduler], other: dict[str, Any], reason: str
-) -> None:
+def test_unsupported_lookup_does_not_start(make_scheduler, other, reason):
     with pytest.raises(RuntimeError, match=reason):
         make_scheduler(**other)
 
 
-def test_lookup_fits_vllms_scheduler() -> None:
+def test_lookup_fits_vllms_scheduler():
     """Once this fails, vLLM passes drafts differently: check `look_up_drafts`."""
     from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
@@ -192,7 +182,7 @@ _SAMPLES = """if True:
 """
 
 
-def test_drafts_without_probabilities_keep_the_distribution() -> None:
+def test_drafts_without_probabilities_keep_the_distribution():
     """Like a head's greedy drafts, tokens from lookup have no probabilities in vLLM.
 
     Sampled pairs of tokens must follow the target's distribution.
@@ -206,7 +196,7 @@ def test_drafts_without_probabilities_keep_the_distribution() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     counts = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
     # If the first draft token is rejected, the step ends.
-    expected: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
+    expected = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
     expected |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
     assert counts.total() == num
     assert p_value(counts, expected) > 1e-4, counts

@@ -5,16 +5,12 @@ vLLM's own output processor gets the same tokens, one in each step and several i
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -45,12 +41,12 @@ STOPS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(embedded_target: Path) -> Any:
+def tokenizer(embedded_target):
     return get_tokenizer(str(embedded_target))
 
 
 @pytest.fixture
-def work_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def work_around(monkeypatch):
     """Install the work-around for stop strings; it is undone after the test."""
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
@@ -58,11 +54,11 @@ def work_around(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_plugin.cut_at_stop_strings()
 
 
-def _original(function: Any) -> Any:
+def _original(function):
     return getattr(function, "__wrapped__", function)
 
 
-def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int = 1, **sampling: Any) -> dict[str, Any]:
+def answer(tokenizer, tokens, sizes, n=1, **sampling):
     """Return the merged answer of all steps; `sizes` are their numbers of tokens."""
     processor = OutputProcessor(tokenizer, log_stats=False)
     params = SamplingParams(n=n, max_tokens=len(tokens), logprobs=1, **sampling)
@@ -72,8 +68,8 @@ def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int =
     for index in range(n):
         child, child_params = parent.get_child_info(index) if parent else ("r", params)
         processor.add_request(_request(child, child_params), None, parent, index, collector)
-    aborted: list[str] = []
-    outputs: list[RequestOutput] = []
+    aborted = []
+    outputs = []
     while processor.request_states:
         for child in list(processor.request_states):
             step = _step(child, tokens, processor.request_states[child].detokenizer.num_output_tokens(), next(sizes))
@@ -84,11 +80,11 @@ def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int =
     return _merged(outputs, is_delta=params.output_kind == RequestOutputKind.DELTA)
 
 
-def _request(request_id: str, params: SamplingParams) -> EngineCoreRequest:
+def _request(request_id, params):
     return EngineCoreRequest(request_id, [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r")
 
 
-def _step(request_id: str, tokens: Sequence[int], start: int, size: int) -> EngineCoreOutput:
+def _step(request_id, tokens, start, size):
     """Return a step of vLLM's core; it finishes at the last token."""
     new = list(tokens[start : start + size])
     rows = np.array([[token, token + 1] for token in new])
@@ -97,8 +93,8 @@ def _step(request_id: str, tokens: Sequence[int], start: int, size: int) -> Engi
     return EngineCoreOutput(request_id, new, new_logprobs=logprobs, finish_reason=reason)
 
 
-def _merged(outputs: Sequence[RequestOutput], *, is_delta: bool) -> dict[str, Any]:
-    choices: dict[int, dict[str, Any]] = {}
+def _merged(outputs, *, is_delta):
+    choices = {}
     for choice in (choice for output in outputs for choice in output.outputs):
         old = choices.get(choice.index) if is_delta else None
         new = {"text": choice.text, "tokens": list(choice.token_ids), "logprobs": list(choice.logprobs or [])}
@@ -113,9 +109,7 @@ def _merged(outputs: Sequence[RequestOutput], *, is_delta: bool) -> dict[str, An
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_answer_is_independent_of_accepted_tokens(
-    tokenizer: Any, kind: RequestOutputKind, include: bool, n: int
-) -> None:
+def test_answer_is_independent_of_accepted_tokens(tokenizer, kind, include, n):
     rng = random.Random(1)
     tokens = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
     seen = set()
@@ -135,7 +129,7 @@ def test_answer_is_independent_of_accepted_tokens(
     assert len(seen) > 5, "several stop strings, and none, must have ended an answer"
 
 
-def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer, monkeypatch):
     """Once this fails, vLLM has fixed it (pull request 47616): `cut_at_stop_strings` can go.
 
     The test above must pass without it, too: that pull request leaves out steps that the core ended itself.
@@ -149,11 +143,11 @@ def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeyp
     assert (len(one_by_one["tokens"]), len(several_at_a_time["tokens"])) == (2, 4)
 
 
-def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
+def bonus_logits(monkeypatch, *, is_fixed):
     """Return the logits of the token after all drafts, of four requests with min_tokens 3 and the stop token 5."""
     sampling = SamplingParams(min_tokens=3, stop_token_ids=[5])
     outputs, drafts = [[7], [7], [7, 7], []], [[8, 8], [8], [], [8, 8, 8]]
-    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)  # type: ignore[arg-type]
+    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     added = [(index, sampling, None, tokens) for index, tokens in enumerate(outputs)]
     processor.update_state(BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
     metadata = SimpleNamespace(
@@ -174,12 +168,12 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
     return Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=True)
 
 
-def test_token_after_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_after_min_tokens_may_end_an_answer(monkeypatch):
     logits = bonus_logits(monkeypatch, is_fixed=True)
     assert logits[:, 5].isinf().tolist() == [False, True, True, False]
     assert logits.isinf().sum() == 2
 
 
-def test_vllm_still_counts_no_drafts_toward_min_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_still_counts_no_drafts_toward_min_tokens(monkeypatch):
     """Once this fails, vLLM has fixed it: `count_drafts_toward_min_tokens` can go."""
     assert bonus_logits(monkeypatch, is_fixed=False)[:, 5].isinf().all()

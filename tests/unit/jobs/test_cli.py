@@ -14,7 +14,8 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
 @pytest.mark.parametrize(
     "code",
     [
-        "import peagle, peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.account, peagle.speculation",
+        "import peagle; assert 'pydantic' not in sys.modules",
+        "import peagle.engine, peagle.catalog, peagle.hardware, peagle.economics.account, peagle.speculation",
         "from jobs import cli; cli.format_help()",
         "from jobs import cli; cli.parser_of('generate').format_group('')",
         "from jobs import cli; cli.parser_of('evaluate').format_group('all')",

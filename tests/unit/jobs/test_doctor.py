@@ -3,10 +3,10 @@ import json
 import tomllib
 from pathlib import Path
 
+import devices
 import pytest
 
 from jobs import doctor
-from peagle.hardware import Hardware
 
 ROOT = Path(__file__).parents[3]
 BOTH_LIBRARIES = {"libiomp5": "/x", "libtcmalloc": "/y"}
@@ -19,22 +19,14 @@ GOOD = {
 }
 
 
-def cpu(free_gib: float = 20, *flags: str) -> Hardware:
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=free_gib, num_cpus=2, cpu_flags=frozenset(flags))
+def cpu(free_gib=20, *flags):
+    return devices.cpu(*flags, free_memory_gib=free_gib)
 
 
-GPU = Hardware(
-    platform="cuda",
-    accelerator="H100",
-    num_accelerators=1,
-    compute_capability=(9, 0),
-    memory_gib=80,
-    free_memory_gib=80,
-    num_cpus=8,
-)
+GPU = devices.gpu()
 
 
-def test_good_machine_has_no_findings() -> None:
+def test_good_machine_has_no_findings():
     assert doctor.find_problems(cpu(), GOOD) == []
     assert doctor.find_advice(cpu(20, "avx512f"), GOOD, BOTH_LIBRARIES) == []
 
@@ -48,13 +40,13 @@ def test_good_machine_has_no_findings() -> None:
         (cpu(free_gib=1), GOOD, "only 1.0 GiB"),
     ],
 )
-def test_problems(hardware: Hardware, versions: dict[str, str | None], problem: str) -> None:
+def test_problems(hardware, versions, problem):
     problems = doctor.find_problems(hardware, versions)
     assert len(problems) == 1
     assert problem in problems[0]
 
 
-def test_torchvision_with_cuda_torch_is_fine() -> None:
+def test_torchvision_with_cuda_torch_is_fine():
     assert doctor.find_problems(GPU, GOOD | {"torch": "2.13.0", "torchvision": "0.28"}) == []
 
 
@@ -68,13 +60,13 @@ def test_torchvision_with_cuda_torch_is_fine() -> None:
         (cpu(20, "avx2"), GOOD, BOTH_LIBRARIES, "no AVX-512"),
     ],
 )
-def test_advice(hardware: Hardware, versions: dict[str, str | None], libraries: dict[str, str], advice: str) -> None:
+def test_advice(hardware, versions, libraries, advice):
     notes = doctor.find_advice(hardware, versions, libraries)
     assert len(notes) == 1
     assert advice in notes[0]
 
 
-def test_gpu_node_needs_no_cpu_libraries() -> None:
+def test_gpu_node_needs_no_cpu_libraries():
     assert doctor.find_advice(GPU, GOOD, {}) == []
 
 
@@ -88,13 +80,13 @@ def test_gpu_node_needs_no_cpu_libraries() -> None:
         (cpu(20), "none", "none", "bf16 weights, bf16 KV cache"),
     ],
 )
-def test_precision_findings(hardware: Hardware, fp8: str, int8: str, auto: str) -> None:
+def test_precision_findings(hardware, fp8, int8, auto):
     result = doctor.examine(hardware)
     assert (result["fp8"], result["int8"], result["precision_auto"]) == (fp8, int8, auto)
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
 
 
-def test_verdict_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_and_exit_code(capsys, monkeypatch):
     code, result = doctor.run(argparse.Namespace())
     assert code == (1 if result["problems"] else 0)
     assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])
@@ -106,7 +98,7 @@ def test_verdict_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "not ready" in printed
 
 
-def test_pins_match_pyproject() -> None:
+def test_pins_match_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + [
         line for extra in project["optional-dependencies"].values() for line in extra

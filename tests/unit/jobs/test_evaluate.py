@@ -1,9 +1,6 @@
 """`peagle evaluate`: flags, output and errors. Evaluations are tested in unit/drafter."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from config_only import skip_waiting, write_head, write_target
@@ -14,19 +11,19 @@ from peagle.engine.fake import FakeEngine
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> list[str]:
+def models(tmp_path):
     """The flags for a target and a head."""
     return ["--model", str(write_target(tmp_path / "target")), "--drafter", str(write_head(tmp_path / "head"))]
 
 
 @pytest.fixture
-def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_engines(monkeypatch):
     """Run evaluations in fake engines."""
 
-    def with_fakes(*args: Any) -> Any:
+    def with_fakes(*args):
         from peagle.engine.fake import ByteTokenizer
 
-        def start(spec: Any, hardware: Any) -> FakeEngine:
+        def start(spec, hardware):
             return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens)
 
         return evaluate(*args, start=start, tokenizer_of=lambda *_: ByteTokenizer())
@@ -37,9 +34,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_evaluate_prints_table_and_writes_result(
-    models: list[str], tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_prints_table_and_writes_result(models, tmp_path, write_jsonl, capsys):
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
     result = tmp_path / "result.json"
     arguments = ["--dataset", str(data), "-k", "2,4", "-k", "3", "--output", str(tmp_path / "out")]
@@ -60,21 +55,13 @@ def test_evaluate_prints_table_and_writes_result(
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_bad_usage_is_refused_before_loading_a_model(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_usage_is_refused_before_loading_a_model(arguments, message, capsys):
     assert run(["evaluate", "--model", "no-such-model", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("failed", "exit_code"), [({}, 0), ({"head K=3": "no memory"}, 1)])
-def test_evaluate_exit_codes(
-    failed: dict[str, str],
-    exit_code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_evaluate_exit_codes(failed, exit_code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "evaluate", lambda *args: ({"failed": failed}, tmp_path))
     monkeypatch.setattr("peagle.bench.acceptance.text_report", lambda report: "table")
     assert run(["evaluate"]) == exit_code

@@ -38,16 +38,6 @@ def test_priority_of_sources(parse, tmp_path, monkeypatch):
     )
 
 
-def test_every_key_has_a_flag_with_help():
-    parser = argparse.ArgumentParser()
-    flags.add_flags(parser, GenerateConfig, {})
-    text = parser.format_help()
-    for name, field in GenerateConfig.model_fields.items():
-        form = field.json_schema_extra or {}
-        assert f"--{form.get('flag', name.replace('_', '-'))} " in text
-        assert field.description
-
-
 @pytest.mark.parametrize(
     ("command", "model", "unlisted"),
     [
@@ -101,34 +91,6 @@ def test_invalid_fake_options(parse, text, message):
 def test_lists_and_booleans(parse):
     config_values = parse("--stop", "a", "--stop", "b", "--no-chat", "--enforce-eager")
     assert (config_values.stop, config_values.chat, config_values.enforce_eager) == (["a", "b"], False, True)
-
-
-@pytest.mark.parametrize(
-    ("yaml", "message"),
-    [
-        ("temprature: 1\n", "unknown key 'temprature'\n  did you mean temperature?"),
-        ("temperature: hot\n", "temperature: .*number.*'hot'"),
-        ("max_tokens: 0\n", "max_tokens: .*greater than or equal to 1"),
-        ("engine: vlm\n", "engine: .*'vllm' or 'fake'"),
-        ("a: [\n", "not valid YAML"),
-        ("- a\n", "must be a YAML mapping"),
-        ("prompt_column: a\nprompt_template: b\n", "cannot be combined"),
-    ],
-)
-def test_invalid_yaml(parse, tmp_path, yaml, message):
-    config = tmp_path / "c.yaml"
-    config.write_text(yaml)
-    with pytest.raises(ConfigError, match=message):
-        parse("--config", str(config))
-
-
-def test_missing_config_file_and_missing_flag(parse):
-    with pytest.raises(ConfigError, match="No such file"):
-        parse("--config", "missing.yaml")
-    parser = argparse.ArgumentParser()
-    flags.add_flags(parser, GenerateConfig, {})
-    with pytest.raises(ConfigError, match="--output is required"):
-        flags.load(GenerateConfig, parser.parse_args(["--input", "x"]))
 
 
 def test_sexagesimal_yaml_is_text(parse, tmp_path):

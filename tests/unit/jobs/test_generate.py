@@ -16,9 +16,3 @@ def test_invalid_output_is_refused_before_reading_the_corpus(s3, capsys, output,
     error = capsys.readouterr().err
     assert message in error
     assert "none.jsonl" not in error
-
-
-def test_unsuitable_store_is_refused_before_reading_the_corpus(s3, capsys):
-    s3.ignores_conditions = True
-    assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", "s3://bucket/run"]) == 2
-    assert "no conditional writes" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 import argparse
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,17 +9,17 @@ from peagle.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def peagle_home(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
 
 
-def run(*argv: str) -> tuple[int, dict[str, Any]]:
+def run(*argv):
     parser = argparse.ArgumentParser()
     models.add_arguments(parser)
     return models.run(parser.parse_args(argv))
 
 
-def test_list_has_all_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_all_models(capsys):
     code, result = run()
     names = load_catalog().names()
     assert code == 0
@@ -30,7 +28,7 @@ def test_list_has_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in names)
 
 
-def test_card_has_facts_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_has_facts_and_sources(capsys):
     code, result = run("gpt-oss-120b")
     printed = " ".join(capsys.readouterr().out.split())
     assert code == 0
@@ -39,7 +37,7 @@ def test_card_has_facts_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pull 32887" in printed
 
 
-def test_published_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_speeds(capsys):
     _, result = run("qwen3-coder-30b-a3b-instruct")
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("SPEED-Bench, Code: published, one B200, FP8, output tokens/s")
@@ -53,7 +51,7 @@ def test_published_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert [table["dataset"] for table in result["published"]] == ["HumanEval", "SPEED-Bench, Code"]
 
 
-def test_published_deployments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_deployments(capsys):
     run("qwen3-coder-30b-a3b-instruct")
     printed = " ".join(capsys.readouterr().out.split())
     assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
@@ -61,13 +59,13 @@ def test_published_deployments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
-def test_card_rows_have_sources(name: str) -> None:
+def test_card_rows_have_sources(name):
     rows = models.card_rows(load_catalog().get(name))
     unsourced = {label for label, _, source in rows if not source}
     assert unsourced <= {"target", "", "speculation"}
 
 
-def test_sagemaker_env_format(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sagemaker_env_format(capsys):
     _, result = run("gpt-oss-20b", "--sagemaker-env")
     comment, *lines = capsys.readouterr().out.splitlines()
     assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 concurrent requests [")
@@ -75,6 +73,6 @@ def test_sagemaker_env_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b"
 
 
-def test_sagemaker_env_needs_a_model() -> None:
+def test_sagemaker_env_needs_a_model():
     with pytest.raises(ConfigError, match="requires the name of a model"):
         run("--sagemaker-env")

@@ -10,12 +10,12 @@ from jobs.cli import run
 
 
 @pytest.fixture(autouse=True)
-def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_library(monkeypatch):
     """One package instead of the whole standard library, which takes ten seconds to parse."""
     monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"stdlib": str(Path(json.__file__).parent)})
 
 
-def test_jsonl_and_parquet_have_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_and_parquet_have_the_same_prompts(tmp_path, capsys):
     for name in ("prompts.jsonl", "prompts.parquet"):
         assert run(["prompts", "--output", str(tmp_path / name), "--limit", "5"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
@@ -24,7 +24,7 @@ def test_jsonl_and_parquet_have_the_same_prompts(tmp_path: Path, capsys: pytest.
     assert "5 prompts of" in capsys.readouterr().out
 
 
-def test_excluded_prompts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_prompts_are_listed(tmp_path, capsys):
     evaluation_set, output, result = (tmp_path / name for name in ("held.jsonl", "prompts.jsonl", "result.json"))
     evaluation_set.write_text(json.dumps({"docstring": json.load.__doc__}) + "\n")
     assert run(["prompts", "--output", str(output), "--exclude", str(evaluation_set), "--json", str(result)]) == 0
@@ -43,6 +43,6 @@ def test_excluded_prompts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--output", "p.jsonl", "--exclude", "humanevil"], "--exclude humanevil: unknown evaluation set"),
     ],
 )
-def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage(arguments, message, capsys):
     assert run(["prompts", *arguments]) == 2
     assert message in capsys.readouterr().err

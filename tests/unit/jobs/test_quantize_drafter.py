@@ -1,12 +1,9 @@
 import json
-from pathlib import Path
-
-import pytest
 
 from jobs import cli
 
 
-def test_quantize_and_dequantize(tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_and_dequantize(tmp_path, shipped_head, capsys):
     result = tmp_path / "result.json"
     fp8, back = str(tmp_path / "fp8"), str(tmp_path / "back")
     assert cli.run(["quantize-drafter", str(shipped_head), "--output", fp8, "--json", str(result)]) == 0
@@ -19,7 +16,7 @@ def test_quantize_and_dequantize(tmp_path: Path, shipped_head: Path, capsys: pyt
     assert (tmp_path / "back" / "model.safetensors").stat().st_size == written["num_bytes_before"]
 
 
-def test_quantize_bad_usage(tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_bad_usage(tmp_path, shipped_head, capsys):
     output = str(tmp_path / "out")
     assert cli.run(["quantize-drafter", str(tmp_path), "--output", output]) == 2
     assert "peagle quantize-drafter: " in capsys.readouterr().err

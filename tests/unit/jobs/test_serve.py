@@ -20,13 +20,6 @@ def serve_error(tmp_path, capsys):
     return run
 
 
-def test_public_address_needs_keys(serve_error, embedded_target):
-    code, error = serve_error("--host", "0.0.0.0")
-    assert code == 2
-    assert "host 0.0.0.0: without API keys" in error
-    assert "--keys" in error
-
-
 def test_empty_key_file_is_refused(serve_error, embedded_target, tmp_path):
     code, error = serve_error("--keys", str(tmp_path / "none.json"))
     assert code == 2
@@ -117,18 +110,6 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     with pytest.raises(ConfigError, match=rf"an application `peagle` \({status}\)") if is_refused else nullcontext():
         _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
     assert calls == ([] if is_refused else ["run"])
-
-
-@pytest.mark.parametrize(("host", "port"), [("0.0.0.0", 8000), ("127.0.0.1", 8001)])
-def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
-    from ray import serve
-
-    from jobs.serve import _deploy
-
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    set_listening_address(monkeypatch, host, port)
-    with pytest.raises(ConfigError, match=rf"listens on {host}:{port}, not on 127.0.0.1:8000"):
-        _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """`peagle train`: flags and errors. Training is tested in unit/drafter."""
 
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +13,11 @@ from peagle.errors import StoppedEarly
 SMALL = ("--draft-vocab-size", 40)  # the tiny target has 96 tokens
 
 
-def _train(*arguments: object) -> int:
+def _train(*arguments):
     return run(["train", *map(str, arguments)])
 
 
-def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_flag_is_bad_usage(capsys):
     assert _train("--output", "out") == 2
     assert "--prompts is required" in capsys.readouterr().err
 
@@ -37,15 +34,13 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
         (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: has to be a folder on a disk"),
     ],
 )
-def test_invalid_training_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_training_options(capsys, arguments, message):
     assert _train("--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("responses", ["given", "regenerate"])
-def test_missing_prompts_are_refused(
-    chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
-) -> None:
+def test_missing_prompts_are_refused(chat_target, tmp_path, capsys, responses):
     output = tmp_path / "out"
     source = ["--target", chat_target, "--prompts", tmp_path / "none", "--responses", responses]
     assert _train(*source, *SMALL, "--output", output) == 2
@@ -54,10 +49,10 @@ def test_missing_prompts_are_refused(
 
 
 @pytest.fixture
-def heads(tmp_path: Path) -> None:
+def heads(tmp_path):
     """Heads that do not fit the tiny target."""
     layers = {"hidden_size": 32, "vocab_size": 96}
-    inputs: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
+    inputs = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
     write_head(tmp_path / "unrelated", **inputs)
     write_head(tmp_path / "deep", transformer_layer_config=layers | {"num_hidden_layers": 3}, **inputs)
     fp8 = write_head(tmp_path / "fp8", transformer_layer_config=layers, **inputs)
@@ -80,14 +75,7 @@ def heads(tmp_path: Path) -> None:
         (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
     ],
 )
-def test_impossible_training_is_refused_early(
-    chat_target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
+def test_impossible_training_is_refused_early(chat_target, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("generation started"))
     monkeypatch.chdir(tmp_path)
@@ -96,10 +84,8 @@ def test_impossible_training_is_refused_early(
     assert not (tmp_path / "out").exists()
 
 
-def test_training_warnings_come_before_generation(
-    foreign_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def regenerate(*_: object, **__: object) -> None:
+def test_training_warnings_come_before_generation(foreign_target, monkeypatch, capsys):
+    def regenerate(*_, **__):
         printed = capsys.readouterr()
         assert "may not serve heads for 'gemma3_text' targets" in printed.out
         assert "the head starts at random" in printed.out
@@ -111,7 +97,7 @@ def test_training_warnings_come_before_generation(
     assert "generation would start" in capsys.readouterr().err
 
 
-def test_regeneration_needs_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_regeneration_needs_ray(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _train("--prompts", "stdlib", "--output", "out") == 2
     assert "use --responses given" in capsys.readouterr().err

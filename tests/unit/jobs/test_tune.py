@@ -3,9 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from config_only import skip_waiting, write_target
@@ -16,10 +13,10 @@ from peagle.tuning import run as runner
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(tmp_path, write_jsonl, monkeypatch):
     """A tuning of two configurations with fake engines."""
 
-    def with_fakes(*args: Any) -> Any:
+    def with_fakes(*args):
         return tune(
             *args, start=lambda *_: FakeEngine(FakeTraits(token_s=0.02)), tokenizer_of=lambda *_: ByteTokenizer()
         )
@@ -32,9 +29,7 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
     return ["tune", *options, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
 
 
-def test_tune_prints_table_and_writes_profile(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tune_prints_table_and_writes_profile(arguments, tmp_path, capsys):
     profile, result = tmp_path / "mine.yaml", tmp_path / "result.json"
     assert run([*arguments, "--profile-output", str(profile), "--json", str(result)]) == 0
     printed = capsys.readouterr().out
@@ -45,9 +40,7 @@ def test_tune_prints_table_and_writes_profile(
     assert "max_num_seqs: 2" in profile.read_text()
 
 
-def test_tune_does_not_overwrite_peagle_profile(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_does_not_overwrite_peagle_profile(arguments, tmp_path, monkeypatch):
     existing = tmp_path / "taken.yaml"
     existing.write_text("another tuning")
     monkeypatch.setenv("PEAGLE_PROFILE", str(existing))
@@ -57,20 +50,18 @@ def test_tune_does_not_overwrite_peagle_profile(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("flag", "message"),
     [
-        (["--methods", "medusa"], "'medusa' is not one of none, peagle, eagle3"),
-        (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--time-budget-s", "-3"], "time_budget_s: Input should be greater than 0"),
-        (["--budget-min", "-3"], "time_budget_s: Input should be greater than 0, not -180.0"),
+        ("--time-budget-s", "time_budget_s: Input should be greater than 0"),
+        ("--budget-min", "time_budget_s: Input should be greater than 0, not -180.0"),
     ],
 )
-def test_tune_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tune", *arguments]) == 2
+def test_budget_must_be_positive(flag, message, capsys):
+    assert run(["tune", flag, "-3"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_tuning_imports_are_light() -> None:
+def test_tuning_imports_are_light():
     heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
     code = f"import sys, peagle.tuning.run, peagle.tuning.run; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

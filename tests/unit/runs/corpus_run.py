@@ -4,11 +4,11 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from devices import MACHINE
 from resolved_runs import resolve_run
 from usage_records import unit_usage
 
 from peagle.engine.interface import Generation
-from peagle.hardware import Hardware
 from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.export import export
 from peagle.runs.plan import make_plan, unit_to_json
@@ -17,10 +17,6 @@ from peagle.storage import open_to_read
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.streaming import prepare_units
 
-MACHINE = Hardware(
-    platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
-    core_ids=(0, 1, 2, 3),
-)  # fmt: skip
 ANSWER = Generation(
     text="x", finish_reason="stop", num_prompt_tokens=2, num_cached_tokens=None, num_output_tokens=1, speculation=None,
     ttft_s=None, latency_s=1.0,

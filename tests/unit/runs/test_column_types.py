@@ -15,12 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray, ArrowVariableShapedTensorArray
 
-from peagle.corpus import scan
-from peagle.corpus.cutting import Cut
 from peagle.corpus.extensions import plain
-from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.text import BATCH_COLUMNS
-from peagle.errors import InputError
 from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
 from tests.unit.runs.corpus_run import CorpusRun, strict_lines
 
@@ -145,20 +141,6 @@ def test_columns_with_different_types_become_text(tmp_path):
     run = CorpusRun(tmp_path, tmp_path / "run")
     values = [json.loads(text) for text in run.table().column("x").to_pylist() if text is not None]
     assert values == [str(ID), True, *[BIG.ravel().tolist()] * 2]
-
-
-def test_unsupported_type_names_file_and_column(tmp_path):
-    stored = pa.array([1, 2, 3], pa.int64()).cast(pa.time64("ns"))
-    array = pa.ExtensionArray.from_storage(pa.opaque(stored.type, "a", "b"), stored)
-    path = write(tmp_path / "a.parquet", {"x": array})
-    with pytest.raises(InputError, match=r"a\.parquet: column 'x' has times of day in nanoseconds"):
-        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())
-
-
-def test_type_without_arrow_functions_names_file_and_column(tmp_path):
-    path = write(tmp_path / "a.parquet", {"x": pa.nulls(3, pa.list_view(pa.uuid()))})
-    with pytest.raises(InputError, match=r"a\.parquet: column 'x' is a list_view<.*uuid.*>, which rows cannot hold"):
-        scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())
 
 
 LETTER_KEYS = ["id", "unit", "attempt", "reason", "message", "row", "error"]

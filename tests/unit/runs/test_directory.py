@@ -5,7 +5,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from usage_records import engine_session, unit_usage
+from usage_records import unit_usage
 
 from peagle.errors import ConfigError, PeagleError, RunInUse, StorageError
 from peagle.runs.directory import RunDirectory
@@ -71,20 +71,6 @@ def test_leftovers_of_killed_attempts_are_ignored_and_removed(run):
     assert list(run.dead_letters()) == []
     assert run.remove_leftovers() == 1
     assert list(run.failed.iterdir()) == []
-
-
-def test_unit_with_only_failed_rows_is_committed_without_rows(run):
-    letters = [{"id": str(n), "reason": "x"} for n in range(2)]
-    assert run.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=2), letters)
-    assert table_of(run, 0).schema.names == ["id", "response"]
-    assert list(run.dead_letters()) == letters
-
-
-def test_heartbeat_replaces_session(run):
-    first, second = (engine_session(started_at=10.0, busy_s=busy_s, ended=False) for busy_s in (1.0, 2.0))
-    run.write_session(first)
-    run.write_session(second)
-    assert run.sessions() == [second]
 
 
 def test_opening_removes_leftovers(local):

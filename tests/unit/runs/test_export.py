@@ -312,11 +312,8 @@ def test_first_answers_are_described(root):
     assert lines[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
     assert lines[1:4] == ["  000000000", "  |   one", "  |     two"]
     assert lines[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
+    assert describe_answers(run_with(root / "empty", [])) == ""
 
 
 def test_control_sequences_in_answers_are_escaped(root):
     assert "\x1b" not in describe_answers(run_with(root, ["\x1b[2J\x07gone" + "x" * 500]))
-
-
-def test_no_description_without_answers(root):
-    assert describe_answers(run_with(root, [])) == ""

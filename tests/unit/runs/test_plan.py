@@ -46,12 +46,6 @@ def test_plan_stores_notes(corpus, tmp_path):
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
 
 
-def test_ids_are_row_numbers(corpus, tmp_path):
-    plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
-    ids = [unit.row_id(index) for unit in plan.units for index in range(unit.span.num_rows)]
-    assert ids == [f"{n:09d}" for n in range(10)]
-
-
 def test_planning_is_deterministic(corpus, tmp_path):
     config = GenerateConfig(input=str(corpus), output=tmp_path, limit=7)
     assert make_plan(config) == make_plan(config)

@@ -131,13 +131,6 @@ def test_reader_sees_new_commits_and_retries(run):
     assert (after.num_failed_rows, after.num_rows_left, after.num_units) == (0, 5, 6)
 
 
-def test_status_of_a_finished_run(run):
-    commit(run, 2)
-    commit(run, 3)
-    status = StatusReader(run).read()
-    assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
-
-
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_status_while_the_report_is_written(run, monkeypatch, is_killed):
     commit(run, 2)
@@ -146,7 +139,7 @@ def test_status_while_the_report_is_written(run, monkeypatch, is_killed):
         if is_killed:
             monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
         status = StatusReader(run).read()
-    assert status.state == "finished"
+    assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
     assert "continues the run" not in status.describe()
     assert ("is writing the report" in status.driver) is not is_killed
     assert ("`peagle report` writes a missing report" in status.driver) is is_killed

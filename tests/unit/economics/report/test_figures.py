@@ -58,13 +58,6 @@ def lines(savings):
     return dict(saved_lines(savings.to_dict(), COUNTS))
 
 
-def test_savings_lines_without_drafts_or_spot():
-    assert lines(Savings()) == {"cached": "100 of 400 prompt tokens (25%)"}
-    assert saved_lines(Savings().to_dict(), {"num_prompt_tokens": 0, "num_cached_tokens": 0}) == [
-        ("cached", "0 of 0 prompt tokens")
-    ]
-
-
 def test_savings_lines_with_error_and_unknown_part():
     savings = Savings(
         prompt_usd=1.0, generation_usd=4.0, unsplit_usd=0.5, drafted_usd=4.0, undrafted_usd=10.0, error_usd=1.0,

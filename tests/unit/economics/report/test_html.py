@@ -21,8 +21,8 @@ class CheckedPage(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
+        self.open = []
+        self.text = []
         self.feed(page)
         self.close()
         assert self.open == []
@@ -166,12 +166,6 @@ def test_savings_without_error_have_no_range(make_report):
     ((_, plot),) = headline([report_with_steps(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
     assert "750,000 (error unknown)" in plot
     assert "whisker" not in plot
-
-
-def test_headline_without_step_times(with_drafter):
-    panel = headline([with_drafter], ["run"])
-    assert "Without the drafter: unknown" in panel.lead
-    assert "the same without" not in panel.plots[0][1]
 
 
 def test_older_reports_have_fewer_panels(with_drafter):

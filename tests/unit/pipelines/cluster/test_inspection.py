@@ -2,8 +2,8 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from devices import cpu, gpu
 
-from peagle.hardware import Hardware
 from pipelines.cluster import inspection
 
 
@@ -17,7 +17,7 @@ def test_machine_names_include_node_labels(monkeypatch):
         "node.kubernetes.io/instance-type": "p5.48xlarge",
         "instance-type": "workers",
     }
-    node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4, machine_names=("m7i.large",))
+    node = cpu(machine_names=("m7i.large",))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=lambda: labels))
     monkeypatch.setattr(inspection, "detect_machine", lambda: node)
     assert inspection._look().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
@@ -27,10 +27,7 @@ def test_machine_names_include_node_labels(monkeypatch):
 def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpus, found_gpus):
     import ray
 
-    node = Hardware(
-        platform="cuda", accelerator="H100", num_accelerators=8, compute_capability=(9, 0), memory_gib=80,
-        free_memory_gib=80, num_cpus=192,
-    )  # fmt: skip
+    node = gpu(num_accelerators=8)
     probe_options = {}
 
     class Probe:
@@ -64,8 +61,7 @@ def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
     monkeypatch.setattr(inspection.psutil, "Process", lambda pid: raylet if pid == os.getppid() else None)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
     seen = []
-    node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
-    monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or node)
+    monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or cpu())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
     inspection._look()
     assert seen == ["0,1"]

@@ -1,13 +1,13 @@
 from dataclasses import replace
 
 import pytest
+from devices import cpu, gpu
 
 from peagle.engine.memory import check_capacity
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
-from peagle.hardware import Hardware
 from pipelines.cluster import placement
-from pipelines.cluster.placement import PREPARE_CPUS, lacking, node_to_ask, num_engine_nodes, on_accelerators, place
+from pipelines.cluster.placement import PREPARE_CPUS, lacking, node_to_inspect, num_engine_nodes, on_accelerators, place
 
 HEAD = {"CPU": 4.0}
 G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
@@ -15,14 +15,11 @@ P5 = {"CPU": 192.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
 
 
 def gpu_node(num_accelerators):
-    return Hardware(
-        platform="cuda", accelerator="GPU", num_accelerators=num_accelerators, compute_capability=(9, 0),
-        memory_gib=80, free_memory_gib=80, num_cpus=8,
-    )  # fmt: skip
+    return gpu(num_accelerators=num_accelerators)
 
 
 def cpu_node(num_cpus):
-    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=num_cpus)
+    return cpu(num_cpus=num_cpus, core_ids=())
 
 
 @pytest.mark.parametrize(
@@ -51,16 +48,7 @@ def test_hyper_threads_do_not_count_as_cores():
 
 
 def test_gpu_engine_reserves_its_accelerators():
-    node = Hardware(
-        platform="cuda",
-        accelerator="H100",
-        num_accelerators=8,
-        compute_capability=(9, 0),
-        memory_gib=80,
-        free_memory_gib=80,
-        num_cpus=192,
-    )
-    placement = place(node, num_engines=2, accelerators_per_engine=4, num_nodes=1)
+    placement = place(gpu_node(8), num_engines=2, accelerators_per_engine=4, num_nodes=1)
     assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
 
 
@@ -120,8 +108,8 @@ def test_cpu_engines_are_divided_among_all_nodes():
 )
 def test_autoscaler_request_per_node(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
-    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
-    assert node_to_ask({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
+    assert node_to_inspect(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
+    assert node_to_inspect({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
 
 
 def test_accelerator_type_is_respected():
@@ -168,7 +156,7 @@ def test_placement_of_engine_on_several_nodes():
     keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
     assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
     assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
-    assert node_to_ask({"g7e": G7E, "p5": P5}, engine) == "p5"
+    assert node_to_inspect({"g7e": G7E, "p5": P5}, engine) == "p5"
 
 
 def test_placement_of_engine_on_several_cpu_nodes():

@@ -151,7 +151,7 @@ G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 def growing_cluster(monkeypatch):
     """A cluster whose autoscaler adds nodes on request; records requests and messages."""
     calls, announced, node_snapshots = [], [], []
-    monkeypatch.setattr(cluster, "_asked", False)
+    monkeypatch.setattr(cluster, "_has_requested_nodes", False)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
     monkeypatch.setattr(
         cluster, "_nodes", lambda: node_snapshots.pop(0) if len(node_snapshots) > 1 else node_snapshots[0]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from devices import cpu
 from ray._private.utils import validate_socket_filepath
 
 from jobs import doctor
@@ -39,9 +40,7 @@ LIMITS = [
 @pytest.mark.parametrize(("kind", "values", "message"), LIMITS)
 def test_too_low_process_limit_is_refused(limits, monkeypatch, kind, values, message):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(
-        hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=2)
-    )
+    monkeypatch.setattr(hardware, "detect", cpu)
     limits[kind] = values
     with pytest.raises(ConfigError, match=message) as caught:
         startable.require_startable()
@@ -58,9 +57,7 @@ def test_soft_and_root_limits_are_ignored(limits, monkeypatch):
 
 
 def test_open_file_limit_grows_with_cpus(limits, monkeypatch):
-    monkeypatch.setattr(
-        hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=192)
-    )
+    monkeypatch.setattr(hardware, "detect", lambda: cpu(num_cpus=192))
     limits[resource.RLIMIT_NOFILE] = (2048, 2048)
     with pytest.raises(ConfigError, match="need 3,072"):
         startable.require_startable()
@@ -94,8 +91,7 @@ def test_doctor_lists_all_obstacles(limits, monkeypatch):
     monkeypatch.setenv("PYTHONOPTIMIZE", "2")
     monkeypatch.setenv("RAY_TMPDIR", "/" + 100 * "x")
     limits[resource.RLIMIT_NOFILE] = (64, 64)
-    here = hardware.Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
-    problems = "\n".join(doctor.find_problems(here, dict.fromkeys(("ray", "vllm", "torch"), "1")))
+    problems = "\n".join(doctor.find_problems(cpu(), dict.fromkeys(("ray", "vllm", "torch"), "1")))
     for part in ("the limit for Ray", "open files is 64", "PYTHONOPTIMIZE=2"):
         assert part in problems
 

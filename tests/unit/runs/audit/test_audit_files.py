@@ -24,7 +24,7 @@ def kinds(run):
     return [finding.kind for finding in audit_run(run).findings]
 
 
-def single_finding(run) -> Finding:
+def single_finding(run):
     (finding,) = audit_run(run).findings
     return finding
 
