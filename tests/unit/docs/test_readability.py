@@ -1,0 +1,94 @@
+"""Pages for readers: short sentences and paragraphs, existing pictures, a complete navigation, a limit of all words."""
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MAX_WORDS_PER_SENTENCE = 18  # on average
+MAX_WORDS_PER_PARAGRAPH = 90
+MAX_WORDS = 25_000
+GUIDES = ("bulk", "online", "deploy", "cost", "drafters", "planning", "benchmarks")
+FOLDERS = ("tutorials", "how-to", "explanation")
+READ = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in GUIDES),
+    *sorted(chain.from_iterable((ROOT / "docs" / folder).glob("*.md") for folder in FOLDERS)),
+]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text):
+    """Return the paragraphs and list items of a page, without code, tables, headings, pictures and HTML.
+
+    >>> blocks("# Title\\n\\nOne `a b`.\\n- Two [x](y.md).\\n- Three.\\n\\n| a |\\n|---|\\n")
+    ['One code.', 'Two x.', 'Three.']
+    """
+    text = re.sub(r"^ *(```|~~~).*?^ *\1 *$", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]+`", "code", text)
+    text = re.sub(r"^ *(\||#|<|:::|    \S).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *([-*]|\d+\.) +", "\n\n", text, flags=re.MULTILINE)
+    return [" ".join(block.split()) for block in re.split(r"\n\s*\n", text) if block.strip()]
+
+
+def sentences(text):
+    """Return the sentences of all blocks.
+
+    >>> sentences("One. Two, e.g. `x`.\\n\\nThree")
+    ['One.', 'Two, e.g. code.', 'Three']
+    """
+    return [s for block in blocks(text) for s in re.split(r"(?<=[.!?])(?<!e\.g\.)\s+", block) if re.search(r"\w", s)]
+
+
+def num_words(text):
+    return len(text.split())
+
+
+@pytest.mark.parametrize("page", READ, ids=name_of)
+def test_sentences_and_paragraphs_are_short(page):
+    text = page.read_text()
+    average = mean(map(num_words, sentences(text)))
+    assert average <= MAX_WORDS_PER_SENTENCE, f"{average:.1f} words per sentence"
+    long = [block for block in blocks(text) if num_words(block) > MAX_WORDS_PER_PARAGRAPH]
+    assert not long, f"paragraphs of {[num_words(block) for block in long]} words; the first: {long[0][:80]} ..."
+
+
+@pytest.mark.parametrize("page", sorted({*READ, *(ROOT / "docs").rglob("*.md")}), ids=name_of)
+def test_pictures_exist(page):
+    shown = re.findall(r'!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img [^>]*src="([^"]+)"', page.read_text())
+    missing = [link for pair in shown for link in pair if link and not (page.parent / link).is_file()]
+    assert not missing
+
+
+def linked(entries):
+    """Yield the pages of a nav."""
+    for entry in entries:
+        for target in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(target, str):
+                yield target
+            else:
+                yield from linked(target)
+
+
+def test_each_page_is_in_the_navigation():
+    nav = list(linked(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
+    assert len(nav) == len(set(nav)), "a page is listed twice"
+    assert {page for page in nav if not (ROOT / page).exists()} == set()
+    folders = [page for page in nav if page.endswith("/")]
+    pages = {name_of(page) for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages - set(nav) if not page.startswith(tuple(folders))} == set()
+
+
+def test_pages_have_few_words():
+    total = sum(num_words(page.read_text()) for page in {*READ, *DECISIONS})
+    assert total <= MAX_WORDS, f"{total:,} words outside the reference; move histories and measurements to benchmarks/"
