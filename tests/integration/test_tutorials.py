@@ -48,7 +48,6 @@ def test_tutorial(page, tmp_path, environment):
     for command in commands(page):
         *shell, source = command
         source = source.replace("127.0.0.1:8000", f"127.0.0.1:{environment['PEAGLE_PORT']}")
-        print(f"\n$ {source}", flush=True)
         done = subprocess.run(
             [*shell, source],
             cwd=tmp_path,
@@ -58,5 +57,5 @@ def test_tutorial(page, tmp_path, environment):
             text=True,
             timeout=LIMIT_S,
         )
-        print(done.stdout, flush=True)
+        sys.stdout.write(f"\n$ {source}\n{done.stdout}")
         assert done.returncode == 0
