@@ -16,7 +16,8 @@ Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJ
   peagle deploy kuberay serve.yaml --image registry.example/peagle:cuda --namespace team --apply
 
 There is one pod per machine, sized by the configuration's instance_type. Secrets are referenced by name and never read;
-the commands that create them are printed to standard error. docs/deploy.md shows a complete example.
+the commands that create them are printed to standard error. docs/how-to/kubernetes.md has all
+commands.
 """
 COMMON = ("image", "name", "namespace", "output", "env_secret", "keys_secret", "schedule", "apply")
 

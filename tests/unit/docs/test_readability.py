@@ -32,7 +32,8 @@ def blocks(text):
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]+`", "code", text)
-    text = re.sub(r"^ *(\||#|<|:::|    \S).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\n\n(    .*\n)+", "\n\n", text)
+    text = re.sub(r"^ *(\||#|<|:::).*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"^ *([-*]|\d+\.) +", "\n\n", text, flags=re.MULTILINE)
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", text) if block.strip()]
 
@@ -45,10 +46,30 @@ def num_words(text):
     return len(text.split())
 
 
+PAGE = """\
+# Title
+
+A `b c`. D!
+- [e](f.md).
+  1. G
+     h.
+
+    a = b
+    c = d
+
+| i |
+|---|
+![j](k.png)
+```
+l.
+```
+<img>
+"""
+
+
 def test_blocks_and_sentences():
-    page = "# Title\n\nA `b c`. D!\n- [e](f.md).\n  1. G\n     h.\n\n| i |\n|---|\n![j](k.png)\n```\nl.\n```\n<img>\n"
-    assert blocks(page) == ["A code. D!", "e.", "G h."]
-    assert sentences(page) == ["A code.", "D!", "e.", "G h."]
+    assert blocks(PAGE) == ["A code. D!", "e.", "G h."]
+    assert sentences(PAGE) == ["A code.", "D!", "e.", "G h."]
 
 
 @pytest.mark.parametrize("page", READ, ids=name_of)
