@@ -32,7 +32,6 @@ def blocks(text):
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]+`", "code", text)
-    text = re.sub(r"\n\n(    .*\n)+", "\n\n", text)
     text = re.sub(r"^ *(\||#|<|:::).*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"^ *([-*]|\d+\.) +", "\n\n", text, flags=re.MULTILINE)
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", text) if block.strip()]
@@ -53,9 +52,6 @@ A `b c`. D!
 - [e](f.md).
   1. G
      h.
-
-    a = b
-    c = d
 
 | i |
 |---|
