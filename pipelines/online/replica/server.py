@@ -104,7 +104,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         # A draining replica keeps its slot; its successor shares the cores.
         index = self._account.engine_index % num_engines
         set_environment(spec, here, engine_index=index, num_engines_on_node=num_engines)
-        return make_llm_config(job, spec, here)
+        config = make_llm_config(job, spec, here)
+        # Ray would start a process on each node to download the model, which `local_spec` has done.
+        config.get_or_create_callback().ctx.run_init_node = not Path(spec.model).is_dir()
+        return config
 
     async def _require_live_engine(self) -> None:
         """Raise EngineUnavailable if this engine is dead, so that another engine takes the request."""
