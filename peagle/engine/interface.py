@@ -41,7 +41,7 @@ class Generation:
     """The result of one request.
 
     Attributes:
-        text, finish_reason: of the first response; the reason is "stop" or "length".
+        text, finish_reason: of the first response; the reason is "stop", "length" or, with a parser, "tool_calls".
         num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter or if unknown.
