@@ -24,11 +24,16 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
     monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # the value on this machine
-    monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
+    callback = SimpleNamespace(ctx=SimpleNamespace(run_init_node=True))
+    monkeypatch.setattr(
+        server,
+        "make_llm_config",
+        lambda *_, **__: SimpleNamespace(variables=dict(os.environ), get_or_create_callback=lambda: callback),
+    )
     job = SimpleNamespace(
         spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a",
         placement=SimpleNamespace(num_engines_on_node=1),
     )  # fmt: skip
-    variables = Replica()._local_config(job)
+    variables = Replica()._local_config(job).variables
     assert variables.get("KMP_USE_YIELD") == expected
     assert "OMP_NUM_THREADS" not in variables
