@@ -1,4 +1,4 @@
-"""The configuration model of each command, and the model that a file is for."""
+"""Find the configuration model of a command, and the command that a configuration file is for."""
 
 import importlib
 from pathlib import Path
@@ -40,7 +40,7 @@ def command_of(path: Path) -> str:
 
 
 def read_configuration(path: Path) -> "GenerateConfig | ServeConfig":
-    """Load a bulk run's or an endpoint's configuration from its file, without flags and environment.
+    """Load the configuration file of a bulk run or an endpoint, ignoring flags and environment variables.
 
     Raises:
         ConfigError: the file cannot be read or is invalid.

@@ -15,7 +15,7 @@ from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
 
-_SPARE_S = 60.0  # in addition to the grace period: time to notice, to commit and to exit
+_SPARE_S = 60.0  # added to the grace period, for noticing the signal, committing and exiting
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 RENAMED = {"target": "model", "budget_min": "time_budget_s"}
 """New names by old name. Old names are still accepted in YAML, flags and the environment."""
 FACTORS = {"budget_min": 60.0}
-"""By old name, the number by which a value is multiplied."""
+"""For each old name whose unit changed, the factor that converts its value to the new unit."""
 
 
 def current(old: str, value: Any) -> Any:
@@ -27,10 +27,10 @@ KEYS = {
     "notice_s": "plans count interruptions without notice; leave it out",
     "renew": "run `python benchmarks/prices/renew.py CLONE` in a clone of this repository",
 }
-"""By key; the flag has the same name."""
+"""What to do instead of using a removed key, or the removed flag of the same name."""
 VALUES = {
     ("format", "md"): "use --format table, html, csv or json",
     ("market", "reserved"): "state the price of a machine with --usd-per-hour, or put it into the column "
     "usd_per_hour_on_demand of a table for --prices",
 }
-"""By key and value."""
+"""What to do instead of setting a key to a removed value."""

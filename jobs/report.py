@@ -16,7 +16,7 @@ For an endpoint, use `peagle cost STATE`.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="HTML page to write, which compares the runs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page that compares the runs")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

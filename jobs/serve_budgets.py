@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from pipelines.online.config import ServeConfig
 
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a tag as KEY=VALUE, or endpoint; not used by list")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="a tag (KEY=VALUE) or the word endpoint; not used by list"
+    )
     state = ServeConfig.model_fields["state"].default
     parser.add_argument(
         "--state", type=Path, default=state, metavar="PATH", help="--state of the endpoint (default: %(default)s)"
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
 
     if args.name is None and args.action != "list":
-        raise ConfigError(f"{args.action} requires a tag as KEY=VALUE, or endpoint")
+        raise ConfigError(f"{args.action} requires a tag (KEY=VALUE) or the word endpoint")
     if args.action != "set" and (args.budget_usd is not None or args.every is not None):
         raise ConfigError(f"--budget-usd and --every cannot be used with {args.action}")
     return _ACTIONS[args.action](user_path(args.state) / "ledger" / BUDGETS_NAME, args)

@@ -1,6 +1,7 @@
-"""Redirect standard error, so that the logs of Ray and vLLM are not on the terminal.
+"""Redirect standard error to keep the logs of Ray and vLLM off the terminal.
 
-They write to the file descriptor, even from C++ and child processes, so Python loggers cannot filter them.
+Both libraries write directly to the file descriptor, even from C++ and child processes, so Python loggers cannot filter
+their output.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import BinaryIO, Self
 
 
 class QuietStderr:
-    """Redirects standard error to a temporary file, and later to the file of `move_to`."""
+    """Redirects standard error to a temporary file, and after `move_to` to a named file."""
 
     def __enter__(self) -> Self:
         sys.stderr.flush()
@@ -23,7 +24,7 @@ class QuietStderr:
         return self
 
     def move_to(self, path: Path) -> None:
-        """Continue in `path`, with the previous output first."""
+        """Append the output so far to `path`, and redirect standard error there from now on."""
         sys.stderr.flush()
         log = path.open("ab")
         self._log.seek(0)

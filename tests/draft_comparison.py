@@ -1,6 +1,6 @@
 """Compare the drafts of vLLM's proposers token by token with those of a head in training.
 
-Two tokens may only be exchanged if they tie: our logits of both differ by at most TIE.
+vLLM's token may differ from ours only if the two tie: our logits for them differ by at most TIE.
 """
 
 import functools
@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
 
 
 def run_jobs(jobs, environment, folder):
-    """Return the answers of recorded_drafts.py to its jobs, from one process with these variables."""
+    """Run recorded_drafts.py on these jobs in one process, with these environment variables, and return its answers."""
     jobs_file, answers = folder / "jobs.json", folder / "answers.pt"
     jobs_file.write_text(json.dumps(jobs))
     done = subprocess.run(
@@ -36,7 +36,10 @@ def run_jobs(jobs, environment, folder):
 
 
 def document_reader(target, aux_layers):
-    """Return a function that reads a text once with the hidden states of a target of transformers."""
+    """Return a function that makes a Document from a text's tokens, with the hidden states of a Transformers model.
+
+    It caches its results.
+    """
     reader = HiddenStateReader(target, aux_layers)
 
     @functools.cache
@@ -56,8 +59,8 @@ class Comparison:
         contexts: (request, position of the last known token).
         drafts: vLLM's drafts that were compared, by K.
         num_chunks: unfinished prefills, whose drafts vLLM discards.
-        ties: positions where two tokens with nearly the same logit were exchanged.
-        max_state_error: the largest distance of a context's last states, relative to their norm.
+        ties: draft tokens that differ from ours, but with nearly the same logit.
+        max_state_error: the largest difference between our and vLLM's states of a context, relative to the norm.
     """
 
     contexts: set = field(default_factory=set)
@@ -94,7 +97,10 @@ def compare(answer, num_prompt_tokens, head, document_of):
 
 
 def _documents(answer, num_prompt_tokens, document_of):
-    """Return the text of each request, as the proposer read it at the end of each prompt chunk."""
+    """Return the document of each request, with the tokens that the proposer read.
+
+    At the end of a chunk of an unfinished prompt, it read the prompt's last token instead of the next one.
+    """
     documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
     documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
     for context in answer["contexts"]:
@@ -115,7 +121,7 @@ def _count_ties(head, document, known, ours, theirs):
         if our_token == their_token:
             continue
         margin = _margin(head, document, known, len(ours), depth, their_token)
-        assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
+        assert margin <= TIE, f"{ours} is not {theirs} after token {known}: depth {depth}, logits {margin:.5f} apart"
         ties += 1
         if head.config.speculators_model_type == "eagle3":
             break  # from here on, the drafts follow different tokens

@@ -1,7 +1,8 @@
-"""Heads inside this package, completed on first use in `$PEAGLE_HOME/heads/<id>-<fingerprint>/`.
+"""Heads shipped in this package. An omitted lm_head is added in `$PEAGLE_HOME/heads/<id>-<fingerprint>/`.
 
-vLLM requires a head with a draft vocabulary to contain its rows of lm_head. Untrained rows are equal to the target's,
-so the package omits them (9 MB for a head of the embedded default). FP8 matrices are converted to bf16.
+vLLM requires a head with a draft vocabulary to contain the lm_head rows of that vocabulary. If they were not trained,
+they equal the target's, so the package omits them (this saves 9 MB for the head of the default embedded model). They
+are copied from the target on first use, when FP8 matrices are also converted to bf16.
 """
 
 import hashlib
@@ -27,7 +28,10 @@ _LM_HEAD = "lm_head.weight"
 
 
 def find_shipped_head(name: str) -> Path | None:
-    """Return the complete folder of a shipped head by its id or by its folder name on any machine, or None."""
+    """Return the complete folder of a shipped head, or None.
+
+    `name` is the head's id, or the name of its completed folder, which is the same on every machine.
+    """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
             return whole_head(folder)
@@ -55,6 +59,7 @@ def whole_head(folder: Path) -> Path:
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
+    """Write a copy of a head without its lm_head rows. Raises DrafterError if they differ from the target's."""
     import torch
     from safetensors.torch import load_file
 

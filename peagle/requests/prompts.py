@@ -57,9 +57,9 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """The source of prompts: exactly one of the columns or the template.
+    """Where prompts come from: exactly one of the three columns and the template is set.
 
-    `body_column` has OpenAI requests: chats or completions.
+    `body_column` contains the bodies of OpenAI requests, for chats or completions.
     """
 
     column: str | None = None
@@ -89,8 +89,8 @@ def resolve_prompts(
         where: the corpus's name, for errors.
 
     Raises:
-        InputError: the named column, or every default column, does not exist.
-        ConfigError: the template is invalid, or the model has no chat template for a chat.
+        InputError: a named column does not exist, or none is named and the default columns do not exist.
+        ConfigError: the prompt template is invalid, or a chat template is needed and the model has none.
     """
     if body_column is not None:
         for option in ("prompt_column", "prompt_template", "messages_column", "chat"):
@@ -179,7 +179,8 @@ class PromptBuilder:
         if not token_ids:
             return RowError(reason="empty_prompt", message="the prompt has no tokens")
         if len(token_ids) >= self._max_model_len:
-            message = f"the prompt has {len(token_ids)} tokens; with the response, the limit is {self._max_model_len}"
+            limit = f"the limit is {self._max_model_len}, including the response"
+            message = f"the prompt has {len(token_ids)} tokens; {limit}"
             return RowError(reason="prompt_too_long", message=message)
         return token_ids
 

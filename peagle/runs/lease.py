@@ -1,7 +1,7 @@
-"""The lease of a run directory. A single driver holds and renews it; if it does not, another driver may take over.
+"""The lease of a run directory. One driver holds and renews it; if the renewals stop, another may take over.
 
     OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
-    OUT/.lease/N.stop.json    while that driver stops the run: its signal to the workers (`stopping.py`)
+    OUT/.lease/N.stop.json    exists while that driver stops the run, to tell its workers (`stopping.py`)
 
 A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates wins. The
 holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own monotonic
@@ -206,7 +206,7 @@ def _take(
         now = time.time()
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # a container's user without a name
+        except (KeyError, OSError):  # in a container, the user may have no name
             user = str(os.getuid())
         lease = Lease(
             number=before.number + 1 if before else 1,

@@ -1,15 +1,16 @@
 """Rows that may have crashed an engine.
 
-    OUT/suspects/unit-N.SESSION.json    the rows of unit N in that engine process; deleted when N is committed
+    OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 
-The note is written before the rows enter the engine, so it exists no matter which process is killed.
+This file is the note of the unit. It is written before the rows enter the engine, so it exists no matter which process
+is killed. What it means depends on what ended:
 
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
   each is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
-  The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
-  alone this counts as a crash, and units that only waited are cleared.
-- The driver was killed: this says nothing about rows. `stale_notes` finds the notes that only mean this.
+  The first time the unit is simply run again; from the second time on, all its rows are suspects. If a row was alone in
+  the engine, its loss counts as a crash of that row, and the other units, which were waiting for it, are not blamed.
+- The driver was killed: this says nothing about the rows. `stale_notes` finds the notes that can be ignored.
 """
 
 import contextlib
@@ -121,7 +122,7 @@ class RowsInEngine:
         return notes
 
     def end(self, unit: int) -> None:
-        """Forget a unit that is finished or abandoned. A process that had the unit twice may end it twice."""
+        """Forget a finished or abandoned unit. Does nothing if it is already forgotten, since a unit may run twice."""
         self._notes.pop(unit, None)
 
     @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Endpoint:
     born_at: float  # the creation time of its process, which detects a reused pid
     started_at: float
     stop_s: float  # maximum time to stop
-    model: str = ""  # name of its first model for clients
+    model: str = ""  # the name by which clients request its first model
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """Usage and cost of the endpoint from its ledger: by key, by model and in total.
 
-A request costs its share of an engine's busy seconds. Starting and idle engines only count for the whole endpoint.
+A request costs its share of an engine's busy time. Starting and idle time is only part of the endpoint's total cost.
 """
 
 import math
@@ -37,9 +37,9 @@ class CostView:
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
-        """Return usage and cost as JSON, of all time or of the last seconds, rounded to minutes.
+        """Return usage and cost as JSON, for all time or for the last `window_s` seconds, rounded to minutes.
 
-        With a key, return only its requests, without the engines' account.
+        With a key, cover only its requests, and omit the costs of the engines (`account`).
         """
         with self.totals.snapshot():
             return self._report(key, window_s)
@@ -58,7 +58,7 @@ class CostView:
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
-        """Return the spend of some days as JSON, like `peagle cost`. With a key, return only what it was billed."""
+        """Return the spend in `days` as JSON, like `peagle cost`. With a key, include only what that key was billed."""
         work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
         with self.totals.snapshot():
             for cell, sums in self.totals.cells.items():
@@ -124,8 +124,9 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
 
     Tokens per dollar use busy time only: requests do not pay for idle engines.
 
-    `requests_at_once` is the requests' total time divided by their shares of busy time. For a single key it is exact
-    only if no request had several choices, since shares count choices. Batches with their own engines are excluded.
+    `requests_at_once` is the average concurrency: the total duration of the requests, divided by their total share of
+    the engines' busy time. A request with several choices has a share for each, so the figure for a single key is exact
+    only if every request had one choice. Batches with their own engines are excluded.
     """
     cells = list(cells)
     units = [sums.usage for sums in cells]

@@ -17,7 +17,7 @@ from pipelines.online.config import ServeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """An endpoint as it would be started; `is_here` if the engines would run on this machine."""
+    """What `peagle serve` would start. `is_here` says whether its engines would run on this machine."""
 
     config: ServeConfig
     hardware: Hardware
@@ -80,18 +80,21 @@ class EndpointForecast:
 
 
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
-    """Resolve an endpoint without starting it, as far as this machine can detect."""
-    here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
-    num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
-    served = resolve(config, here, num_nodes=num_nodes, announce=announce)
+    """Resolve an endpoint's configuration without starting it.
+
+    The hardware is that of the configured machine, or else of this one.
+    """
+    hardware, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
+    served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
     return EndpointForecast(
         config=config,
-        hardware=here,
+        hardware=hardware,
         is_here=is_here,
         num_nodes=num_nodes,
         served=served,
-        price=endpoint_price(config, here, served),
-        requires_key=gate_settings(config, here, served).requires_key,
+        price=endpoint_price(config, hardware, served),
+        requires_key=gate_settings(config, hardware, served).requires_key,
     )
 
 

@@ -1,7 +1,8 @@
-"""Metrics of the last minutes for the web page and `/v1/live`, and notes on drafters that cost more than they save.
+"""Metrics of recent minutes for the web page and `/v1/live`, and notes on drafters that cost more than they save.
 
-A request appears when it has ended. Its tokens are spread over the time from its first token to its end (from its start
-if that is unknown); everything else counts at its end. Time is divided into steps, and only complete ones are shown.
+A request appears once it has ended. Its tokens are spread evenly from its first token to its end (or from its start, if
+the time of the first token is unknown); its other figures count at its end. Time is divided into steps, and only
+complete steps are shown.
 """
 
 import contextlib
@@ -45,7 +46,10 @@ class _Cell:
 
 
 class LiveView:
-    """The last minutes of a ledger. `break_even` lengths of drafters are by model and concurrency, if known."""
+    """The recent minutes of a ledger.
+
+    `break_even` has, by model and concurrency, the acceptance length at which the drafter pays off, if known.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class LiveView:
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
         """Return the metrics of the last `window_s` (a multiple of 60) as JSON, at most one second old.
 
-        With a key, return only its requests, without the endpoint's account.
+        With a key, cover only its requests, and omit the costs of the engines (`account`).
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
@@ -187,7 +191,7 @@ def watch_engines(
     *,
     every_s: float = 60.0,
 ) -> None:
-    """Check the last ten minutes of each drafter periodically until the endpoint stops. `watches` are by model name."""
+    """Check the last ten minutes of each drafter periodically until the endpoint stops. `watches` is keyed by model."""
     while not stopped.wait(every_s):
         try:
             by_model = view.report(window_s=600.0)["by_model"]

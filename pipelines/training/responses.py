@@ -32,10 +32,10 @@ _COPIED = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIONS)
 def regenerate(
     config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
-    """Generate the missing responses; `config.response_sources` then has them."""
+    """Generate the missing responses into the runs that `config.response_sources` names."""
     target = load_target(config.model, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
-    letters = []
+    dead_letters = []
     for mode, prompts in zip(
         DECODING_MODES, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True
     ):
@@ -44,14 +44,15 @@ def regenerate(
             corpus = _write(prompts, config.answers(mode))
             run_config = _run_config(config, mode, corpus, target, MESSAGES in prompts[0], engine)
             generate(RunRequest(config=run_config, command=command), progress)
-            letters += list(RunDirectory(config.answers(mode)).dead_letters())
-    if letters:
-        progress.say(f"{len(letters)} of {len(rows):,} prompts have no response; the first: {letters[0]['message']}")
-    if len(letters) == len(rows):
+            dead_letters += list(RunDirectory(config.answers(mode)).dead_letters())
+    if dead_letters:
+        first_error = dead_letters[0]["message"]
+        progress.say(f"{len(dead_letters)} of {len(rows):,} prompts have no response; the first error: {first_error}")
+    if len(dead_letters) == len(rows):
         raise InputError(
-            f"{config.output / 'responses'}: none of {len(rows):,} prompts has a response; the first:"
-            f" {letters[0]['message']}",
-            hint="the runs' failed/ folders have the reason of each row",
+            f"{config.output / 'responses'}: none of {len(rows):,} prompts has a response; the first error:"
+            f" {dead_letters[0]['message']}",
+            hint="the failed/ folders of the runs contain the reason for each row",
         )
 
 

@@ -74,7 +74,7 @@ def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
     }
     assert accessible_to_others(run_dir) == []
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o770
-    check_around(permissive)
+    check_shared_folders_are_private(permissive)
 
 
 @pytest.fixture
@@ -102,14 +102,14 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
         endpoint.wait_until_up(START_S)
         use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
         others = reachable(endpoint.process.pid) - {port}
-        # Serve has each replica listen on all addresses.
+        # Serve's replicas listen on all addresses, but must require Ray's token.
         assert {exposed_without_token(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
-    (folder / "serve.log").chmod(0o600)  # the test's own connection
+    (folder / "serve.log").chmod(0o600)  # created by this test, not by the endpoint
     assert {path.name for path in (folder / "state").iterdir()} >= {"ledger", "logs", "prompts"}
     assert accessible_to_others(folder) == []
-    check_around(permissive)
+    check_shared_folders_are_private(permissive)
 
 
 def use(url, key, trusted):
@@ -162,8 +162,8 @@ def reachable(pid):
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
 
 
-def check_around(shared):
-    """Ray's session, sockets, claims and token are private."""
+def check_shared_folders_are_private(shared):
+    """Check the files outside the output folder: Ray's session, sockets and token, and the locks of engine slots."""
     assert [path.name for path in shared.iterdir()] == [f"peagle-{os.geteuid()}"]
     assert stat.S_IMODE((shared / f"peagle-{os.geteuid()}").stat().st_mode) == 0o700
     assert accessible_to_others(Path.home()) == []

@@ -52,7 +52,10 @@ class Rates:
 
 
 def acceptance_svg(runs: Sequence[Rates]) -> str:
-    """Plot the share of accepted drafts by position of at most `MAX_SERIES` runs with rates, as grouped bars."""
+    """Plot the acceptance rate of each run at each draft position, as grouped bars.
+
+    There are at most `MAX_SERIES` runs, and each has rates.
+    """
     num_positions = max(len(run.rates) for run in runs)
     ceiling = next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if max(max(run.rates) for run in runs) <= ceiling)
     plot_height = HEIGHT - TOP - BOTTOM
@@ -160,7 +163,11 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
 
 
 def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
-    """Plot a histogram: `counts` from `first` in steps of `step`; the last has all larger values if `has_more`."""
+    """Plot a histogram.
+
+    Column i counts the values from `first + i * step` to the next step; with `has_more`, the last column also counts
+    all larger values.
+    """
     counts, first, step = histogram["counts"], histogram["first"], histogram["step"]
     columns = []
     for index, count in enumerate(counts):
@@ -184,11 +191,11 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
 
 
 def _columns(
-    columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, words: Callable[[float], str]
+    columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, format_value: Callable[[float], str]
 ) -> list[str]:
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
     width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
-    drawn = [grid_line(y(value), words(value)) for value in ticks]
+    drawn = [grid_line(y(value), format_value(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
         middle, below = LEFT + (index + 0.5) * width, 0.0
         for kind, amount, tooltip in parts:
@@ -230,7 +237,7 @@ def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: s
     return f'<rect class="{kind}" {place} rx="1.5">{title(tooltip)}</rect>'
 
 
-# Seconds and name of a unit, and numbers of units between ticks.
+# Seconds in a unit, its name, and how many units may lie between two ticks.
 _UNITS = (
     (86_400, "d", (1, 2, 7, 14)),
     (3600, "h", (1, 2, 4, 8)),
@@ -246,7 +253,7 @@ def series_svg(
     values: Sequence[float],
     timeline: Mapping[str, Any],
     name: str,
-    words: Callable[[float], str],
+    format_value: Callable[[float], str],
     *,
     is_sum: bool = False,
 ) -> str:
@@ -261,7 +268,7 @@ def series_svg(
     line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
     drawn = [
-        *(grid_line(y(value), words(value)) for value in ticks),
+        *(grid_line(y(value), format_value(value)) for value in ticks),
         f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
         f'<polyline class="line-0" points="{line}"/>',
         *_time_axis(timeline, x, TOP, bottom),
