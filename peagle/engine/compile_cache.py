@@ -5,6 +5,7 @@ same versions and kind of processor that compiled it: the compiler targets the l
 torch include in their cache keys. `vllm_plugin.py` makes vLLM load the code.
 """
 
+import contextlib
 import grp
 import hashlib
 import json
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.private import temporary_folder, user_path
 
@@ -49,10 +51,30 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
     return {ROOT: str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
-def has_compiled_code(inherited: Mapping[str, str]) -> bool:
-    """Return whether a CPU engine has stored compiled code on this node, which later engines mostly load."""
-    folder = Path(cache_root(inherited)[ROOT]) / "torch_compile_cache"
-    return folder.is_dir() and any(folder.iterdir())
+def has_compiled_code(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
+    """Return whether an engine with these settings was compiled on this node, so that the next one loads its code.
+
+    Args:
+        spec: with model names for any node, as for `note_compiled`.
+    """
+    return _note(spec, inherited).exists()
+
+
+def note_compiled(spec: EngineSpec, inherited: Mapping[str, str]) -> None:
+    """Note that an engine has compiled and stored its code. Without the note, later engines only start eagerly."""
+    if not spec.enforce_eager:
+        with contextlib.suppress(OSError):
+            _note(spec, inherited).parent.mkdir(exist_ok=True)
+            _note(spec, inherited).touch()
+
+
+def _note(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:
+    drafter = spec.drafter and (spec.drafter.method, spec.drafter.model, spec.drafter.num_speculative_tokens)
+    names = ("model", "revision", "precision", "kv_cache_precision", "max_num_seqs", "max_model_len")
+    sizes = ("max_num_batched_tokens", "tensor_parallel_size", "extra")
+    facts = [drafter, *(getattr(spec, name) for name in names + sizes)]
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+    return Path(cache_root(inherited)[ROOT]) / "compiled" / digest
 
 
 def _kind(cpuinfo: Path) -> str:

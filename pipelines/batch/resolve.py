@@ -242,20 +242,20 @@ def resolve(
     )
 
 
-def may_skip_compiling(options: EngineOptions, hardware: Hardware) -> bool:
+def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineSpec) -> bool:
     """Whether peagle decides about compiling: on a CPU, if the user left it open and no compiled code exists."""
     return (
         hardware.platform == "cpu"
         and "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
-        and not has_compiled_code(os.environ)
+        and not has_compiled_code(spec, os.environ)
     )
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
     """Whether compiling saves more time than it takes, or is not peagle's decision."""
     footprint = footprint_of(engine.model)
-    if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware):
+    if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware, engine.spec):
         return True
     return plan.num_rows * config.max_tokens * footprint.weights_bytes > _COMPILE_WORK
 

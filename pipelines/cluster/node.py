@@ -12,6 +12,7 @@ from pathlib import Path
 from peagle import hardware
 from peagle.catalog.local import local_spec
 from peagle.engine.arguments import NodeRank
+from peagle.engine.compile_cache import note_compiled
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm import VllmEngine, follow_engine, start_engine
 from peagle.errors import CapacityError
@@ -95,13 +96,17 @@ def start_vllm(
         PeagleError: the node cannot run the engine, or the model is not available here.
     """
     set_threads(spec)
-    return start_engine(
+    here = hardware.detect()
+    engine = start_engine(
         local_spec(spec),
-        hardware.detect(),
+        here,
         engine_index=engine_index,
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
+    if here.platform == "cpu":
+        note_compiled(spec, os.environ)
+    return engine
 
 
 def start_only_engine(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:

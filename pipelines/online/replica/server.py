@@ -13,6 +13,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.catalog.local import local_spec
+from peagle.engine.compile_cache import note_compiled
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
@@ -62,6 +63,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
         if not self._is_fake:
+            if hardware.detect().platform == "cpu":
+                note_compiled(job.spec, os.environ)
             client = engine_client(self.engine)
             report_sequences(client)
             hide_python_errors(self.engine)

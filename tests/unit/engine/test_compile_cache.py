@@ -1,10 +1,12 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peagle.engine import compile_cache
-from peagle.engine.compile_cache import cache_root, has_compiled_code
+from peagle.engine.compile_cache import cache_root, has_compiled_code, note_compiled
+from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 
 CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nflags\t: {flags}\n\nprocessor\t: 1\n"
@@ -109,11 +111,15 @@ def test_fallback_folder(cache_parent, capfd):
     assert "Not a directory" in capfd.readouterr().err
 
 
-def test_has_compiled_code(cache_parent):
+def test_compiled_code_is_of_an_engine_with_the_same_settings(cache_parent):
     inherited = {"VLLM_CACHE_ROOT": str(cache_parent)}
-    folder = Path(cache_root(inherited)["VLLM_CACHE_ROOT"]) / "torch_compile_cache"
-    assert not has_compiled_code(inherited)
-    folder.mkdir(parents=True)
-    assert not has_compiled_code(inherited)
-    (folder / "abc").mkdir()
-    assert has_compiled_code(inherited)
+    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=5)
+    spec = EngineSpec(model="m", drafter=drafter, max_num_seqs=8)
+    assert not has_compiled_code(spec, inherited)
+    note_compiled(replace(spec, enforce_eager=True), inherited)
+    assert not has_compiled_code(spec, inherited)
+    note_compiled(spec, inherited)
+    assert has_compiled_code(spec, inherited)
+    assert has_compiled_code(replace(spec, seed=1), inherited)
+    others = [replace(spec, max_num_seqs=4), replace(spec, drafter=replace(drafter, num_speculative_tokens=3))]
+    assert not any(has_compiled_code(other, inherited) for other in others)

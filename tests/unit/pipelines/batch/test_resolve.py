@@ -149,7 +149,7 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
     ],
 )
 def test_short_runs_on_cpus_are_not_compiled(embedded_target, monkeypatch, num_rows, keys, has_code, is_eager):
-    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda _: has_code)
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
     config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **keys)
     run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), CPU)
     assert run.spec.enforce_eager is is_eager

@@ -122,7 +122,7 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
     [({}, False, True), ({}, True, False), ({"enforce_eager": False}, False, False), ({"models": [{}]}, False, True)],
 )
 def test_endpoint_on_a_cpu_compiles_only_what_is_compiled(keys, has_code, is_eager, monkeypatch, embedded_target):
-    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda environment: has_code)
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
     said = []
     (model,) = app.resolve(ServeConfig(drafter="none", **keys), CPU, num_nodes=1, announce=said.append)
     assert model.engine.spec.enforce_eager == is_eager
