@@ -115,8 +115,11 @@ class ResolvedEngine:
     def break_even(self, hardware: Hardware) -> dict[int, float]:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
-        They come from the profile that it follows, or from its card's measurements with the card's own head.
+        They come from the profile that it follows, or from its card's measurements with the card's own head. An engine
+        that only verifies drafts that pay has none.
         """
+        if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
+            return {}
         if self.follows_profile and (profile := self.profile) is not None:
             return break_evens(profile.chosen, _alike(profile))
         drafter, table = self.spec.drafter, self._step_table(hardware)

@@ -6,7 +6,7 @@ yields 1 + (accepted tokens) tokens; the mean over steps is the acceptance lengt
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Self
 
 # A step with a drafter always takes longer than one without (at K=3 on two CPU cores, 15 % longer), so that below this
@@ -23,6 +23,8 @@ class SpeculationStats:
         accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
             accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
+        num_dropped_tokens: drafted tokens that were not worth verifying; not part of `num_draft_tokens`.
+        verified_per_position: entry i counts drafts of which token i was verified; empty if that is all of them.
 
     >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
@@ -32,10 +34,15 @@ class SpeculationStats:
     num_draft_tokens: int
     accepted_per_position: tuple[int, ...]
     num_lookup_tokens: int = 0
+    num_dropped_tokens: int = 0
+    verified_per_position: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = (self.num_drafts, self.num_draft_tokens, *self.accepted_per_position, self.num_lookup_tokens)
-        if not isinstance(self.accepted_per_position, tuple) or any(type(count) is not int for count in counts):
+        per_position = (self.accepted_per_position, self.verified_per_position)
+        totals = (self.num_drafts, self.num_draft_tokens, self.num_lookup_tokens, self.num_dropped_tokens)
+        counts = (*totals, *chain.from_iterable(per_position))
+        are_tuples = all(isinstance(counted, tuple) for counted in per_position)
+        if not are_tuples or any(type(count) is not int for count in counts):
             raise ValueError(f"speculation counts must be whole numbers, got {counts}")
         if min(counts) < 0:
             raise ValueError(f"speculation counts cannot be negative, got {counts}")
@@ -45,6 +52,9 @@ class SpeculationStats:
                 f"a draft is accepted as a prefix, so of {self.num_drafts} drafts the accepted by position "
                 f"cannot be {list(self.accepted_per_position)}"
             )
+        verified = self.verified_by_position
+        if any(a > v for a, v in zip(self.accepted_per_position, verified, strict=True)):
+            raise ValueError(f"by position, {self.accepted_per_position} accepted of {verified} verified tokens")
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
         if self.num_lookup_tokens > self.num_accepted_tokens:
@@ -55,17 +65,23 @@ class SpeculationStats:
         return cls(num_drafts=0, num_draft_tokens=0, accepted_per_position=())
 
     @classmethod
-    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, num_lookup_tokens: int = 0) -> Self:
+    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, own_counts: Sequence[int] = ()) -> Self:
         """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
 
         Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
+
+        Args:
+            own_counts: those of `peagle.engine.vllm_drafts`: accepted copies, dropped tokens, verified by position.
         """
+        num_lookup_tokens, num_dropped_tokens, *verified = own_counts or (0, 0)
         at_least = list(accumulate(reversed(histogram)))[::-1]
         return cls(
             num_drafts=at_least[0] if at_least else 0,
             num_draft_tokens=num_draft_tokens,
             accepted_per_position=tuple(at_least[1:]),
             num_lookup_tokens=num_lookup_tokens,
+            num_dropped_tokens=num_dropped_tokens,
+            verified_per_position=tuple(verified),
         )
 
     @property
@@ -79,10 +95,19 @@ class SpeculationStats:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Acceptance rates by draft position; empty without drafts."""
+        """Acceptance rates by draft position, of the verified tokens; empty without drafts."""
         if not self.num_drafts:
             return ()
-        return tuple(accepted / self.num_drafts for accepted in self.accepted_per_position)
+        pairs = zip(self.accepted_per_position, self.verified_by_position, strict=True)
+        return tuple(accepted / verified if verified else 0.0 for accepted, verified in pairs)
+
+    @property
+    def verified_by_position(self) -> tuple[int, ...]:
+        """Verified tokens at each position of `accepted_per_position`."""
+        num_positions = len(self.accepted_per_position)
+        if not self.verified_per_position:
+            return (self.num_drafts,) * num_positions
+        return (self.verified_per_position + (0,) * num_positions)[:num_positions]
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -93,12 +118,18 @@ class SpeculationStats:
         # Positions beyond the shorter K count as never accepted.
         if not isinstance(other, SpeculationStats):
             return NotImplemented
-        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+
+        def add(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a + b for a, b in zip_longest(mine, theirs, fillvalue=0))
+
+        is_partial = self.verified_per_position or other.verified_per_position
         return SpeculationStats(
             num_drafts=self.num_drafts + other.num_drafts,
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
-            accepted_per_position=tuple(mine + theirs for mine, theirs in pairs),
+            accepted_per_position=add(self.accepted_per_position, other.accepted_per_position),
             num_lookup_tokens=self.num_lookup_tokens + other.num_lookup_tokens,
+            num_dropped_tokens=self.num_dropped_tokens + other.num_dropped_tokens,
+            verified_per_position=add(self.verified_by_position, other.verified_by_position) if is_partial else (),
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -107,23 +138,24 @@ class SpeculationStats:
             "num_draft_tokens": self.num_draft_tokens,
             "accepted_per_position": list(self.accepted_per_position),
             **({"num_lookup_tokens": self.num_lookup_tokens} if self.num_lookup_tokens else {}),
+            **({"num_dropped_tokens": self.num_dropped_tokens} if self.num_dropped_tokens else {}),
+            **({"verified_per_position": list(self.verified_per_position)} if self.verified_per_position else {}),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Inverse of `to_dict`. Missing, unknown or invalid counts raise ValueError."""
-        expected = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
-        if not isinstance(data, Mapping) or set(data) - {"num_lookup_tokens"} != expected:
-            raise ValueError(f"speculation counts must have exactly the keys {sorted(expected)}, got {data!r}")
-        per_position = data["accepted_per_position"]
-        if not isinstance(per_position, list | tuple):
-            raise ValueError(f"accepted_per_position must be a list of counts, got {per_position!r}")
-        return cls(
-            num_drafts=data["num_drafts"],  # type: ignore[arg-type]  # __post_init__ checks
-            num_draft_tokens=data["num_draft_tokens"],  # type: ignore[arg-type]
-            accepted_per_position=tuple(per_position),
-            num_lookup_tokens=data.get("num_lookup_tokens", 0),  # type: ignore[arg-type]
-        )
+        required = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
+        optional = {"num_lookup_tokens", "num_dropped_tokens", "verified_per_position"}
+        if not isinstance(data, Mapping) or not required <= set(data) <= required | optional:
+            raise ValueError(f"speculation counts must have exactly the keys {sorted(required)}, got {data!r}")
+        counts = dict(data)
+        for name in ("accepted_per_position", "verified_per_position"):
+            per_position = counts.get(name) or ()
+            if not isinstance(per_position, list | tuple):
+                raise ValueError(f"{name} must be a list of counts, got {per_position!r}")
+            counts[name] = tuple(per_position)
+        return cls(**counts)  # type: ignore[arg-type]  # __post_init__ checks
 
 
 def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> float:

@@ -85,6 +85,10 @@ def make_setup(
     if drafter is not None and drafter.lookup:
         name_parts.append("lookup")
         label += " with lookup"
+    if drafter is not None and drafter.verify == "auto":
+        name_parts.append("auto")
+    elif drafter is not None and drafter.has_head:
+        label += ", all verified"
     return Setup(
         name="-".join([*name_parts, f"k{k}"]),
         label=label,

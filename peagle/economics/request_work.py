@@ -175,12 +175,13 @@ def _schema() -> "pa.Schema":
         return pa.struct(list(types.items()))
 
     text, number, whole = pa.string(), pa.float64(), pa.int64()
-    speculation = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_lookup_tokens"), whole)
+    speculation = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_lookup_tokens", "num_dropped_tokens"), whole)
+    per_position = dict.fromkeys(("accepted_per_position", "verified_per_position"), pa.list_(whole))
     usage = {
         **dict.fromkeys(("version", *UNIT_COUNTS), whole),
         "session_id": text,
         **dict.fromkeys(("busy_s", "started_at", "finished_at"), number),
-        "speculation": struct(speculation | {"accepted_per_position": pa.list_(whole)}),
+        "speculation": struct(speculation | per_position),
     }
     request = {
         **dict.fromkeys(("version", "num_choices"), whole),

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from peagle.engine import vllm_plugin
+from peagle.engine import vllm_drafts, vllm_plugin
 from peagle.engine.compile_cache import cache_root
 from peagle.engine.lookup import MIN_NGRAM
 from peagle.engine.spec import EngineSpec
@@ -45,9 +45,10 @@ def environment(
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
-    # Set even without a lookup, since an earlier engine in this process may have had one.
+    # Set even if unused, since an earlier engine in this process may have set them.
     drafter = spec.drafter
-    variables[vllm_plugin.LOOKUP] = str(MIN_NGRAM[drafter.method]) if drafter and drafter.lookup else ""
+    variables[vllm_drafts.LOOKUP] = str(MIN_NGRAM[drafter.method]) if drafter and drafter.lookup else ""
+    variables[vllm_drafts.VERIFY] = drafter.verify if drafter else ""
     models = [spec.model] + ([drafter.model] if drafter and drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # all files are local

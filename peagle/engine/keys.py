@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from peagle.engine.arguments import check_extra
 from peagle.engine.precision import Precision, PrecisionName
-from peagle.engine.spec import DrafterSpec
+from peagle.engine.spec import DrafterSpec, Verify
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.key_values import parse_pairs
@@ -58,6 +58,11 @@ class TargetOptions(BaseModel):
         description="prompt lookup in addition to the head: copy later drafts from an earlier occurrence in the"
         " request's text; auto: where a measurement showed a gain",
     )
+    verify: Verify = Field(
+        "auto",
+        description="auto: verify the drafts that are worth their time at the current load, possibly none; all: every"
+        " draft, as always on GPUs",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="another argument of vLLM's engine, as JSON or text; may be repeated; a map in YAML",
@@ -84,7 +89,7 @@ class TargetOptions(BaseModel):
 TARGET_SIZES = tuple(
     name for name in TargetOptions.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
-DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
+DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup", "verify")
 # Fields of an EngineSpec without an option; benchmarks set them.
 SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
@@ -167,6 +172,7 @@ def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) 
         kv_cache_precision=keys.draft_kv_cache_precision,
         attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
         lookup=lookup,
+        verify=keys.verify if hardware.platform == "cpu" else "all",  # on GPUs, drafts stay on the device
     )
 
 

@@ -13,6 +13,7 @@ DraftMethod = Literal["peagle", "eagle3"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
 LookupMethod = Literal["ngram", "suffix"]  # drafts from n-grams of the prompt and the response, without a head
 LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
+Verify = Literal["auto", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class DrafterSpec:
         kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
         attention_backend: vLLM's name of the head's attention back end; None if vLLM chooses.
         lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
+        verify: "auto" verifies the drafts that are worth their time (`verification.py`), "all" every draft.
     """
 
     method: DraftMethod | LookupMethod
@@ -39,6 +41,7 @@ class DrafterSpec:
     kv_cache_precision: str = "auto"
     attention_backend: str | None = None
     lookup: bool = False
+    verify: Verify = "all"
 
     def __post_init__(self) -> None:
         methods = DRAFT_METHODS + LOOKUP_METHODS

@@ -79,8 +79,8 @@ def drafts_of(sequence: Any) -> SpeculationStats | None:
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
         return None
-    # `vllm_plugin.DraftLookup` adds its count to `per_step_drafted`.
-    return SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens, sum(drafts.per_step_drafted))
+    # `vllm_drafts` counts in `per_step_drafted`.
+    return SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens, drafts.per_step_drafted)
 
 
 def model_runner(client: Any) -> str | None:

@@ -78,8 +78,16 @@ METRICS = {
         Metric("peagle_cached_tokens_total", "counter", "tokens", "tokens of prompts that the prefix cache had"),
         Metric("peagle_output_tokens_total", "counter", "tokens", "tokens of answers"),
         Metric("peagle_drafts_total", "counter", "steps", "steps that verified a draft"),
-        Metric("peagle_draft_tokens_total", "counter", "tokens", "tokens drafted"),
+        Metric("peagle_draft_tokens_total", "counter", "tokens", "drafted tokens that were verified"),
+        Metric("peagle_dropped_draft_tokens_total", "counter", "tokens", "drafted tokens not worth verifying"),
         Metric("peagle_accepted_tokens_total", "counter", "tokens", "drafted tokens that were accepted"),
+        Metric(
+            "peagle_draft_tokens_per_pos_total",
+            "counter",
+            "tokens",
+            "verified drafts by `position` in their draft, from 0 on",
+            (*_OF_MODEL, "position"),
+        ),
         Metric(
             "peagle_accepted_tokens_per_pos_total",
             "counter",
@@ -177,8 +185,10 @@ class UsageMetrics:
         self._prompt, self._cached = of_model("peagle_prompt_tokens_total"), of_model("peagle_cached_tokens_total")
         self._output, self._drafts = of_model("peagle_output_tokens_total"), of_model("peagle_drafts_total")
         self._drafted, self._accepted = of_model("peagle_draft_tokens_total"), of_model("peagle_accepted_tokens_total")
-        self._per_position = of_model("peagle_accepted_tokens_per_pos_total")
+        self._accepted_per_position = of_model("peagle_accepted_tokens_per_pos_total")
+        self._verified_per_position = of_model("peagle_draft_tokens_per_pos_total")
         self._lookup = of_model("peagle_accepted_lookup_tokens_total")
+        self._dropped = of_model("peagle_dropped_draft_tokens_total")
 
     def request(self, record: RequestUsage) -> None:
         """Record a finished request."""
@@ -207,8 +217,11 @@ class UsageMetrics:
         _add(self._drafted, drafted.num_draft_tokens)
         _add(self._accepted, drafted.num_accepted_tokens)
         _add(self._lookup, drafted.num_lookup_tokens)
-        for position, num_accepted in enumerate(drafted.accepted_per_position):
-            _add(self._per_position, num_accepted, position=str(position))
+        _add(self._dropped, drafted.num_dropped_tokens)
+        pairs = zip(drafted.accepted_per_position, drafted.verified_by_position, strict=True)
+        for position, (num_accepted, num_verified) in enumerate(pairs):
+            _add(self._accepted_per_position, num_accepted, position=str(position))
+            _add(self._verified_per_position, num_verified, position=str(position))
 
     def heartbeat(self, session: EngineSession) -> None:
         """Record the seconds of an engine by state. An old heartbeat has no effect."""

@@ -145,6 +145,7 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
         "num_draft_tokens": drafts.num_draft_tokens,
         "num_accepted_tokens": drafts.num_accepted_tokens,
         "num_lookup_tokens": drafts.num_lookup_tokens,
+        "num_dropped_tokens": drafts.num_dropped_tokens,
         "acceptance_length": drafts.acceptance_length,
         "acceptance_rates": list(drafts.acceptance_rates),
         "usd": usd,

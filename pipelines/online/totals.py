@@ -257,7 +257,8 @@ def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
     group, (usage, *counts) = row
     fields = dict(zip(UnitUsage.__slots__, usage, strict=True))
     drafts = dict(zip(SpeculationStats.__slots__, fields["speculation"], strict=True))
-    drafts["accepted_per_position"] = tuple(drafts["accepted_per_position"])
+    for name in ("accepted_per_position", "verified_per_position"):
+        drafts[name] = tuple(drafts[name])
     return RequestGroup(*group), Sums(UnitUsage(**fields | {"speculation": SpeculationStats(**drafts)}), *counts)
 
 

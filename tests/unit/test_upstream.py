@@ -15,6 +15,7 @@ TABLE = ROOT / "docs" / "upstream.md"
 HOMES = (
     "peagle.engine.vllm_internals",  # for processes with an engine
     "peagle.engine.vllm_plugin",  # changes inside vLLM's processes
+    "peagle.engine.vllm_drafts",  # the same, for drafts
     "pipelines.cluster",  # Ray
     "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
 )

@@ -107,10 +107,14 @@ def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if speculation["acceptance_length"] is None:
         return []
     length, rates = speculation["acceptance_length"], " ".join(map(format_share, speculation["acceptance_rates"]))
-    return [
+    lines = [
         ("acceptance", f"{length:.2f} tokens per step, over {speculation['num_drafts']:,} steps"),
-        ("by position", f"{rates} of the drafts"),
+        ("by position", f"{rates} of the verified drafts"),
     ]
+    if num_dropped := speculation.get("num_dropped_tokens"):
+        num_drafted = speculation["num_draft_tokens"] + num_dropped
+        lines.append(("verified", f"{speculation['num_draft_tokens']:,} of {num_drafted:,} drafted tokens"))
+    return lines
 
 
 def _wrapped_notes(notes: Sequence[str]) -> list[str]:

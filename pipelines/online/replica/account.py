@@ -220,5 +220,6 @@ def summary(record: RequestUsage) -> dict[str, Any]:
         "num_draft_tokens": speculation.num_draft_tokens,
         "num_accepted_tokens": speculation.num_accepted_tokens,
         "num_lookup_tokens": speculation.num_lookup_tokens,
+        "num_dropped_tokens": speculation.num_dropped_tokens,
         "acceptance_length": speculation.acceptance_length,
     }

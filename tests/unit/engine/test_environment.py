@@ -9,7 +9,7 @@ import pytest
 from peagle.engine import vllm_plugin
 from peagle.engine.environment import environment, find_preload_libraries, set_environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.engine.vllm_plugin import LOOKUP
+from peagle.engine.vllm_drafts import LOOKUP, VERIFY
 from peagle.errors import CapacityError, ConfigError
 
 SPEC = EngineSpec(model="org/m")
@@ -40,6 +40,7 @@ def test_variables_on_a_gpu():
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         "VLLM_XGRAMMAR_CACHE_MB": "64",
         LOOKUP: "",
+        VERIFY: "",
     }
 
 

@@ -88,13 +88,13 @@ def test_head_has_its_own_cache_and_attention():
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
     drafter = drafter_with(HEAD, keys, GPU)
     assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
+    assert drafter_with(HEAD, TargetOptions(), CPU) == replace(HEAD, verify="auto")
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
 def test_lookup_needs_a_head_and_a_request():
     with_lookup = TargetOptions(draft_lookup="on")
-    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
+    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True, verify="auto")
     assert drafter_with(NGRAM, with_lookup, CPU) == NGRAM
     for other in ("auto", "off"):
         keys = TargetOptions(draft_lookup=other)

@@ -68,7 +68,7 @@ def output_of(*completions):
 def completion(token_ids, logprobs=None, histogram=None):
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    drafts = None if histogram is None else RequestSpecDecodeMetrics(1, histogram, 6, per_step_drafted=[1])
+    drafts = None if histogram is None else RequestSpecDecodeMetrics(1, histogram, 6, per_step_drafted=[1, 0])
     return SimpleNamespace(
         text=f"{token_ids}", finish_reason="stop", token_ids=token_ids, logprobs=logprobs, spec_decode_metrics=drafts
     )

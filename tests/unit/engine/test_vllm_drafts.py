@@ -1,17 +1,19 @@
-"""Prompt lookup next to a head, in vLLM's scheduler; its drafts do not change the target's text."""
+"""Drafts in vLLM's scheduler: prompt lookup next to a head, and the choice of the drafts to verify."""
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from chi_square import p_value, power
 
-from peagle.engine import vllm_plugin
+from peagle.engine import vllm_drafts
 
 
 class Scheduler:
@@ -20,6 +22,24 @@ class Scheduler:
     def __init__(self, vllm_config):
         self.requests = {}
         self.received = []
+
+    @property
+    def running(self):
+        return list(self.requests.values())
+
+    def schedule(self):
+        """Schedule a decoding step of all requests with the drafts that were received last."""
+        drafts = dict(zip(self.requests, self.received[-1], strict=False)) if self.received else {}
+        num_tokens = {name: 1 + len(drafts.get(name, ())) for name in self.requests}
+        return SimpleNamespace(
+            num_scheduled_tokens=num_tokens,
+            scheduled_spec_decode_tokens={name: tokens for name, tokens in drafts.items() if tokens},
+            total_num_scheduled_tokens=sum(num_tokens.values()),
+            num_spec_tokens_to_schedule=3,
+        )
+
+    def update_from_output(self, scheduled, output):
+        return output
 
     def update_draft_token_ids(self, draft_token_ids):
         self.received.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
@@ -39,9 +59,8 @@ def config_of(**other):
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **other,
     }  # fmt: skip
-    speculation = SimpleNamespace(
-        **{name: settings[name] for name in ("draft_sample_method", "rejection_sample_method")}
-    )
+    names = ("draft_sample_method", "rejection_sample_method")
+    speculation = SimpleNamespace(num_speculative_tokens=3, **{name: settings[name] for name in names})
     return SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=settings["is_async"]),
@@ -55,8 +74,8 @@ def make_scheduler(monkeypatch):
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
     for _ in range(2):  # a process may load plug-ins more than once
-        vllm_plugin.look_up_drafts()
-    monkeypatch.setenv(vllm_plugin.LOOKUP, "2")
+        vllm_drafts.change_drafts()
+    monkeypatch.setenv(vllm_drafts.LOOKUP, "2")
     return lambda **other: patched(config_of(**other))
 
 
@@ -86,9 +105,8 @@ def test_scheduler_copies_and_counts_by_source(make_scheduler):
     scheduler.update_draft_token_ids(draft_ids(7, 9, 9))
     assert scheduler.received[-1] == [[7, 9, 9]]
     scheduler.accept("one", 2)  # both come from the head
-    assert sum(request.spec_decode_metrics.per_step_drafted) == 2
-    request.spec_decode_metrics.observe(3, 3)
-    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
+    assert request.spec_decode_metrics.per_step_drafted == [2, 0, 2, 2, 2]  # copies, dropped, verified by position
+    assert request.spec_decode_metrics.to_dict()["per_step_drafted"] == [2, 0, 2, 2, 2]  # the replica removes it
 
 
 def test_prefill_and_finished_requests_are_unchanged(make_scheduler):
@@ -110,7 +128,7 @@ def test_failed_lookup_is_turned_off(make_scheduler, monkeypatch, caplog):
 
     scheduler = make_scheduler()
     scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
-    monkeypatch.setattr(vllm_plugin.PromptLookup, "extend", fail)
+    monkeypatch.setattr(vllm_drafts.PromptLookup, "extend", fail)
     for _ in range(3):
         scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
         scheduler.accept("one", 3)
@@ -118,14 +136,14 @@ def test_failed_lookup_is_turned_off(make_scheduler, monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "prompt lookup failed and was disabled; only the head drafts"
     ]
-    assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
+    assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted[0] == 0
 
 
 def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
     without_drafts = config_of()
     without_drafts.speculative_config = None
     schedulers = [type(make_scheduler())(without_drafts)]
-    monkeypatch.setenv(vllm_plugin.LOOKUP, "")
+    monkeypatch.setenv(vllm_drafts.LOOKUP, "")
     schedulers.append(make_scheduler(is_async=True))
     for scheduler in schedulers:
         scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
@@ -148,13 +166,108 @@ def test_unsupported_lookup_does_not_start(make_scheduler, other, reason):
         make_scheduler(**other)
 
 
-def test_lookup_fits_vllms_scheduler():
-    """Once this fails, vLLM passes drafts differently: check `look_up_drafts`."""
+def test_changes_fit_vllms_scheduler():
+    """Once this fails, vLLM passes drafts differently: check `change_drafts`."""
     from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+    from vllm.v1.engine.core import EngineCore
 
     assert list(inspect.signature(VllmScheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
-    counts = inspect.getsource(VllmScheduler.update_from_output).partition("self.make_spec_decoding_stats(")[2]
+    source = inspect.getsource(VllmScheduler.update_from_output)
+    counts = source.partition("self.make_spec_decoding_stats(")[2]
     assert re.search(r"num_accepted_tokens=num_accepted,.*request_id=req_id", counts.partition(")")[0], re.DOTALL)
+    assert "num_spec_tokens_to_schedule=num_spec_tokens_to_schedule" in inspect.getsource(VllmScheduler.schedule)
+    assert "self.scheduler.update_draft_token_ids(draft_token_ids)" in inspect.getsource(EngineCore.post_step)
+
+
+def test_confidence_fits_vllms_worker():
+    """Once this fails, vLLM drafts differently: check `add_confidence`."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "self.model.get_top_tokens(hidden_states)" in inspect.getsource(SpecDecodeBaseProposer._greedy_sample)
+    assert "self._apply_head(lm_head, hidden_states" in inspect.getsource(LogitsProcessor.get_top_tokens)
+    proposed = inspect.getsource(SpecDecodeBaseProposer.propose)
+    assert proposed.index("self.num_speculative_tokens == 0") < proposed.index("self._sample_draft_tokens(")
+    assert "if not self.needs_extra_input_slots:" in inspect.getsource(SpecDecodeBaseProposer.set_inputs_first_pass)
+    assert "scheduler_output.num_spec_tokens_to_schedule" in inspect.getsource(GPUModelRunner.propose_draft_token_ids)
+    assert "isinstance(self._draft_token_ids, list)" in inspect.getsource(GPUModelRunner._get_draft_token_ids_cpu)
+
+
+@pytest.fixture
+def choosing_scheduler(make_scheduler, monkeypatch):
+    monkeypatch.setenv(vllm_drafts.LOOKUP, "")
+    monkeypatch.setenv(vllm_drafts.VERIFY, "auto")
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.03 * next(clock))
+    scheduler = make_scheduler()
+    for name in ("sure", "unsure"):
+        scheduler.requests[name] = request_of(1, 2, 3, 4)
+        scheduler.requests[name].num_computed_tokens = 4
+    return scheduler
+
+
+def step(scheduler, log_probabilities):
+    """Run a step in which the worker drafts with these log-probabilities."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    scheduled = scheduler.schedule()
+    scheduler.update_from_output(scheduled, None)
+    drafted = DraftTokenIds(list(scheduler.requests), [[7, 8, 9] for _ in scheduler.requests])
+    drafted.peagle_confidence = vllm_drafts.Confidence(log_probabilities, 0.01)
+    scheduler.update_draft_token_ids(drafted)
+    return scheduled
+
+
+def test_drafts_that_are_likely_rejected_are_dropped(choosing_scheduler):
+    step(choosing_scheduler, [[-0.01, -0.01, -0.01], [-9.0, -9.0, -9.0]])
+    assert choosing_scheduler.received == [[[7, 8, 9], []]]
+    sure, unsure = (choosing_scheduler.requests[name].spec_decode_metrics for name in ("sure", "unsure"))
+    choosing_scheduler.accept("sure", 3)
+    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])
+    assert unsure.histogram == [1, 0, 0, 0]  # a step without an accepted draft
+
+
+def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
+    for _ in range(60):
+        scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
+        for name, drafts in zip(choosing_scheduler.requests, choosing_scheduler.received[-1], strict=True):
+            if drafts:
+                choosing_scheduler.accept(name, 0)
+    assert choosing_scheduler.received[0] == [[7, 8, 9], [7, 8, 9]]
+    assert choosing_scheduler.received[-1] == [[], []]
+    assert scheduled.num_spec_tokens_to_schedule == 0
+
+
+def test_drafter_is_skipped_when_it_does_not_pay(choosing_scheduler, monkeypatch):
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: False)
+    scheduled = step(choosing_scheduler, [])
+    assert scheduled.num_spec_tokens_to_schedule == 0
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: True)
+    choosing_scheduler.requests["new"] = request_of(5, 6)
+    scheduled = step(choosing_scheduler, [[-0.01] * 3] * 3)
+    assert scheduled.num_spec_tokens_to_schedule == 3
+    assert choosing_scheduler.received[-1] == [[], [], [7, 8, 9]]  # the drafter lacks tokens of the first two
+
+
+def test_failed_choice_verifies_all_drafts(choosing_scheduler, monkeypatch, caplog):
+    def fail(*_):
+        raise FloatingPointError("overflow")
+
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "choose", fail)
+    for _ in range(2):
+        step(choosing_scheduler, [[-9.0] * 3, [-9.0] * 3])
+    assert choosing_scheduler.received == [[[7, 8, 9], [7, 8, 9]]] * 2
+    assert [record.message for record in caplog.records] == [
+        "the choice of drafts failed and was disabled; all drafts are verified"
+    ]
+
+
+def test_choice_is_off_where_drafts_stay_on_the_device(make_scheduler, monkeypatch):
+    monkeypatch.setenv(vllm_drafts.LOOKUP, "")
+    monkeypatch.setenv(vllm_drafts.VERIFY, "auto")
+    for other in ({"is_async": True}, {"use_v2_model_runner": True}, {"rejection_sample_method": "synthetic"}):
+        assert make_scheduler(**other).peagle_drafts is None
 
 
 # Runs in a subprocess, because it imports vLLM's kernels for this CPU. Each row is a request with two draft tokens.

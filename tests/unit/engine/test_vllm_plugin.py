@@ -56,6 +56,25 @@ def test_vllm_cores_still_outlive_their_parent():
     assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
 
 
+def test_only_a_core_forks_its_workers(monkeypatch):
+    from vllm.v1.executor import multiproc_executor
+
+    spawn = multiproc_executor.get_mp_context
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", spawn)
+    vllm_plugin.fork_workers()
+    assert multiproc_executor.get_mp_context is spawn
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
+    vllm_plugin.fork_workers()
+    assert multiproc_executor.get_mp_context().get_start_method() == "fork"
+
+
+def test_vllm_still_spawns_workers_on_cpus():
+    """Once this fails, vLLM may fork workers itself: `fork_workers` can go."""
+    from vllm.platforms import cpu
+
+    assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in inspect.getsource(cpu)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """vLLM's table of CPU kernels and its sampler; both are restored after the test."""

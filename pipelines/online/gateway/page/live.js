@@ -142,9 +142,10 @@ function showAcceptance({ total }) {
   const accepted = percent(total.num_accepted_tokens / drafted);
   const lookedUp = percent(total.num_lookup_tokens / total.num_accepted_tokens);
   const source = total.num_lookup_tokens ? `, ${lookedUp} of them from prompt lookup` : "";
+  const dropped = total.num_dropped_tokens ? `; ${count(total.num_dropped_tokens)} more were not worth verifying` : "";
   const share = drafted
-    ? `${accepted} of ${count(drafted)} drafted tokens accepted${source}`
-    : "no drafts in this window";
+    ? `${accepted} of ${count(drafted)} verified drafts accepted${source}${dropped}`
+    : "no drafts verified in this window";
   say(byId("acceptance-sub"), share);
   byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
 }

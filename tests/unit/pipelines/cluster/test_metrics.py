@@ -42,6 +42,7 @@ def test_request_metrics(ray_metrics):
         ("peagle_accepted_tokens_per_pos_total", *MODEL, "0"): 2,
         ("peagle_accepted_tokens_per_pos_total", *MODEL, "1"): 1,
         ("peagle_accepted_tokens_per_pos_total", *MODEL, "2"): 1,
+        **{("peagle_draft_tokens_per_pos_total", *MODEL, str(position)): 3 for position in range(3)},
         ("peagle_accepted_lookup_tokens_total", *MODEL): 1,
         ("gen_ai_server_request_duration_seconds", *MODEL, ""): [6.0],
         ("gen_ai_server_time_to_first_token_seconds", *MODEL): [1.0],

@@ -1,0 +1,229 @@
+"""Decide how many drafted tokens to verify in the next step, and whether drafting pays at all.
+
+A draft survives if it and all earlier drafts of its request are accepted. The drafter's own log-probability predicts
+this well. Of all drafts, the most likely to survive are verified, as many as maximise
+
+    expected tokens of the step / predicted seconds of the step
+
+as in vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs. Both factors are learned from the engine's
+own steps. The decision only uses what is known before verification, so the output stays the target's: the rejection
+sampler is exact for any number of drafts, and a number that does not depend on its random numbers cannot bias it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+_LIMIT = 6.0  # of a log-odds, so that one surprise does not dominate a fit
+_MEMORY = 0.999  # weight of an observation after each later one: a fit follows changes of the prompts and the machine
+_TRIAL = 48  # drafted steps before drafting may be stopped
+_RETRY_S = 30.0  # until drafting is tried again; doubles up to `_MAX_RETRY_S` while it does not pay
+_MAX_RETRY_S = 480.0
+
+
+class Calibration:
+    """The probability that a draft is accepted if all earlier ones are: a logistic regression for each position.
+
+    Starts with the drafter's own probability, which is nearly calibrated because training minimises its divergence
+    from the target's.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self._weights = np.tile([0.0, 1.0], (num_positions, 1))  # of 1 and of the drafter's log-odds
+        self._information = np.tile(np.diag([4.0, 16.0]), (num_positions, 1, 1))  # prior: about 16 observations
+
+    def probabilities(self, log_odds: Array) -> Array:
+        """Return the probabilities for the drafter's log-odds [requests, positions]."""
+        return np.asarray(1 / (1 + np.exp(-(self._weights[:, 0] + self._weights[:, 1] * log_odds))))
+
+    def observe(self, log_odds: Array, is_seen: Mask, is_accepted: Mask) -> None:
+        """Learn from drafts [requests, positions]; the target decided about those that are seen."""
+        errors = (is_accepted - (probability := self.probabilities(log_odds))) * is_seen
+        spread = probability * (1 - probability) * is_seen
+        fade = _MEMORY ** is_seen.sum(axis=0)
+        features = np.stack([np.ones_like(log_odds), log_odds], axis=-1)
+        self._information *= fade[:, None, None]
+        self._information += np.einsum("rk,rki,rkj->kij", spread, features, features) + 1e-3 * np.eye(2)
+        gradient = np.einsum("rk,rki->ki", errors, features)
+        self._weights += np.linalg.solve(self._information, gradient[..., None])[..., 0]
+
+
+class LinearCost:
+    """Seconds as a linear function of features, by recursive least squares. The first feature is constant.
+
+    Args:
+        shape: expected coefficients, relative to the first. Their scale comes from the first observations.
+    """
+
+    def __init__(self, shape: Sequence[float]) -> None:
+        self._weights: Array = np.array(shape, dtype=np.float64)
+        self._covariance: Array = np.diag(self._weights**2 / 4 + 1e-6)
+        self._deviation = 0.0  # mean absolute residual
+        self._num_observed = 0
+
+    def predict(self, features: Array) -> Array:
+        """Return the seconds for features [..., number of coefficients], at least a microsecond."""
+        return np.maximum(features @ self._weights, 1e-6)
+
+    def observe(self, row: Array, seconds: float) -> None:
+        """Learn the seconds for one row of features."""
+        if self._num_observed == 0:
+            scale = seconds / float(self.predict(row))
+            self._weights *= scale
+            self._covariance *= scale**2
+            self._deviation = seconds / 10
+        self._num_observed += 1
+        # A step that another process interrupted is not this engine's cost.
+        residual = seconds - float(row @ self._weights)
+        residual = min(max(residual, -4 * self._deviation), 4 * self._deviation)
+        self._deviation += 0.02 * (abs(residual) - self._deviation)
+        noise = max(self._deviation**2, 1e-12)
+        projected = self._covariance @ row
+        gain = projected / (noise + float(row @ projected))
+        self._weights += gain * residual
+        self._covariance = (self._covariance - np.outer(gain, projected)) / _MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What determines the duration of a decoding step.
+
+    Attributes:
+        num_requests: requests that each get at least one token.
+        num_verified: drafted tokens to verify.
+        context_tokens: tokens in the caches of these requests.
+    """
+
+    num_requests: int
+    num_verified: int
+    context_tokens: int
+
+
+class DraftBudget:
+    """Chooses the drafts to verify, for the requests of one engine.
+
+    Args:
+        num_speculative_tokens: K, the maximum number of drafts of a request.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        sources = ("greedy", "sampled", "lookup")
+        self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
+        # For the first steps: the embedded target on two cores has 23.5 ms without drafts, 0.1 ms for each token up to
+        # 16 and 0.4 ms above, and 7 ms for the drafter (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
+        self._target = LinearCost([1.0, 0.005, 0.012, 0.05])
+        self._drafter = LinearCost([0.2, 0.02, 0.005])
+        self._tokens = self._plain_tokens = 1.0
+        self._num_trials = 0
+        self._retry_s, self._retry_at, self._stopped_at_load = _RETRY_S, 0.0, 0
+
+    @property
+    def _gain(self) -> float:
+        """The ratio of tokens/s with drafts to tokens/s without, smoothed over steps."""
+        return self._tokens / self._plain_tokens
+
+    def survival(self, source: str, log_odds: Array) -> Array:
+        """Return the probability that each draft is accepted with all earlier ones.
+
+        Args:
+            source: "greedy" or "sampled" requests.
+            log_odds: [requests, K], the drafter's; not a number for a draft of the prompt lookup.
+        """
+        own = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
+        copied = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
+        return np.cumprod(np.where(np.isnan(log_odds), copied, own), axis=1)
+
+    def choose(self, survival: Array, num_requests: int, context_tokens: int) -> Array:
+        """Return the number of drafts to verify for each row of `survival`.
+
+        Args:
+            survival: [rows, K], non-increasing along a row; zero for drafts that do not exist.
+            num_requests: requests of the step, including those without drafts.
+        """
+        best_first = np.sort(survival, axis=None)[::-1]
+        best_first = best_first[: np.count_nonzero(best_first)]
+        tokens = num_requests + np.concatenate(([0.0], np.cumsum(best_first)))
+        verified = np.arange(len(tokens), dtype=np.float64)
+        target_s = self.target_s(num_requests, verified, context_tokens)
+        # Seconds in tokens that a step without drafts would yield in that time.
+        step_s = target_s + self._drafter_s(num_requests, verified)
+        plain_tokens = step_s * num_requests / target_s[0]
+        num_verified = int(np.argmax(tokens - self._gain * plain_tokens))
+        self._tokens += (tokens[num_verified] - self._tokens) / _TRIAL
+        self._plain_tokens += (plain_tokens[num_verified] - self._plain_tokens) / _TRIAL
+        self._num_trials += 1
+        if num_verified == 0:
+            return np.zeros(len(survival))
+        # Equal probabilities at the limit may admit a few more.
+        return np.asarray((survival >= best_first[num_verified - 1]).sum(axis=1), dtype=np.float64)
+
+    def pays(self, num_requests: int, now_s: float) -> bool:
+        """Return whether the drafter should run at this load.
+
+        After `_TRIAL` drafted steps that were slower than steps without drafts would have been, it pauses until the
+        load is half as high or a retry is due.
+        """
+        if self._stopped_at_load:
+            if now_s < self._retry_at and num_requests > self._stopped_at_load / 2:
+                return False
+            if num_requests <= self._stopped_at_load / 2:
+                self._retry_s = _RETRY_S
+            self._stopped_at_load, self._num_trials = 0, 0
+            self._tokens = self._plain_tokens = 1.0
+        if self._num_trials >= _TRIAL and self._gain < 1:
+            self._stopped_at_load, self._retry_at = num_requests, now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+            return False
+        return True
+
+    def target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
+        """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
+        return np.maximum.accumulate(self._target.predict(_target_features(num_requests, num_verified, context_tokens)))
+
+    def _drafter_s(self, num_requests: int, num_verified: Array) -> Array:
+        return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified)))
+
+    def observe_step(self, step: Step, *, target_s: float, drafter_s: float) -> None:
+        """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
+        verified = np.float64(step.num_verified)
+        self._target.observe(_target_features(step.num_requests, verified, step.context_tokens), target_s)
+        if drafter_s > 0:
+            self._drafter.observe(_drafter_features(step.num_requests, verified), drafter_s)
+
+    def observe_drafts(self, source: str, log_odds: Array, num_verified: Array, num_accepted: Array) -> None:
+        """Learn from verified drafts: from the accepted ones, and from the first rejected one of each request.
+
+        Args:
+            source: as for `survival`.
+            log_odds: [requests, K]; not a number for a draft of the prompt lookup.
+            num_verified, num_accepted: [requests].
+        """
+        position = np.arange(log_odds.shape[1])
+        is_accepted = position < num_accepted[:, None]
+        is_seen = (position <= num_accepted[:, None]) & (position < num_verified[:, None])
+        is_copy = np.isnan(log_odds)
+        self._calibrations[source].observe(np.nan_to_num(log_odds), is_seen & ~is_copy, is_accepted)
+        if is_copy.any():
+            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_seen & is_copy, is_accepted)
+
+
+def log_odds(log_probabilities: Array) -> Array:
+    """Return log(p / (1 - p)) for log(p), within +-6."""
+    odds = log_probabilities - np.log(-np.expm1(np.minimum(log_probabilities, -1e-6)))
+    return np.asarray(np.clip(odds, -_LIMIT, _LIMIT))
+
+
+def _target_features(num_requests: int, num_verified: Any, context_tokens: int) -> Array:
+    num_tokens = num_requests + num_verified
+    features = (np.ones_like(num_tokens), num_tokens, np.maximum(0.0, num_tokens - 16))
+    return np.stack([*features, np.full_like(num_tokens, context_tokens / 1024)], axis=-1)
+
+
+def _drafter_features(num_requests: int, num_verified: Any) -> Array:
+    return np.stack([np.ones_like(num_verified), np.full_like(num_verified, num_requests), num_verified], axis=-1)

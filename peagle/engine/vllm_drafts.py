@@ -1,0 +1,391 @@
+"""Changes to the drafts inside vLLM's processes: prompt lookup, and the choice of the drafts to verify.
+
+The worker adds the drafter's log-probabilities and duration to the drafts. Between two steps the scheduler, in the
+core's process, has the drafts as lists: it replaces some by copies from the request's text (`lookup.py`), and drops
+those that are not worth verifying (`verification.py`). `vllm_plugin.py` installs both parts.
+"""
+
+import functools
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from peagle.engine.lookup import PromptLookup
+from peagle.engine.verification import Array, DraftBudget, Step, log_odds
+
+if TYPE_CHECKING:
+    import torch
+
+LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
+VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto" verifies the drafts that pay, anything else all
+
+
+@dataclass(slots=True)
+class RequestDrafts:
+    """The drafts of one request.
+
+    Attributes:
+        num_head: drafts of the head in the current draft; the others are copies.
+        log_odds: [K], the head's for the current draft; not a number for copies.
+        has_gap: whether tokens are missing in the drafter's KV cache, so that the head cannot draft any more.
+    """
+
+    lookup: PromptLookup | None = None
+    num_head: int = 0
+    log_odds: Array | None = None
+    has_gap: bool = False
+
+
+class SchedulerDrafts:
+    """The drafts of one scheduler's requests between two steps.
+
+    An error disables the feature that failed, and does not stop the engine.
+
+    Args:
+        min_ngram: of the lookup; None without a lookup.
+        num_speculative_tokens: K, if only drafts that pay are to be verified; None to verify all.
+    """
+
+    def __init__(self, min_ngram: int | None, num_speculative_tokens: int | None) -> None:
+        self._min_ngram = min_ngram
+        self._k = num_speculative_tokens
+        self._budget = DraftBudget(num_speculative_tokens) if num_speculative_tokens else None
+        self._started_s = self._ended_s = 0.0
+        self._step: Step | None = None  # the running step, if it only decodes
+        self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
+
+    def start_step(self, requests: dict[str, Any], scheduled: Any) -> None:
+        """Note what a step computes, and tell the worker whether to draft.
+
+        Args:
+            requests: the scheduler's requests, by id.
+            scheduled: vLLM's `SchedulerOutput`, which is changed.
+        """
+        if self._budget is None:
+            return
+        self._started_s = time.perf_counter()
+        num_requests = len(scheduled.num_scheduled_tokens)
+        num_verified = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        self._step = None
+        if scheduled.total_num_scheduled_tokens == num_requests + num_verified:
+            context_tokens = sum(requests[name].num_computed_tokens for name in scheduled.num_scheduled_tokens)
+            self._step = Step(num_requests, num_verified, context_tokens)
+        if num_requests and not self._budget.pays(num_requests, self._started_s):
+            scheduled.num_spec_tokens_to_schedule = 0
+            for name in scheduled.num_scheduled_tokens:
+                if not requests[name].is_prefill_chunk:
+                    _drafts_of(requests[name]).has_gap = True
+
+    def end_step(self) -> None:
+        self._ended_s = time.perf_counter()
+
+    def update(self, scheduler: Any, drafted: Any) -> None:
+        """Look up drafts, and drop those that are not worth verifying.
+
+        Args:
+            drafted: vLLM's `DraftTokenIds`, whose lists are replaced.
+        """
+        rows = []
+        for index, name in enumerate(drafted.req_ids):
+            request = scheduler.requests.get(name)
+            if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                rows.append((index, request, _drafts_of(request)))
+        if self._min_ngram is not None:
+            try:
+                for index, request, drafts in rows:
+                    drafted.draft_token_ids[index] = self._look_up(request, drafts, drafted.draft_token_ids[index])
+            except Exception:
+                self._min_ngram = None
+                _warn("prompt lookup failed and was disabled; only the head drafts")
+        if self._budget is not None:
+            try:
+                self._choose(self._budget, rows, scheduler.running, drafted)
+            except Exception:
+                self._budget = None
+                _warn("the choice of drafts failed and was disabled; all drafts are verified")
+
+    def _look_up(self, request: Any, drafts: RequestDrafts, tokens: list[int]) -> list[int]:
+        text, lookup = request.all_token_ids, drafts.lookup
+        if lookup is None or len(lookup) > len(text):  # streamed input may remove tokens
+            assert self._min_ngram is not None
+            lookup = drafts.lookup = PromptLookup(self._min_ngram)
+        lookup.extend(text[len(lookup) :])
+        redrafted, drafts.num_head = lookup.redraft(tokens)
+        return redrafted
+
+    def _choose(
+        self, budget: DraftBudget, rows: list[tuple[int, Any, RequestDrafts]], running: list[Any], drafted: Any
+    ) -> None:
+        confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
+        drafter_s = confidence.drafter_s if confidence else 0.0
+        if self._step is not None:
+            target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
+            budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
+            self._step = None
+        for source, observed in self._observed.items():
+            if observed:
+                budget.observe_drafts(source, *map(np.array, zip(*observed, strict=True)))
+                observed.clear()
+        for index, _, drafts in rows:
+            if drafts.has_gap:
+                drafted.draft_token_ids[index] = []
+        rows = [row for row in rows if drafted.draft_token_ids[row[0]]]
+        if not rows or confidence is None or not confidence.log_probabilities:
+            return
+        odds = log_odds(np.array([confidence.log_probabilities[index] for index, *_ in rows]))
+        is_missing = np.zeros(odds.shape, dtype=bool)
+        is_sampled = np.zeros(len(rows), dtype=bool)
+        for row, (index, request, drafts) in enumerate(rows):
+            is_missing[row, len(drafted.draft_token_ids[index]) :] = True
+            is_sampled[row] = _source(request) == "sampled"
+            if self._min_ngram is not None:
+                odds[row, drafts.num_head :] = math.nan
+        survival = budget.survival("greedy", odds)
+        if is_sampled.any():
+            survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
+        survival[is_missing] = 0.0
+        context_tokens = sum(request.num_computed_tokens for request in running)
+        chosen = budget.choose(survival, max(len(running), len(rows)), context_tokens)
+        for row, (index, request, drafts) in enumerate(rows):
+            num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
+            drafts.log_odds = odds[row]
+            _count(request, num_dropped=num_drafts - num_chosen)
+            if num_chosen == 0 and request.spec_decode_metrics is not None:
+                request.spec_decode_metrics.histogram[0] += 1  # vLLM only counts steps that verify drafts
+            drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
+
+    def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
+        """Count the verified drafts of a request, and learn from them."""
+        drafts = _drafts_of(request)
+        if self._budget is not None and drafts.log_odds is not None:
+            self._observed[_source(request)].append((drafts.log_odds, num_drafts, num_accepted))
+        num_copies = max(0, num_accepted - drafts.num_head) if self._min_ngram is not None else 0
+        _count(request, num_lookup=num_copies, num_verified=num_drafts)
+
+
+def _source(request: Any) -> str:
+    return "sampled" if request.sampling_params.temperature > 0 else "greedy"
+
+
+def _drafts_of(request: Any) -> RequestDrafts:
+    drafts: RequestDrafts | None = getattr(request, "peagle_drafts", None)
+    if drafts is None:
+        drafts = request.peagle_drafts = RequestDrafts()
+    return drafts
+
+
+def _count(request: Any, *, num_lookup: int = 0, num_dropped: int = 0, num_verified: int = 0) -> None:
+    """Add to the counts of a request, in a list that vLLM leaves empty with "summary".
+
+    Entries: accepted copies, dropped drafts, and for each position the verified drafts.
+    """
+    if request.spec_decode_metrics is None:
+        return
+    counts: list[int] = request.spec_decode_metrics.per_step_drafted
+    counts.extend([0] * (2 + num_verified - len(counts)))
+    counts[0] += num_lookup
+    counts[1] += num_dropped
+    for position in range(num_verified):
+        counts[2 + position] += 1
+
+
+def _warn(text: str) -> None:
+    logging.getLogger("vllm").warning(text, exc_info=True)
+
+
+def change_drafts() -> None:
+    """Make vLLM's scheduler change drafts if `LOOKUP` or `VERIFY` is set.
+
+    Sampling stays exact: with `draft_sample_method` "greedy", vLLM's rejection sampler treats each draft as certain
+    (one-hot), which is also true for a copied token, and it verifies each request's own number of drafts.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    to_dict = RequestSpecDecodeMetrics.to_dict
+    init, schedule, end = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
+    update, count = Scheduler.update_draft_token_ids, Scheduler.make_spec_decoding_stats
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @functools.wraps(init)
+    def init_with_drafts(self: Any, vllm_config: Any, *arguments: Any, **options: Any) -> None:
+        init(self, vllm_config, *arguments, **options)
+        self.peagle_drafts = _scheduler_drafts(vllm_config)
+
+    @functools.wraps(schedule)
+    def schedule_and_start(self: Any, *arguments: Any, **options: Any) -> Any:
+        scheduled = schedule(self, *arguments, **options)
+        if self.peagle_drafts is not None:
+            self.peagle_drafts.start_step(self.requests, scheduled)
+        return scheduled
+
+    @functools.wraps(end)
+    def end_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.peagle_drafts is not None:
+            self.peagle_drafts.end_step()
+        return end(self, *arguments, **options)
+
+    @functools.wraps(update)
+    def update_changed(self: Any, draft_token_ids: Any) -> None:
+        if self.peagle_drafts is not None:
+            self.peagle_drafts.update(self, draft_token_ids)
+        update(self, draft_token_ids)
+
+    @functools.wraps(count)
+    def count_and_observe(
+        self: Any, *arguments: Any, num_draft_tokens: int, num_accepted_tokens: int, request_id: str, **options: Any
+    ) -> Any:
+        if self.peagle_drafts is not None:
+            self.peagle_drafts.observe(self.requests[request_id], num_draft_tokens, num_accepted_tokens)
+        return count(
+            self,
+            *arguments,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            request_id=request_id,
+            **options,
+        )
+
+    @functools.wraps(to_dict)
+    def to_dict_with_counts(self: Any) -> dict[str, Any]:
+        metrics: dict[str, Any] = to_dict(self)
+        return metrics | ({"per_step_drafted": self.per_step_drafted} if self.per_step_drafted else {})
+
+    RequestSpecDecodeMetrics.to_dict = to_dict_with_counts
+    Scheduler.__init__ = init_with_drafts
+    Scheduler.schedule = schedule_and_start
+    Scheduler.update_from_output = end_and_update
+    Scheduler.update_draft_token_ids = update_changed
+    Scheduler.make_spec_decoding_stats = count_and_observe
+
+
+def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
+    """Return what this process's environment requests for a scheduler's drafts, or None."""
+    min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
+    chooses = os.environ.get(VERIFY) == "auto"
+    if speculation is None or not (min_ngram or chooses):
+        return None
+    if vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner:  # drafts stay on the device
+        if not min_ngram:
+            return None
+        raise RuntimeError(
+            "draft lookup requires model runner V1 and no asynchronous scheduling, else drafts stay on the device. "
+            "Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
+        )
+    if (speculation.draft_sample_method, speculation.rejection_sample_method) != ("greedy", "standard"):
+        if not min_ngram:
+            return None
+        raise RuntimeError("draft lookup requires greedy drafts and vLLM's standard rejection sampling")
+    k = speculation.num_speculative_tokens if chooses else None
+    return SchedulerDrafts(int(min_ngram) if min_ngram else None, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """What the worker tells the scheduler about a step's drafts.
+
+    Attributes:
+        log_probabilities: [requests][K], the drafter's.
+        drafter_s: seconds of the drafter's pass; 0 if it did not run.
+    """
+
+    log_probabilities: list[list[float]]
+    drafter_s: float
+
+
+def add_confidence() -> None:
+    """Make a CPU worker report its drafts' log-probabilities, and skip the drafter where the scheduler says so."""
+    if os.environ.get(VERIFY) != "auto":
+        return
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    pick, propose, take = (
+        SpecDecodeBaseProposer._greedy_sample,
+        GPUModelRunner.propose_draft_token_ids,
+        GPUModelRunner.take_draft_token_ids,
+    )
+    if hasattr(pick, "__wrapped__"):
+        return
+
+    @functools.wraps(pick)
+    def pick_with_confidence(self: Any, hidden_states: "torch.Tensor") -> Any:
+        processor, logits = self.model.logits_processor, []
+        apply_head = processor._apply_head
+
+        def apply_and_keep(*arguments: Any) -> Any:
+            logits.append(apply_head(*arguments))
+            return logits[0]
+
+        processor._apply_head = apply_and_keep
+        try:
+            tokens = pick(self, hidden_states)
+        finally:
+            del processor._apply_head
+        self.peagle_log_probabilities.append(_top_log_probability(logits[0], self.model.lm_head.tp_size))
+        return tokens
+
+    @functools.wraps(propose)
+    def propose_if_it_pays(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        drafter, started_s = self.drafter, time.perf_counter()
+        drafter.peagle_log_probabilities, self.peagle_drafter_s = [], 0.0
+        if scheduler_output.num_spec_tokens_to_schedule:
+            drafts = propose(self, scheduler_output, *arguments, **options)
+            self.peagle_drafter_s = time.perf_counter() - started_s
+            return drafts
+        if scheduler_output.total_num_scheduled_tokens > len(scheduler_output.num_scheduled_tokens):
+            # Later requests with the same prompt read the drafter's KV cache, too, so it must be complete.
+            extra_slots, drafter.needs_extra_input_slots = drafter.needs_extra_input_slots, False
+            try:
+                propose(self, scheduler_output, *arguments, **options)
+            finally:
+                drafter.needs_extra_input_slots = extra_slots
+        return [[] for _ in self.input_batch.req_ids]
+
+    @functools.wraps(take)
+    def take_with_confidence(self: Any) -> Any:
+        drafted = take(self)
+        if drafted is not None:
+            columns = getattr(self.drafter, "peagle_log_probabilities", [])
+            drafter_s = getattr(self, "peagle_drafter_s", 0.0)
+            drafted.peagle_confidence = Confidence(_rows(columns, len(drafted.req_ids)), drafter_s)
+            self.drafter.peagle_log_probabilities, self.peagle_drafter_s = [], 0.0
+        return drafted
+
+    SpecDecodeBaseProposer._greedy_sample = pick_with_confidence
+    GPUModelRunner.propose_draft_token_ids = propose_if_it_pays
+    GPUModelRunner.take_draft_token_ids = take_with_confidence
+
+
+def _top_log_probability(logits: "torch.Tensor", num_shards: int) -> "torch.Tensor":
+    """Return the log-probability of the most likely token of each row.
+
+    Args:
+        logits: [rows, vocabulary]; with tensor parallelism a rank has a shard of the vocabulary.
+    """
+    import torch
+
+    top, total = logits.amax(dim=-1).float(), logits.float().logsumexp(dim=-1)
+    if num_shards > 1:
+        from vllm.distributed import tensor_model_parallel_all_gather as gather
+
+        top = gather(top.unsqueeze(-1), dim=-1).amax(dim=-1)
+        total = torch.logsumexp(gather(total.unsqueeze(-1), dim=-1), dim=-1)
+    return top - total
+
+
+def _rows(columns: "list[torch.Tensor]", num_requests: int) -> list[list[float]]:
+    """Return values by request: P-EAGLE has one tensor [requests * K], EAGLE-3 has K tensors [requests]."""
+    import torch
+
+    if not columns:
+        return []
+    matrix = columns[0].view(num_requests, -1) if len(columns) == 1 else torch.stack(columns, dim=1)
+    rows: list[list[float]] = matrix.tolist()
+    return rows

@@ -1,0 +1,122 @@
+"""The choice of the drafts to verify, against a simulated engine whose times and acceptance are known."""
+
+import numpy as np
+import pytest
+
+from peagle.engine.verification import Calibration, DraftBudget, LinearCost, Step, log_odds
+
+K = 7
+
+
+class Engine:
+    """Accepts each draft with 95 % of the drafter's probability. A step of the target takes 23 ms, and more per token.
+
+    Args:
+        token_ms: for each token above 16.
+    """
+
+    def __init__(self, num_requests, token_ms):
+        self._random = np.random.default_rng(0)
+        self._num_requests, self._token_ms = num_requests, token_ms
+
+    def draft(self):
+        """Return the drafter's probabilities [requests, K]."""
+        return self._random.beta(2, 1.2, size=(self._num_requests, K)).clip(0.02, 0.98) * np.linspace(1, 0.6, K)
+
+    def verify(self, probabilities, num_verified):
+        """Return the accepted tokens by request, and the seconds of the target and the drafter."""
+        is_accepted = self._random.random(probabilities.shape) < 0.95 * probabilities
+        num_accepted = np.minimum(np.cumprod(is_accepted, axis=1).sum(axis=1), num_verified)
+        num_tokens = self._num_requests + num_verified.sum()
+        target_ms = 23 + 0.1 * min(num_tokens, 16) + self._token_ms * max(0, num_tokens - 16)
+        drafter_ms = 5 + 0.3 * self._num_requests + 0.1 * num_verified.sum()
+        noise = self._random.normal(1, 0.05, size=2)
+        return num_accepted.astype(int), target_ms / 1000 * noise[0], drafter_ms / 1000 * noise[1]
+
+
+def speed(num_requests, token_ms, k=None, num_steps=900):
+    """Return tokens/s with the budget's choice, or with a fixed K, and the budget. The first 100 steps do not count."""
+    engine, budget = Engine(num_requests, token_ms), DraftBudget(K)
+    num_tokens, total_s = 0, 0.0
+    for number in range(num_steps):
+        probabilities = engine.draft()
+        odds = log_odds(np.log(probabilities))
+        if k is None:
+            num_verified = budget.choose(budget.survival("greedy", odds), num_requests, 200 * num_requests)
+        else:
+            num_verified = np.full(num_requests, k)
+        num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
+        budget.observe_drafts("greedy", odds, num_verified, num_accepted)
+        step = Step(num_requests, int(num_verified.sum()), 200 * num_requests)
+        budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
+        if number >= 100:
+            num_tokens += num_requests + num_accepted.sum()
+            total_s += target_s + (drafter_s if k != 0 else 0)
+    return num_tokens / total_s, budget
+
+
+@pytest.mark.parametrize(("num_requests", "at_least"), [(1, 0.98), (4, 1.0), (8, 1.02)])
+def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, at_least):
+    best = max(speed(num_requests, 0.4, k)[0] for k in range(K + 1))
+    own, budget = speed(num_requests, 0.4)
+    assert own >= at_least * best
+    assert budget.pays(num_requests, 0.0)
+
+
+def test_drafter_pauses_when_steps_without_drafts_are_faster():
+    _, budget = speed(32, 1.5)
+    assert not budget.pays(32, now_s=100.0)
+    assert not budget.pays(24, now_s=129.0)
+    assert budget.pays(16, now_s=129.0)  # the load is half as high
+
+
+def test_paused_drafter_is_tried_again_less_and_less_often():
+    _, budget = speed(32, 1.5)
+    assert not budget.pays(32, now_s=0.0)
+    assert budget.pays(32, now_s=30.0)
+    odds = np.full((32, K), -4.0)
+    for _ in range(100):
+        budget.choose(budget.survival("greedy", odds), 32, 6400)
+    assert not budget.pays(32, now_s=40.0)
+    assert not budget.pays(32, now_s=99.0)
+    assert budget.pays(32, now_s=100.0)
+
+
+def test_missing_drafts_are_not_chosen():
+    budget = DraftBudget(3)
+    survival = np.array([[0.99, 0.98, 0.0], [0.0, 0.0, 0.0]])
+    assert budget.choose(survival, 2, 100).tolist() == [2, 0]
+
+
+def test_copies_are_calibrated_apart_from_the_head():
+    budget = DraftBudget(2)
+    odds = np.array([[2.0, np.nan]] * 50)
+    for _ in range(10):
+        budget.observe_drafts("greedy", odds, np.full(50, 2), np.full(50, 1))  # the copies are always rejected
+    of_head = budget.survival("greedy", np.array([[2.0, 2.0]]))[0]
+    of_copy = budget.survival("greedy", np.array([[2.0, np.nan]]))[0]
+    assert of_copy[1] < 0.1 < of_head[1]
+
+
+def test_calibration_approaches_observed_rates():
+    random, calibration = np.random.default_rng(1), Calibration(1)
+    for _ in range(300):
+        odds = random.normal(0, 2, size=(16, 1))
+        is_accepted = random.random(odds.shape) < 1 / (1 + np.exp(-(0.5 * odds - 1)))
+        calibration.observe(odds, np.ones_like(odds, dtype=bool), is_accepted)
+    predicted = calibration.probabilities(np.array([[-2.0], [0.0], [2.0]]))[:, 0]
+    assert predicted == pytest.approx([0.119, 0.269, 0.5], abs=0.04)
+
+
+def test_cost_is_learned_despite_interrupted_steps():
+    random, cost = np.random.default_rng(2), LinearCost([1.0, 0.01])
+    for number in range(800):
+        num_tokens = float(random.integers(1, 60))
+        seconds = 0.1 + 0.002 * num_tokens + (1.0 if number % 50 == 49 else 0.0)
+        cost.observe(np.array([1.0, num_tokens]), seconds * random.normal(1, 0.03))
+    predicted = cost.predict(np.array([[1.0, 1.0], [1.0, 50.0]]))
+    assert predicted == pytest.approx([0.102, 0.2], rel=0.12)
+
+
+def test_log_odds_are_limited():
+    assert log_odds(np.array([0.0, -np.log(2), -100.0])).tolist() == pytest.approx([6.0, 0.0, -6.0])
