@@ -73,10 +73,12 @@ def ended(
 ) -> BatchProgress:
     """Return the final progress of a batch with the ids of its output and error files."""
     before, status = batch.progress, _STATUS[reason]
-    at: dict[str, Any] = {f"{status}_at": now}
-    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # the client did not cancel it
+    time_of_end: dict[str, Any] = {f"{status}_at": now}
+    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
         errors = fault(reason, UNEXECUTED[reason])
-    progress = replace(before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **at)
+    progress = replace(
+        before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
+    )
     if result is None:
         return progress
     usage = None
@@ -105,7 +107,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
     config: dict[str, Any] = {}
     lender, tags = None, settings.tags(model, key)
     if batch_model is not None:
-        # Without input, output and budget. Requests are sampled as on the routes.
+        # The process of the batch adds input, output and budget. Sampling defaults are those of the API's routes.
         config = {
             **batch_model.config,
             "input_format": "openai-batch",
@@ -173,8 +175,8 @@ class BatchEstimate:
     def wanted_usd(self, spent_usd: float) -> float:
         """Return the amount to reserve after `spent_usd` were spent.
 
-        A run stops when the unspent rest no longer covers its shutdown. Reserving twice the spend prevents that
-        between two ticks.
+        A run stops when the unspent part of its reservation no longer covers its shutdown. Reserving at least twice the
+        spend prevents that between two ticks.
         """
         return max(self.tokens_usd, 2 * spent_usd) + self.overhead_usd
 
@@ -279,9 +281,9 @@ class _Work:
 
 
 class Scheduler:
-    """Drive all batches of a store. Expiry uses the store's clock; `now` is only for display.
+    """Drives all batches of a store. Expiry uses the store's clock; `now` is only for display.
 
-    `current_key` returns the key with its current limits, or None if revoked. By default keys never change.
+    `current_key` returns a key with its current limits, or None if it was revoked. By default keys never change.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class Scheduler:
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
-        self._attempts: Counter[str] = Counter()  # of the run, then of collecting
+        self._attempts: Counter[str] = Counter()  # failed attempts at the run, and later at collecting
         self._not_before: dict[str, float] = {}
         self._ends: dict[str, tuple[Reason, Errors]] = {}
         """Batches that only need to be collected, so that a failed or postponed collection is retried."""
@@ -430,9 +432,9 @@ class Scheduler:
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Return whether no other batch with a common budget has started.
+        """Return whether no other batch that shares a budget has started.
 
-        The cost of a batch is only known at its end, so two batches could each spend the rest.
+        The cost of a batch is only known at its end, so two batches could each spend the rest of the budget.
         """
         # Lazy, oldest first: usually the first batch decides, and each check may be a network request.
         begun = (other.id for other in self._unfinished if self._has_begun(other, payers))

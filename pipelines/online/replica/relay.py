@@ -100,12 +100,14 @@ async def convert_errors(
     refusal: Callable[[Exception], Any] = refusal,
     event_refusal: Callable[[Mapping[str, Any]], Any] = event_refusal,
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on; raise failures that are events of a stream, and convert early refusals into answers.
+    """Pass an answer on, but raise failures that arrive as stream events, and convert early refusals into answers.
 
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also fails if a
-    constraint allows no further token, which is the caller's mistake. Ray 2.60 only converts two of vLLM's refusals;
+    constraint allows no more tokens, which is the caller's mistake. Ray 2.60 converts only two of vLLM's refusals; the
     others look like a failure of the replica. In a stream, vLLM sends a refusal as the first event with a status of
-    success. `constraint` is the field of the request that constrains its response, if any.
+    success.
+
+    `constraint` is the field of the request that constrains its response, if any.
     """
     has_begun = False
     try:
