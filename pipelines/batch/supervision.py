@@ -1,6 +1,6 @@
-"""Supervise a run: decide whether it continues, tell workers to stop, and explain the end.
+"""Supervise a run from its directory: decide whether it continues, and explain why it ended.
 
-The supervisor reads the run directory, and tells workers to stop through a file in it.
+Workers are told to stop by a file in the run directory.
 """
 
 import contextlib
@@ -51,8 +51,9 @@ class Ending:
 class DeathWatch:
     """A counter of consecutive engine crashes without a finished row in between.
 
-    A restarted engine takes the slot (host and number) of the dead one, so there are more sessions than slots. On a
-    cluster it may start on another host; then there are more slots than engines.
+    Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
+    number of crashes is that of sessions minus slots. On a cluster it may start on another host and take a new slot, so
+    at most `num_engines` slots count.
 
     Args:
         num_engines: maximum number of concurrent engines.
@@ -65,7 +66,7 @@ class DeathWatch:
         self.in_a_row = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
-        """Count deaths since the last finished row, from the sessions of this attempt and the committed rows."""
+        """Return the number of crashes since the last finished row. `sessions` are those of this attempt."""
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
         num_deaths = len(sessions) - min(len(slots), self._num_engines)
@@ -105,7 +106,7 @@ class Supervisor:
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
-        self._warnings: dict[str, bool] = {}  # start warnings that were already shown
+        self._warnings: dict[str, bool] = {}  # start warnings, and whether they were shown
         self.sessions: Sequence[EngineSession] = ()
         self.ending: Ending | None = None
 
@@ -122,7 +123,7 @@ class Supervisor:
             StoppedEarly: no money or time is left, or a signal arrived.
             TooManyFailedRows: too many rows failed in earlier attempts.
         """
-        if ending := self._asked_to_end():
+        if ending := self._stopped_or_limited():
             self.ending = ending
             raise self.error()
 
@@ -147,8 +148,8 @@ class Supervisor:
                 self._draw.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
-        """Return new start warnings of the engines of this attempt, each once."""
-        new = [warning for warning, is_told in self._warnings.items() if not is_told]
+        """Return the start warnings of this attempt's engines that were not returned before."""
+        new = [warning for warning, is_shown in self._warnings.items() if not is_shown]
         self._warnings |= dict.fromkeys(new, True)
         return new
 
@@ -178,7 +179,7 @@ class Supervisor:
 
     # --- reasons
 
-    def _asked_to_end(self) -> Ending | None:
+    def _stopped_or_limited(self) -> Ending | None:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
@@ -189,7 +190,7 @@ class Supervisor:
         return None
 
     def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
-        if ending := self._asked_to_end():
+        if ending := self._stopped_or_limited():
             return ending
         if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
             return Ending(
@@ -220,7 +221,7 @@ class Supervisor:
                 error=StoppedEarly, message=limit.message, resume_flags=flags, advice="this continues the run"
             )
         if limit.limit == "deadline":
-            return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._later())
+            return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._deadline_flags())
         return Ending(
             error=TooManyFailedRows,
             message=f"{limit.message}\n  {describe_failures(self._directory)}",
@@ -229,7 +230,7 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """Return a budget that probably finishes the run: remaining rows cost a fifth more, rounded up."""
+        """Return a budget, rounded up, that finishes the run if remaining rows cost up to a fifth more than others."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
         rest = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
@@ -237,17 +238,15 @@ class Supervisor:
         step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
         return math.ceil(wanted / step) * step
 
-    def _later(self) -> dict[str, str | None]:
-        """Return the deadline flag to resume with: none for a fixed time, which has passed; a duration stays."""
+    def _deadline_flags(self) -> dict[str, str | None]:
+        """Return the flag to resume with: no deadline if it was a fixed time, which has passed; a duration stays."""
         text = self._run.config.deadline or "none"
-        again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
-        return {"--deadline": "none"} if again == self._limits.deadline_at else {}
+        parsed_now = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
+        return {"--deadline": "none"} if parsed_now == self._limits.deadline_at else {}
 
 
 def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: RunRequest) -> None:
-    """Check the limit of dead letters of a fully committed run.
-
-    The last rows may exceed the limit after the last observation.
+    """Check the limit of dead letters of a fully committed run, since its last rows may exceed the limit.
 
     Args:
         report: result of `make_report`.
@@ -277,5 +276,6 @@ def describe_failures(run: RunDirectory) -> str:
         examples.setdefault(letter["reason"], f"row {letter['id']}: {letter['message']}")
     if not counts:
         return "no dead letter can be read"
-    often = counts.most_common(3)
-    return f"{', '.join(f'{count} {reason}' for reason, count in often)}; for example {examples[often[0][0]]}"
+    most_common = counts.most_common(3)
+    example = examples[most_common[0][0]]
+    return f"{', '.join(f'{count} {reason}' for reason, count in most_common)}; for example {example}"

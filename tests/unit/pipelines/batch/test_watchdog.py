@@ -17,7 +17,7 @@ class Watched:
 
     def look(self, after_s, *, is_busy=True):
         self.now += after_s
-        return self.clock.look(is_busy=is_busy)
+        return self.clock.observe(is_busy=is_busy)
 
 
 def test_silence_ends_with_a_sign_of_life():
@@ -97,7 +97,7 @@ def watched_loop(monkeypatch):
     Each poll counts little, so that a busy machine does not look like a blocked loop.
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.03)
+    monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.03)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
 
     def watched(scene, die, *, limit_s=0.3):
