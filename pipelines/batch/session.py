@@ -97,7 +97,7 @@ class Session:
         )
 
 
-_HEARTBEATS_PER_CHECK = 3.0  # longer than an engine may be silent
+_HEARTBEATS_PER_CHECK = 3.0  # an engine counts as dead after two missed heartbeats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Stream units through Ray Data, from the plan to committed files, while the supervisor watches.
 
-The driver hands out units and sums receipts. It keeps no rows in memory, so its memory grows with units, not with rows.
+The driver hands out units and adds up their receipts, which are the usage of committed units. It keeps no rows in
+memory, so its memory grows with units, not with rows.
 """
 
 import math
@@ -31,7 +32,6 @@ from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
-_GRACE = "running units have --grace-s to be committed"
 _LOGS = "see the run's logs/ folder; the same command continues the run"
 
 
@@ -87,7 +87,8 @@ def _watch(
             for note in drafter_watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
-            progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
+            grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
+            progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
         if supervisor.ending is not None and supervisor.gives_up:
             cluster.abandon()
             break

@@ -27,8 +27,8 @@ from peagle.storage import WRITE_ERRORS
 from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 
-_MAX_DEATHS_IN_A_ROW = 5
-_ROOM = "when there is room, the same command continues the run"
+_MAX_CONSECUTIVE_CRASHES = 5
+_ROOM = "when the budget has room, the same command continues the run"
 _RETRY = "fix the cause; this command retries the failed rows and continues the run"
 
 
@@ -48,8 +48,8 @@ class Ending:
     advice: str = "the same command continues the run"
 
 
-class DeathWatch:
-    """A counter of consecutive engine crashes without a finished row in between.
+class CrashCounter:
+    """Counts consecutive engine crashes without a finished row in between.
 
     Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
     number of crashes is that of sessions minus slots. On a cluster it may start on another host and take a new slot, so
@@ -61,21 +61,21 @@ class DeathWatch:
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
-        self._num_deaths = 0
+        self._num_crashes = 0
         self._num_finished = 0
-        self.in_a_row = 0
+        self.num_consecutive = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
         """Return the number of crashes since the last finished row. `sessions` are those of this attempt."""
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
-        num_deaths = len(sessions) - min(len(slots), self._num_engines)
+        num_crashes = len(sessions) - min(len(slots), self._num_engines)
         num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
         if num_finished > self._num_finished:
-            self.in_a_row = 0
-        self.in_a_row += num_deaths - self._num_deaths
-        self._num_deaths, self._num_finished = num_deaths, num_finished
-        return self.in_a_row
+            self.num_consecutive = 0
+        self.num_consecutive += num_crashes - self._num_crashes
+        self._num_crashes, self._num_finished = num_crashes, num_finished
+        return self.num_consecutive
 
 
 class Supervisor:
@@ -96,22 +96,23 @@ class Supervisor:
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])
         self.tally = Tally(num_rows_planned=run.plan.num_rows)
-        self._spending = Spending(self._earlier(), directory.sessions(), price, heartbeat_s=run.config.heartbeat_s)
+        earlier_usages = self._count_earlier_units()
+        self._spending = Spending(earlier_usages, directory.sessions(), price, heartbeat_s=run.config.heartbeat_s)
         self.tally.usd = self._spending.usd
         engines = run.config.engine_range
-        self._deaths = DeathWatch(engines.largest)
+        self._crashes = CrashCounter(engines.largest)
         self._price = price
         self._limits = request.limits
         # All engines that may start at the same time: a loading engine cannot be stopped before it has loaded.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
-        self._is_asked = False
+        self._is_stop_requested = False
         self._warnings: dict[str, bool] = {}  # start warnings, and whether they were shown
         self.sessions: Sequence[EngineSession] = ()
         self.ending: Ending | None = None
 
-    def _earlier(self) -> Iterator[UnitUsage]:
-        """Add the units of earlier attempts to the tally, without holding them in memory."""
+    def _count_earlier_units(self) -> Iterator[UnitUsage]:
+        """Yield the units of earlier attempts, adding each to the tally, without holding them in memory."""
         for usage in self._directory.usages():
             self.tally.add(usage, before=True)
             yield usage
@@ -135,11 +136,11 @@ class Supervisor:
         self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
-        if self.ending is None and (ending := self._judge(sessions)):
+        if self.ending is None and (ending := self._reason_to_end(sessions)):
             self.ending = ending
             self._give_up_at = time.monotonic() + self._run.config.grace_s + GIVE_UP_S
-        if self.ending is not None and not self._is_asked:
-            self._ask_to_stop()
+        if self.ending is not None and not self._is_stop_requested:
+            self._request_stop()
 
     def close(self) -> None:
         """Charge the budgets of tags, if they can be written."""
@@ -153,11 +154,11 @@ class Supervisor:
         self._warnings |= dict.fromkeys(new, True)
         return new
 
-    def _ask_to_stop(self) -> None:
-        """Ask workers to stop; retried at each observation, for example while the disk is full."""
+    def _request_stop(self) -> None:
+        """Ask workers to stop. If that fails, for example on a full disk, the next observation tries again."""
         with contextlib.suppress(*WRITE_ERRORS):
             self._directory.stop.request(self._run.config.grace_s)
-            self._is_asked = True
+            self._is_stop_requested = True
 
     @property
     def gives_up(self) -> bool:
@@ -189,19 +190,20 @@ class Supervisor:
             return Ending(error=StoppedEarly, message=message, advice=_ROOM)
         return None
 
-    def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
+    def _reason_to_end(self, sessions: Sequence[EngineSession]) -> Ending | None:
         if ending := self._stopped_or_limited():
             return ending
-        if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
+        num_consecutive = self._crashes.observe(sessions, self.tally.num_rows)
+        if num_consecutive >= _MAX_CONSECUTIVE_CRASHES:
             return Ending(
                 error=EngineError,
-                message=f"engines crashed {self._deaths.in_a_row} times in a row without finishing a single row",
+                message=f"engines crashed {num_consecutive} times in a row without finishing a single row",
                 advice="find the cause in the run's logs/ folder; then the same command continues the run",
             )
         return None
 
     def _reserve_usd(self, num_alive: int) -> float:
-        """Return the maximum cost of ending, for running engines and those about to start."""
+        """Return the maximum cost of shutting down the running engines and those that are about to start."""
         num_engines = max(self._run.config.engine_range.smallest, num_alive)
         num_devices = num_engines * self._run.placement.num_devices
         return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
