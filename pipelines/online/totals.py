@@ -1,8 +1,9 @@
 """Running totals of a ledger: requests by time, engine, key and model; spend of keys; token prices.
 
-Each record is read once, by whichever thread reads next, and passed to the followers. Sums are kept per minute, and
-old ones per hour or day, so memory grows with time and keys, not with requests. From time to time the totals are saved
-atomically with the read positions, from which the next process continues if the files still match:
+Each record is read once, by whichever thread reads next, and passed to the followers. Requests are summed in cells: one
+for each minute, engine, key, model, drafter and set of tags (`RequestGroup`). Old cells are merged per hour or day, so
+memory grows with time and keys, not with requests. From time to time the totals are saved atomically with the read
+positions, from which the next process continues if the files still match:
 
     head      format, marks (read position per file with a checksum), spend, prices
     cells     one per line
