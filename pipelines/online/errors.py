@@ -109,8 +109,8 @@ def from_exception(error: BaseException) -> ApiError:
     if any(name in _UNAVAILABLE for name in names):
         return overloaded("all engines are busy or starting; try again")
     if vllm_error := next((name for name in _STATUS_OF_VLLM_ERRORS if name in names), None):
-        text, param = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
-        return ApiError(_STATUS_OF_VLLM_ERRORS[vllm_error], text, code="invalid_value", param=param)
+        message, param = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
+        return ApiError(_STATUS_OF_VLLM_ERRORS[vllm_error], message, code="invalid_value", param=param)
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):

@@ -24,7 +24,7 @@ class Directory:
     stop = SimpleNamespace(clear=lambda: None)
 
 
-METRICS = SimpleNamespace(committed=lambda _: None, look=lambda *_: None)
+METRICS = SimpleNamespace(committed=lambda _: None, update=lambda *_: None)
 
 
 class Supervisor:
@@ -102,7 +102,7 @@ def test_stream_error_while_stopping_is_treated_as_stop(monkeypatch, ending, end
     if ends_quietly:
         assert list(result) == []
     else:
-        with pytest.raises(EngineError, match="broke off"):
+        with pytest.raises(EngineError, match="run failed"):
             next(result)
     assert observed == ["called"]
     assert bool(abandoned) is ends_quietly

@@ -75,7 +75,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_ord
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
     clock.now += jump_s
-    end(scheduler, runner.works[-1], EngineError("it broke off"))
+    end(scheduler, runner.works[-1], EngineError("it failed"))
     uptime.now += 20  # it is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
