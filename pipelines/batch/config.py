@@ -34,11 +34,12 @@ from peagle.runs.scaling import EngineRange
 from peagle.storage import StoragePath, storage_path
 from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 
-NUMBER_OR_RANGE: dict[str, JsonValue] = {"type": ["string", "integer"]}  # for editors; it is text from then on
+NUMBER_OR_RANGE: dict[str, JsonValue] = {"type": ["string", "integer"]}
+"""The JSON schema of a number or a range. A validator converts both to text."""
 PROMPT_KEYS = tuple(PromptOptions.model_fields)
 
 
-def _place(value: Any) -> StoragePath:
+def _parse_folder(value: Any) -> StoragePath:
     try:
         folder = storage_path(value)
     except ConfigError as error:
@@ -50,8 +51,8 @@ def _place(value: Any) -> StoragePath:
     return folder
 
 
-FolderKey = Annotated[StoragePath, PlainValidator(_place), PlainSerializer(str)]
-"""A folder on a disk or in a store, as a user names it."""
+FolderKey = Annotated[StoragePath, PlainValidator(_parse_folder), PlainSerializer(str)]
+"""A local folder or s3://BUCKET/FOLDER."""
 
 
 class FakeEngineOptions(BaseModel):
@@ -64,7 +65,7 @@ class FakeEngineOptions(BaseModel):
 
     @field_validator("fake", mode="before")
     @classmethod
-    def _traits_as_text(cls, value: Any) -> Any:
+    def _parse_traits(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
 
 
@@ -74,7 +75,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     Descriptions are the help texts of the flags; unknown keys are errors.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)  # of the others; JSON, and so run.json, has neither
+    model_config = ConfigDict(allow_inf_nan=False)  # JSON, and so run.json, has no infinity and no NaN
 
     input: str = Field(
         description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "
@@ -102,8 +103,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     sampling_column: str | None = Field(
         None,
-        description="column with a row's own sampling parameters (an object, or one as JSON text), or none; "
-        "default: sampling, if there",
+        description="column with each row's own sampling parameters (an object or JSON text), or none; default: the "
+        "column sampling, if it exists",
     )
 
     engines: str = Field(
@@ -154,33 +155,33 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     )
     max_failed_rows: str | None = Field(
         None,
-        description=f"N or P%: stop with an error when more rows are dead letters; a share counts from "
-        f"{MIN_ROWS_FOR_SHARE} rows done",
+        description=f"N or P%: stop with an error when more rows are dead letters; P% applies once "
+        f"{MIN_ROWS_FOR_SHARE} rows are done",
     )
 
     @model_validator(mode="after")
-    def _only_the_fake_engine_has_traits(self) -> "GenerateConfig":
+    def _require_fake_engine_for_traits(self) -> "GenerateConfig":
         if self.engine != "fake" and self.fake != FakeTraits():
             raise ValueError("`fake` options require `engine: fake`")
         return self
 
     @model_validator(mode="after")
-    def _parsers_need_one_response_of_vllm(self) -> "GenerateConfig":
+    def _check_parsers(self) -> "GenerateConfig":
         for key in PARSER_KEYS:
             if getattr(self, key) is not None and self.engine == "fake":
-                raise ValueError(f"{key} cannot be used with engine: fake, whose text has no form")
+                raise ValueError(f"{key} cannot be used with engine: fake, whose text has no structure to parse")
             if getattr(self, key) is not None and self.n > 1:
                 raise ValueError(f"{key} cannot be used with n: {self.n}, since one response is parsed per row")
         return self
 
     @model_validator(mode="after")
-    def _only_tags_have_budgets(self) -> "GenerateConfig":
+    def _require_tags_for_draw_on(self) -> "GenerateConfig":
         if self.draw_on is not None and not self.tags:
             raise ValueError("draw_on requires tags, since the run draws on the budgets of its tags")
         return self
 
     @model_validator(mode="after")
-    def _engines_can_be_divided_over_nodes(self) -> "GenerateConfig":
+    def _check_nodes_per_engine(self) -> "GenerateConfig":
         num_nodes, num_ranks = self.nodes_per_engine, self.accelerators_per_engine
         if num_ranks % num_nodes:
             raise ValueError(
@@ -198,29 +199,29 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     @field_validator("engines", mode="before")
     @classmethod
-    def _engines_are_a_range(cls, value: Any) -> Any:
+    def _parse_engines(cls, value: Any) -> Any:
         return str(EngineRange.parse(str(value)))
 
     @field_validator("deadline", mode="before")
     @classmethod
-    def _deadline_is_one(cls, value: Any) -> Any:
-        if isinstance(value, datetime.datetime):  # YAML reads a timestamp as one
+    def _check_deadline(cls, value: Any) -> Any:
+        if isinstance(value, datetime.datetime):  # YAML parses timestamps
             value = value.isoformat()
         if value is not None:
-            if not isinstance(value, str):  # and 18:30 as a number to the base of 60
+            if not isinstance(value, str):  # YAML reads 18:30 as a number in base 60
                 raise ValueError("quote the deadline in YAML")
             parse_deadline(value, datetime.datetime.now())
         return value
 
     @field_validator("max_failed_rows", mode="before")
     @classmethod
-    def _max_failed_rows_is_one(cls, value: Any) -> Any:
+    def _parse_max_failed_rows(cls, value: Any) -> Any:
         return None if value is None else str(MaxFailedRows.parse(str(value)))
 
     @field_validator("json_schema", mode="before")
     @classmethod
-    def _schema_from_a_file(cls, value: Any) -> Any:
-        """Read the schema from a named file, so that its content is stored."""
+    def _read_schema_file(cls, value: Any) -> Any:
+        """Replace the name of a file by its content, so that the content is stored."""
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:
@@ -230,7 +231,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     @property
     def most_engines(self) -> int:
-        """The maximum number of engines at once."""
+        """The maximum number of concurrent engines."""
         return self.engine_range.largest
 
     @property
@@ -240,7 +241,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     @property
     def accelerators_per_engine(self) -> int:
-        """Accelerators, or on a CPU ranks, of one engine."""
+        """The number of accelerators of one engine, or of its ranks on CPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def sampling(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
 
-_NO_RUN = "remove --retry-failed to start a run"
+_NO_RUN_HINT = "remove --retry-failed to start a run"
 
 
 def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> ResolvedRun:
@@ -34,13 +34,13 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
     directory = RunDirectory(request.config.output)
     _check_request(request, directory, cluster)
     cluster.prepare()
-    here, plan = _hardware_and_plan(request, directory, announce)
-    num_nodes = _num_nodes(request, here) if cluster.is_remote else 1
-    run = resolve(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
+    hardware, plan = _hardware_and_plan(request, directory, announce)
+    num_nodes = _num_nodes(request, hardware) if cluster.is_remote else 1
+    run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
     announce(run.describe())
     for note in plan.notes:
         announce(f"note: {note}")
-    for note in run.engine.profile_notes(here):
+    for note in run.engine.profile_notes(hardware):
         announce(note)
     return run
 
@@ -69,7 +69,7 @@ def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
     """
     directory.require_own()
     if request.config.retry_failed and not directory.exists:
-        raise ConfigError(f"{directory} has no run, so there are no failed rows to retry", hint=_NO_RUN)
+        raise ConfigError(f"{directory} has no run, so there are no failed rows to retry", hint=_NO_RUN_HINT)
 
 
 # --- the plan
@@ -80,13 +80,14 @@ def _hardware_and_plan(
 ) -> tuple[Hardware, Plan]:
     """Return a node's hardware and the plan.
 
-    The input is checked before accelerators are requested. Otherwise the nodes decide how the corpus is split.
+    If accelerators are requested, the input is checked first, and the plan is made for them. Otherwise it depends on
+    the nodes.
     """
     if directory.exists or request.config.accelerator_type:
         plan = planned(request, directory, "cuda")
         return hardware_for(request, directory, announce), plan
-    here = hardware_for(request, directory, announce)
-    return here, planned(request, directory, here.platform)
+    hardware = hardware_for(request, directory, announce)
+    return hardware, planned(request, directory, hardware.platform)
 
 
 def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu", "cuda"]) -> Plan:
@@ -101,29 +102,29 @@ def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu
 
 
 def planned_again(request: RunRequest, directory: RunDirectory) -> Plan:
-    """Return a plan of the corpus as it is now, split like the stored plan and without retries.
+    """Return a plan of the corpus in its current state, split like the stored plan and without retries.
 
     Raises:
         InputError: the corpus cannot be read, or has no rows.
     """
-    written = directory.plan()
-    return make_plan(request.config, written.cut, like=written.corpus_fingerprint)
+    stored = directory.plan()
+    return make_plan(request.config, stored.cut, like=stored.corpus_fingerprint)
 
 
 # --- the hardware
 
 
 def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callable[[str], None]) -> Hardware:
-    """Return the hardware of a node for the engines. A finished run keeps its own.
+    """Return the hardware of a node for the engines. A finished run keeps its hardware.
 
     Raises:
-        ConfigError: the run was started on other hardware than is requested now.
+        ConfigError: the run was started on different hardware than is requested now.
         CapacityError: no such node becomes available.
         StoppedEarly: a signal or the deadline ended the wait.
     """
     if request.neighbours is not None:
         return request.neighbours.hardware
-    return _finished_on(request, directory) or _look(request, announce)
+    return _finished_on(request, directory) or _available_hardware(request, announce)
 
 
 def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | None:
@@ -151,7 +152,7 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
     return None if may_retry else before
 
 
-def _look(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
+def _available_hardware(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     """Return the hardware of this node or of a cluster node.
 
     If engines need accelerators, an autoscaled cluster is asked for them first; otherwise the run would use the CPUs of
@@ -179,10 +180,10 @@ def _look(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     return inspection.inspect(accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
 
 
-def _num_nodes(request: RunRequest, here: Hardware) -> int:
+def _num_nodes(request: RunRequest, hardware: Hardware) -> int:
     config = request.config
     return ray.num_nodes(
-        here,
+        hardware,
         num_engines=config.engine_range.smallest,
         accelerators_per_engine=config.accelerators_per_engine,
         nodes_per_engine=config.nodes_per_engine,

@@ -21,9 +21,9 @@ class StartedEngine:
     """A running engine.
 
     Attributes:
-        checkable: the engine for the self-check; None if the lender has checked it.
+        checkable: the engine for the self-check; None if the engine is borrowed and so already checked.
         compile_s: seconds of the start that were spent on compiling.
-        others: the engine's ranks on other nodes, or None.
+        others: the engine's ranks on other nodes; None if it runs on a single node.
     """
 
     engine: RowEngine
@@ -41,7 +41,7 @@ def start_engine(run: ResolvedRun, session: Session) -> StartedEngine:
         EngineError: the engine does not start; the message has vLLM's reason.
     """
     if run.lender is not None:
-        assert isinstance(session.meter, BilledMeter), "a session of a lent engine has one"
+        assert isinstance(session.meter, BilledMeter), "the session of a borrowed engine has a BilledMeter"
         return StartedEngine(engine=run.lender.lend(session.meter), checkable=None)
     if run.config.engine == "fake":
         return _start_fake(run.spec, run.config.fake)

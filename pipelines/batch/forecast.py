@@ -1,7 +1,7 @@
 """Forecast of a bulk run, for `peagle generate --dry-run`.
 
-Uses the same functions as a run, for the configured machine or this machine. Starts and writes nothing, and does not
-connect to Ray.
+The forecast uses the same functions as a run, for the configured machine or for this machine. It starts and writes
+nothing, and does not connect to Ray.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this h
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """What a run would do.
+    """What `peagle generate` would do.
 
     Attributes:
-        run: the resolved run, which was not created.
+        run: the resolved run, which has not been created.
         is_here: whether the engines would run on this machine, whose hardware was detected.
         num_rows_left: remaining rows of an existing run; all rows of a new run.
         speed: expected speed; None if unknown.
@@ -60,7 +60,7 @@ class RunForecast:
 
     @property
     def most_s(self) -> float | None:
-        """Seconds of generation with answers of maximum length; None if the speed is unknown."""
+        """Seconds of generation if all answers have maximum length; None if the speed is unknown."""
         if self.speed is None:
             return None
         left = self.num_rows_left / self.sample.num_rows
@@ -82,14 +82,14 @@ class RunForecast:
                 (f"{run.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
                 + f" ({run.drafter.note})",
             ),
-            ("machine", machine_in_words(run.hardware, self.is_here, self.num_nodes)),
+            ("machine", describe_machine(run.hardware, self.is_here, self.num_nodes)),
             (
                 "engines",
-                f"{config.engines} of {devices_of(run.placement)}, {run.concurrency} concurrent requests in each",
+                f"{config.engines} of {describe_devices(run.placement)}, {run.concurrency} concurrent requests in each",
             ),
             ("memory", self.memory),
             ("price", format_price(run.price.to_dict())),
-            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{doubt_of(run.price)}"),
+            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{describe_doubt(run.price)}"),
             ("expected", self._expected()),
             *_limits(config, self.usd_per_h),
         ]
@@ -138,7 +138,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     """Resolve a run without starting it.
 
     Args:
-        announce: called before something slow.
+        announce: called with a message before a slow step.
 
     Raises:
         PeagleError: the run would be refused.
@@ -146,9 +146,9 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     config = request.config
     directory = RunDirectory(config.output)
     require_run_fits(request, directory)
-    here, is_here, num_nodes = _machines(config)
-    plan = planned(request, directory, here.platform)
-    run = resolve(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
+    hardware, is_here, num_nodes = _machines(config)
+    plan = planned(request, directory, hardware.platform)
+    run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
     left = plan.left(directory.committed()) if directory.exists else plan.units
     return RunForecast(
         run=run,
@@ -156,72 +156,69 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
         num_nodes=num_nodes,
         num_rows_left=sum(unit.num_rows for unit in left),
         sample=sample_corpus(plan, run.request_builder()),
-        speed=known_speed(run.engine, here, run.concurrency),
-        memory=memory_of(run.engine, here, run.placement),
+        speed=known_speed(run.engine, hardware, run.concurrency),
+        memory=describe_engine_memory(run.engine, hardware, run.placement),
     )
 
 
 def settled(config: GenerateConfig) -> ResolvedDefaults:
-    """Return values for the keys that the configuration does not set.
+    """Return the values of options that the configuration does not set.
 
     Raises:
         PeagleError: the run would be refused before its corpus is read.
     """
-    here, is_here, num_nodes = _machines(config)
-    placement = place_engines(config, here, num_nodes)
-    price = resolve_engine_price(config, here, placement)
-    engine = resolve_run_engine(config, here, placement, announce=print)
-    return resolve_defaults(config, engine, here, is_here=is_here) | resolve_price_defaults(config, price)
+    hardware, is_here, num_nodes = _machines(config)
+    placement = place_engines(config, hardware, num_nodes)
+    price = resolve_engine_price(config, hardware, placement)
+    engine = resolve_run_engine(config, hardware, placement, announce=print)
+    return resolve_defaults(config, engine, hardware, is_here=is_here) | resolve_price_defaults(config, price)
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
     """Return the hardware of the engines, whether it is this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
-    here, is_here = machine_for(config, config.accelerator_type, num_accelerators=per_node)
+    hardware, is_here = machine_for(config, config.accelerator_type, num_accelerators=per_node)
     num_nodes = num_engine_nodes(
         [],
-        here,
+        hardware,
         num_engines=config.engine_range.smallest,
         accelerators_per_engine=config.accelerators_per_engine,
         nodes_per_engine=config.nodes_per_engine,
     )
-    return here, is_here, num_nodes
+    return hardware, is_here, num_nodes
 
 
-def memory_of(engine: ResolvedEngine, here: Hardware, placement: Placement) -> str:
-    """Describe the memory of an engine."""
+def describe_engine_memory(engine: ResolvedEngine, hardware: Hardware, placement: Placement) -> str:
     if engine.model is FAKE_MODEL:
         return "none: no model is loaded"
-    return memory_in_words(
+    return describe_memory(
         replace(engine.spec, model=engine.model.path),
-        here,
+        hardware,
         footprint_of(engine.model),
         num_engines_on_node=placement.num_engines_on_node,
     )
 
 
-def _prompts(found: CorpusSample) -> str:
-    mean = found.prompt_tokens / found.num_rows
-    how = "all rows" if found.is_whole else f"{found.num_sampled:,} rows sampled"
-    failed = f"; {found.num_failed:,} of them would be dead letters ({found.example})" if found.num_failed else ""
-    about = "" if found.is_whole else "about "
-    return f"{about}{format_count(found.prompt_tokens)} tokens, {mean:,.0f} a row ({how}{failed})"
+def _prompts(sample: CorpusSample) -> str:
+    mean = sample.prompt_tokens / sample.num_rows
+    rows = "all rows" if sample.is_whole else f"{sample.num_sampled:,} rows sampled"
+    failed = f"; {sample.num_failed:,} of them would be dead letters ({sample.example})" if sample.num_failed else ""
+    about = "" if sample.is_whole else "about "
+    return f"{about}{format_count(sample.prompt_tokens)} tokens, {mean:,.0f} a row ({rows}{failed})"
 
 
-def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
-    """Describe the machine of the engines."""
+def describe_machine(hardware: Hardware, is_here: bool, num_nodes: int) -> str:
     if not is_here:
-        return f"{here.describe()}; {num_nodes} of these machines, not inspected"
-    unasked = "; the cluster of RAY_ADDRESS was not inspected: set its instance_type" if ray.is_remote() else ""
-    return f"{here.describe()}; this machine{unasked}"
+        return f"{hardware.describe()}; {num_nodes} of these machines, not inspected"
+    note = "; the cluster of RAY_ADDRESS was not inspected: set its instance_type" if ray.is_remote() else ""
+    return f"{hardware.describe()}; this machine{note}"
 
 
-def devices_of(placement: Placement) -> str:
-    """Describe the devices of an engine."""
+def describe_devices(placement: Placement) -> str:
     return f"{placement.num_devices} {placement.device}{'s' if placement.num_devices > 1 else ''}"
 
 
-def doubt_of(price: Price) -> str:
+def describe_doubt(price: Price) -> str:
     """Return why the price may be wrong, in parentheses, or an empty string."""
     return f" (the price may be wrong: {price.doubt})" if price.doubt else ""
 
@@ -233,14 +230,14 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
     return [("budget", f"{format_usd(config.budget_usd)} pays these engines for {hours}")]
 
 
-def memory_in_words(
+def describe_memory(
     spec: EngineSpec, hardware: Hardware, known: Footprint | None, *, num_engines_on_node: int = 1
 ) -> str:
     """Describe the memory of an engine that passed `check_capacity`.
 
     Args:
-        spec: with the folder of the model, if it is on this disk.
-        known: otherwise, the footprint of the model.
+        spec: `spec.model` is the model's folder if it is on this disk.
+        known: the model's footprint, if its folder is not on this disk.
     """
     footprint = read_footprint(spec.model) or known
     if footprint is None:

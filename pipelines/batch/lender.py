@@ -11,7 +11,7 @@ class Lender(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """The maximum number of concurrent requests of its engines."""
+        """The maximum number of concurrent requests of the lender's engines."""
 
     def lend(self, meter: BilledMeter) -> RowEngine:
-        """Return an engine for this process; `meter` is charged for what rows use."""
+        """Return an engine for this process. Its rows are charged to `meter`."""

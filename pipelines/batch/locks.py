@@ -8,7 +8,7 @@ _MAX_WAITING = 32
 
 
 class SharedExclusiveLock:
-    """A lock that many rows can share, or a single row can hold exclusively."""
+    """A lock that many rows can hold together, or a single row exclusively."""
 
     def __init__(self) -> None:
         self._num_sharing = 0
@@ -23,7 +23,7 @@ class SharedExclusiveLock:
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Hold the lock with others. Waits while it is held exclusively, or an exclusive holder waits."""
+        """Hold the lock together with others. Waits while another task holds it exclusively, or waits to do so."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_exclusive and not self._num_waiting)
             self._num_sharing += 1

@@ -1,6 +1,6 @@
 """The metrics of a bulk run, updated by its driver.
 
-Names and labels are in `pipelines.cluster.metrics`. Gauges of a run end with the process of its driver.
+Names and labels are in `pipelines.cluster.metrics`. The gauges of a run disappear when its driver exits.
 """
 
 import time
@@ -21,7 +21,7 @@ class RunMetrics:
 
     def __init__(self, request: RunRequest, run: ResolvedRun) -> None:
         manifest, drafter = run.directory.manifest(), run.drafter.name
-        model_name = manifest.get("served_name") or name_of(run.model.name)  # the name of clients, for a batch
+        model_name = manifest.get("served_name") or name_of(run.model.name)  # for a batch, the name that clients use
         self._request = request
         self._usage = UsageMetrics(model_name, drafter)
         self._labels = {"model_name": model_name, "drafter": drafter or ""}
@@ -48,14 +48,10 @@ class RunMetrics:
             if num_rows:
                 self._rows_total.inc(num_rows, {"outcome": outcome})
 
-    def look(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
-        """Update the gauges of the run.
-
-        Args:
-            sessions: of this attempt.
-        """
+    def update(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
+        """Update the gauges of the run. `sessions` are those of this attempt."""
         for session in sessions:
-            if not is_lent(session.session_id):  # the lender records all seconds of its engines
+            if not is_lent(session.session_id):  # the endpoint that lends the engine records its seconds
                 self._usage.heartbeat(session)
         left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
         for state, num_rows in (("done", tally.num_rows), ("failed", tally.num_failed_rows), ("left", max(left, 0))):

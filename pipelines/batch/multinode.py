@@ -1,7 +1,8 @@
-"""The ranks of an engine on other nodes: placement, actors, and a watch.
+"""Place, start and watch the ranks of an engine that are on other nodes.
 
-The engine's actor (`worker.py`) is the leader. Its followers end with it, because Ray ends the actors that a process
-started, and the leader ends with the first follower. `peagle/engine/arguments.py` has vLLM's arguments.
+The engine's actor (`worker.py`) is the leader, and starts an actor on each other node, its followers. All of them end
+together: Ray ends the followers with the process that started them, and the leader ends when the first follower ends.
+vLLM's arguments are in `peagle/engine/arguments.py`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from pipelines.cluster.failures import explain
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
 
 _POLL_S = 1.0
-_SAY_S = 60.0
+_REPORT_S = 60.0
 _NODE_ID = "ray.io/node-id"
 _LOGS = "the run's logs/ folder has a log of each node"
 
@@ -61,13 +62,13 @@ class Follower:
 
 
 class OtherNodes:
-    """The followers of the engine that this actor leads. They start with this object.
+    """The followers of the engine that this actor leads. Creating this object starts them.
 
-        If a follower ends while the engine starts, the start is aborted here, because vLLM would wait for it.
+    If a follower ends while the engine starts, the start is aborted, because vLLM would wait for the follower.
 
     Attributes:
         rank: rank of this node.
-        failure: why the first follower ended; None while all run.
+        failure: why the first follower ended; None while all are running.
         is_lost: whether that follower ended without an error, because its process or node is gone.
     """
 
@@ -85,7 +86,7 @@ class OtherNodes:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def started(self, die: Callable[[str], object]) -> None:
-        """Call this after the engine's start: from now on, `die` is called with the reason when a follower ends."""
+        """Record that the engine has started. From now on, `die` is called with the reason if a follower ends."""
         self._die = die
         self._has_started.set()
 
@@ -105,22 +106,22 @@ class OtherNodes:
         import ray
 
         ended, _ = ray.wait(self._ends, num_returns=1)
-        what = f"the engine's ranks on node {self._ends.index(ended[0]) + 1} ended"
+        message = f"the engine's ranks on node {self._ends.index(ended[0]) + 1} ended"
         try:
             ray.get(ended)
-        except Exception as error:  # of the follower, or of Ray if the process or its node is gone
+        except Exception as error:  # raised by the follower, or by Ray if the follower's process or node is gone
             self.is_lost = isinstance(error, ray.exceptions.RayActorError)
-            return explain(error, what, hint=_LOGS, otherwise=EngineError)
-        return EngineError(what, hint=_LOGS)
+            return explain(error, message, hint=_LOGS, otherwise=EngineError)
+        return EngineError(message, hint=_LOGS)
 
 
 def _actors(part: Mapping[str, float], count: int) -> list[Any]:
-    """Return the `Follower` actors on other nodes, after waiting for room; the capacity was checked before."""
+    """Wait for room on `count` other nodes, and return a `Follower` actor class for each."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = _group(part, count)
-    while not group.wait(_SAY_S):
+    while not group.wait(_REPORT_S):
         sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(part)} free on each\n")
     return [
         ray.remote(Follower).options(
@@ -133,20 +134,20 @@ def _actors(part: Mapping[str, float], count: int) -> list[Any]:
 
 
 def _group(part: Mapping[str, float], count: int) -> Any:
-    """Return a placement group on other nodes than this one, which ends with this actor."""
+    """Return a placement group on nodes other than this one. It ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
-    here = ray.get_runtime_context()
-    name = f"peagle-{here.get_actor_id()}"
-    if here.was_current_actor_reconstructed:
-        with contextlib.suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(name))  # Ray 2.60 keeps the group of a process that it replaces
+    context = ray.get_runtime_context()
+    name = f"peagle-{context.get_actor_id()}"
+    if context.was_current_actor_reconstructed:  # Ray 2.60 keeps the group of a process that it replaces
+        with contextlib.suppress(ValueError):  # the replaced process had no group yet
+            remove_placement_group(get_placement_group(name))
     return placement_group(
         [dict(part)] * count,
         strategy="STRICT_SPREAD",
         name=name,
-        bundle_label_selector=[{_NODE_ID: f"!{here.get_node_id()}"}] * count,
+        bundle_label_selector=[{_NODE_ID: f"!{context.get_node_id()}"}] * count,
     )
 
 

@@ -1,4 +1,4 @@
-"""One attempt at a bulk run as its caller requests it, with its limits."""
+"""The request for one attempt at a bulk run, with its limits."""
 
 import datetime
 import threading
@@ -36,13 +36,13 @@ class RunRequest:
 
     Attributes:
         command: the command line, for `run.json` and for the command that continues the run.
-        stop: set it to stop the run; signals do so, too.
-        neighbours: other engines on the same nodes.
-        lender: None if the run starts its own engines.
-        commits: by hub id, the commits that a new run must use; an existing run keeps its own.
+        stop: stops the run when it is set, by the caller or by a signal.
+        neighbours: other engines on the same nodes, or None.
+        lender: provides running engines; None if the run starts its own.
+        commits: model revisions that a new run must use, by hub id; an existing run keeps its own.
         served_name: the model's name in OpenAI answers of a new run; None for the model's own name.
-        allowance: replaces the configuration's budget.
-        limits: limits of the configuration, counted from now, with a reserve for shutdown.
+        allowance: replaces the configuration's budget; None keeps it.
+        limits: the configured limits, with a reserve for shutdown. A relative deadline counts from now.
     """
 
     config: GenerateConfig
@@ -83,7 +83,7 @@ class RunRequest:
 
     @property
     def killed_message(self) -> str:
-        """The last message of a command that is ended by a second signal."""
+        """The last message of a command that a second signal ends."""
         again = resume_command(self.command, {})
         return f"stopped immediately: running units are lost\n  the same command continues the run: {again}"
 

@@ -167,9 +167,8 @@ class ResolvedRun:
                 "name": self.drafter.name,
                 "weights": self.drafter.fingerprint,
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
-                **(
-                    {"lookup": True} if drafter and drafter.lookup else {}
-                ),  # omitted if off, so that older runs can be continued
+                # Omitted if off, so that older runs can be continued.
+                **({"lookup": True} if drafter and drafter.lookup else {}),
             },
             "precision": self.precision.describe(),
             **({"engine_args": engine_args} if engine_args else {}),
@@ -191,13 +190,13 @@ def resolve(
     num_nodes: int = 1,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
-    """Resolve a planned run for known nodes, whether or not they exist yet.
+    """Resolve a planned run for nodes with known hardware, which need not exist yet.
 
     Args:
         plan: the new or stored plan; until the lease is held, another driver may store its own.
         hardware: hardware of a node.
         num_nodes: number of nodes among which the engines are divided.
-        announce: called before something slow, such as converting a model.
+        announce: called with a message before a slow step, such as converting a model.
 
     Raises:
         ConfigError: model, drafter, precision, price or prompts are invalid.
@@ -243,7 +242,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineSpec) -> bool:
-    """Whether peagle decides about compiling: on a CPU, if the user left it open and no compiled code exists."""
+    """Whether peagle may skip compiling: on a CPU, if the user did not decide and no compiled code is cached."""
     return (
         hardware.platform == "cpu"
         and "enforce_eager" not in options.model_fields_set
@@ -253,7 +252,7 @@ def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineS
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether compiling saves more time than it takes, or is not peagle's decision."""
+    """Whether to compile: if it saves more time than it takes, or if peagle may not skip it."""
     footprint = footprint_of(engine.model)
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware, engine.spec):
         return True
@@ -307,7 +306,7 @@ def place_engines(config: GenerateConfig, hardware: Hardware, num_nodes: int) ->
     Raises:
         CapacityError: the engines do not fit on the nodes.
     """
-    # The fake engine binds no cores: as many of them run as there are logical CPUs.
+    # Fake engines are not bound to physical cores, so there can be one for each logical CPU.
     node = replace(hardware, core_ids=()) if config.engine == "fake" else hardware
     return place(
         node,

@@ -89,11 +89,11 @@ def stoppable(request: RunRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_run(request: RunRequest, run: ResolvedRun, progress: RunProgress) -> Iterator[ResolvedRun]:
-    """Acquire the lease, and create or continue the run. Yields it with its stored plan.
+    """Acquire the lease, and create or continue the run. Yields the run with its stored plan.
 
     Raises:
         RunInUse: another driver holds the run.
-        ConfigError: the directory has another run.
+        ConfigError: the directory contains a different run.
     """
     with hold_lease(
         run.directory.root,
@@ -118,7 +118,7 @@ def begin_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
         return run.plan
-    # If another driver created the run, this plan may be split differently: only the stored one is valid.
+    # If another driver created the run, its plan may be split differently, and only the stored plan is valid.
     before, current = directory.manifest(), planned_again(request, directory)
     provenance.require_same(before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory))
     # A batch keeps its price, although the endpoint's may have changed.

@@ -1,6 +1,6 @@
-"""One engine process from admission to shutdown: slot, log and heartbeats, as in the ledger.
+"""One engine process from admission to shutdown: its slot, its log and its heartbeats in the ledger.
 
-An actor that waits for admission takes no work and writes no session, so it costs nothing.
+An actor that waits for admission takes no work and writes no session, so it is not charged.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from pipelines.cluster.node import claim_slot, redirect_output
 
 
 class Session:
-    """A session of the ledger; a thread writes heartbeats until `end`.
+    """A session of the ledger. A thread writes heartbeats until `end`.
 
     Attributes:
         slot: slot of this engine on this node, within its slot group.
         log: output of this process and its children.
         meter: measures the engine's seconds by state.
         self_check: the result of the self-check as JSON; empty before it.
-        start_warnings: of the engine's start.
+        start_warnings: warnings from the engine's start.
     """
 
     def __init__(self, run: ResolvedRun) -> None:
@@ -97,15 +97,15 @@ class Session:
         )
 
 
-_HEARTBEATS_PER_CHECK = 3.0  # longer than an engine may be silent
+_HEARTBEATS_PER_CHECK = 3.0  # an engine counts as dead after two missed heartbeats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Decide when an actor may load its engine.
+    """Decides when an actor may load its engine.
 
     Attributes:
-        num_engines: the minimum; with fewer engines, an actor loads for any remaining work.
+        num_engines: minimum number of engines; below it, an actor loads its engine even for little work.
         work: estimated work of each unit by number (`work_by_unit`).
         sessions_before: sessions of earlier attempts, which have all ended.
     """
@@ -133,6 +133,6 @@ class Admission:
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:
-    """Return the estimated work of each unit by number; the number of rows for older plans without an estimate."""
+    """Return the estimated work of each unit, by unit number. Older plans have no estimate, so their rows count."""
     work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
     return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -1,6 +1,7 @@
 """Stream units through Ray Data, from the plan to committed files, while the supervisor watches.
 
-The driver hands out units and sums receipts. It keeps no rows in memory, so its memory grows with units, not with rows.
+The driver hands out units and adds up their receipts, which are the usage of committed units. It keeps no rows in
+memory, so its memory grows with units, not with rows.
 """
 
 import math
@@ -31,16 +32,15 @@ from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
-_GRACE = "running units have --grace-s to be committed"
 _LOGS = "see the run's logs/ folder; the same command continues the run"
 
 
 def stream(
     run: ResolvedRun, units: Sequence[WorkUnit], supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
 ) -> None:
-    """Generate and commit `units`; returns when all are committed.
+    """Generate and commit `units`. Returns when all are committed.
 
-    If another driver takes over the run, its directory is not changed any more.
+    If another driver takes over the run, this one no longer changes the run directory.
 
     Args:
         metrics: updated with committed units and with the supervisor's observations.
@@ -65,44 +65,45 @@ def stream(
 def _watch(
     run: ResolvedRun, receipts: "_Receipts", supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
 ) -> None:
-    """Watch until the dataset ends or is abandoned."""
-    looked_at = -math.inf
+    """Record receipts and observe the run until the dataset ends or is abandoned."""
+    observed_at = -math.inf
     drafter_watch = run.drafter_watch()
-    for usage in _until_broken(receipts, supervisor):
+    for usage in _until_stopped(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
             metrics.committed(usage)
-        if time.monotonic() - looked_at < _POLL_S:
+        if time.monotonic() - observed_at < _POLL_S:
             continue
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
             raise taken_over(run.directory.root)
-        looked_at, before = time.monotonic(), supervisor.ending
+        observed_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
-        metrics.look(supervisor.tally, supervisor.sessions)
-        _tell_warnings(supervisor, progress)
+        metrics.update(supervisor.tally, supervisor.sessions)
+        _show_warnings(supervisor, progress)
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
         if drafter_watch is not None:
             for note in drafter_watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
-            progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
+            grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
+            progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
         if supervisor.ending is not None and supervisor.gives_up:
             cluster.abandon()
             break
     supervisor.observe()
-    metrics.look(supervisor.tally, supervisor.sessions)
-    _tell_warnings(supervisor, progress)
+    metrics.update(supervisor.tally, supervisor.sessions)
+    _show_warnings(supervisor, progress)
 
 
-def _tell_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
+def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
     for warning in supervisor.new_warnings():
         progress.say(format_start_warning(warning))
 
 
-def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts; an error while the run is stopping ends them, since the signal may have ended Ray, too."""
+def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
+    """Yield receipts until the end, or until an error while a signal stops the run, which may have ended Ray, too."""
     try:
         yield from receipts
     except PeagleError:
@@ -123,15 +124,12 @@ def _observe(supervisor: Supervisor) -> None:
 
 
 def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
-    """Pieces of the plan -> prepared units -> receipts.
-
-    A unit is one row and one block.
-    """
+    """Return the dataset: pieces of the plan -> prepared units -> receipts. Each unit is a row in its own block."""
     import ray
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
-    cluster.keep_rows_apart()
-    cluster.scale_with_the_queue()
+    cluster.use_one_block_per_row()
+    cluster.scale_actors_with_queue()
     pieces = chunks(longest_first(units))
     calls = min(len(units), calls_per_engine(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
@@ -144,7 +142,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
             prepare_units,
             batch_size=None,
             batch_format="pyarrow",
-            # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22).
+            # One task for each engine; a task prepares 400,000 prompt tokens/s (AMD EPYC, 2026-11-22).
             compute=TaskPoolStrategy(engines.largest),
             num_cpus=PREPARE_CPUS,
             fn_kwargs={"run": stage_run},
@@ -173,8 +171,8 @@ def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
         batch: one row, with the units as lines of JSON.
 
     Yields:
-        One row per unit, as soon as it is ready. While the run is being stopped, the first unit that is not prepared
-        stands for all that follow.
+        One row per unit, as soon as it is ready. If the run is being stopped, the next unit is yielded unprepared, and
+        is the last.
     """
     builder = run.request_builder()
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
@@ -216,7 +214,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise explain(item, "the run broke off", hint=_LOGS, otherwise=EngineError) from item
+                raise explain(item, "the run failed", hint=_LOGS, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:

@@ -1,6 +1,6 @@
-"""Supervise a run: decide whether it continues, tell workers to stop, and explain the end.
+"""Supervise a run from its directory: decide whether it continues, and explain why it ended.
 
-The supervisor reads the run directory, and tells workers to stop through a file in it.
+Workers are told to stop by a file in the run directory.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from peagle.storage import WRITE_ERRORS
 from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 
-_MAX_DEATHS_IN_A_ROW = 5
-_ROOM = "when there is room, the same command continues the run"
+_MAX_CONSECUTIVE_CRASHES = 5
+_ROOM = "when the budget has room, the same command continues the run"
 _RETRY = "fix the cause; this command retries the failed rows and continues the run"
 
 
@@ -48,11 +48,12 @@ class Ending:
     advice: str = "the same command continues the run"
 
 
-class DeathWatch:
-    """A counter of consecutive engine crashes without a finished row in between.
+class CrashCounter:
+    """Counts consecutive engine crashes without a finished row in between.
 
-    A restarted engine takes the slot (host and number) of the dead one, so there are more sessions than slots. On a
-    cluster it may start on another host; then there are more slots than engines.
+    Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
+    number of crashes is that of sessions minus slots. On a cluster it may start on another host and take a new slot, so
+    at most `num_engines` slots count.
 
     Args:
         num_engines: maximum number of concurrent engines.
@@ -60,21 +61,21 @@ class DeathWatch:
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
-        self._num_deaths = 0
+        self._num_crashes = 0
         self._num_finished = 0
-        self.in_a_row = 0
+        self.num_consecutive = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
-        """Count deaths since the last finished row, from the sessions of this attempt and the committed rows."""
+        """Return the number of crashes since the last finished row. `sessions` are those of this attempt."""
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
-        num_deaths = len(sessions) - min(len(slots), self._num_engines)
+        num_crashes = len(sessions) - min(len(slots), self._num_engines)
         num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
         if num_finished > self._num_finished:
-            self.in_a_row = 0
-        self.in_a_row += num_deaths - self._num_deaths
-        self._num_deaths, self._num_finished = num_deaths, num_finished
-        return self.in_a_row
+            self.num_consecutive = 0
+        self.num_consecutive += num_crashes - self._num_crashes
+        self._num_crashes, self._num_finished = num_crashes, num_finished
+        return self.num_consecutive
 
 
 class Supervisor:
@@ -95,22 +96,23 @@ class Supervisor:
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])
         self.tally = Tally(num_rows_planned=run.plan.num_rows)
-        self._spending = Spending(self._earlier(), directory.sessions(), price, heartbeat_s=run.config.heartbeat_s)
+        earlier_usages = self._count_earlier_units()
+        self._spending = Spending(earlier_usages, directory.sessions(), price, heartbeat_s=run.config.heartbeat_s)
         self.tally.usd = self._spending.usd
         engines = run.config.engine_range
-        self._deaths = DeathWatch(engines.largest)
+        self._crashes = CrashCounter(engines.largest)
         self._price = price
         self._limits = request.limits
         # All engines that may start at the same time: a loading engine cannot be stopped before it has loaded.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
-        self._is_asked = False
-        self._warnings: dict[str, bool] = {}  # start warnings that were already shown
+        self._is_stop_requested = False
+        self._warnings: dict[str, bool] = {}  # start warnings, and whether they were shown
         self.sessions: Sequence[EngineSession] = ()
         self.ending: Ending | None = None
 
-    def _earlier(self) -> Iterator[UnitUsage]:
-        """Add the units of earlier attempts to the tally, without holding them in memory."""
+    def _count_earlier_units(self) -> Iterator[UnitUsage]:
+        """Yield the units of earlier attempts, adding each to the tally, without holding them in memory."""
         for usage in self._directory.usages():
             self.tally.add(usage, before=True)
             yield usage
@@ -122,7 +124,7 @@ class Supervisor:
             StoppedEarly: no money or time is left, or a signal arrived.
             TooManyFailedRows: too many rows failed in earlier attempts.
         """
-        if ending := self._asked_to_end():
+        if ending := self._stopped_or_limited():
             self.ending = ending
             raise self.error()
 
@@ -134,11 +136,11 @@ class Supervisor:
         self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
-        if self.ending is None and (ending := self._judge(sessions)):
+        if self.ending is None and (ending := self._reason_to_end(sessions)):
             self.ending = ending
             self._give_up_at = time.monotonic() + self._run.config.grace_s + GIVE_UP_S
-        if self.ending is not None and not self._is_asked:
-            self._ask_to_stop()
+        if self.ending is not None and not self._is_stop_requested:
+            self._request_stop()
 
     def close(self) -> None:
         """Charge the budgets of tags, if they can be written."""
@@ -147,16 +149,16 @@ class Supervisor:
                 self._draw.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
-        """Return new start warnings of the engines of this attempt, each once."""
-        new = [warning for warning, is_told in self._warnings.items() if not is_told]
+        """Return the start warnings of this attempt's engines that were not returned before."""
+        new = [warning for warning, is_shown in self._warnings.items() if not is_shown]
         self._warnings |= dict.fromkeys(new, True)
         return new
 
-    def _ask_to_stop(self) -> None:
-        """Ask workers to stop; retried at each observation, for example while the disk is full."""
+    def _request_stop(self) -> None:
+        """Ask workers to stop. If that fails, for example on a full disk, the next observation tries again."""
         with contextlib.suppress(*WRITE_ERRORS):
             self._directory.stop.request(self._run.config.grace_s)
-            self._is_asked = True
+            self._is_stop_requested = True
 
     @property
     def gives_up(self) -> bool:
@@ -178,7 +180,7 @@ class Supervisor:
 
     # --- reasons
 
-    def _asked_to_end(self) -> Ending | None:
+    def _stopped_or_limited(self) -> Ending | None:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
@@ -188,19 +190,20 @@ class Supervisor:
             return Ending(error=StoppedEarly, message=message, advice=_ROOM)
         return None
 
-    def _judge(self, sessions: Sequence[EngineSession]) -> Ending | None:
-        if ending := self._asked_to_end():
+    def _reason_to_end(self, sessions: Sequence[EngineSession]) -> Ending | None:
+        if ending := self._stopped_or_limited():
             return ending
-        if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
+        num_consecutive = self._crashes.observe(sessions, self.tally.num_rows)
+        if num_consecutive >= _MAX_CONSECUTIVE_CRASHES:
             return Ending(
                 error=EngineError,
-                message=f"engines crashed {self._deaths.in_a_row} times in a row without finishing a single row",
+                message=f"engines crashed {num_consecutive} times in a row without finishing a single row",
                 advice="find the cause in the run's logs/ folder; then the same command continues the run",
             )
         return None
 
     def _reserve_usd(self, num_alive: int) -> float:
-        """Return the maximum cost of ending, for running engines and those about to start."""
+        """Return the maximum cost of shutting down the running engines and those that are about to start."""
         num_engines = max(self._run.config.engine_range.smallest, num_alive)
         num_devices = num_engines * self._run.placement.num_devices
         return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
@@ -220,7 +223,7 @@ class Supervisor:
                 error=StoppedEarly, message=limit.message, resume_flags=flags, advice="this continues the run"
             )
         if limit.limit == "deadline":
-            return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._later())
+            return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._deadline_flags())
         return Ending(
             error=TooManyFailedRows,
             message=f"{limit.message}\n  {describe_failures(self._directory)}",
@@ -229,7 +232,7 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """Return a budget that probably finishes the run: remaining rows cost a fifth more, rounded up."""
+        """Return a budget, rounded up, that finishes the run if remaining rows cost up to a fifth more than others."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
         rest = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
@@ -237,17 +240,15 @@ class Supervisor:
         step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
         return math.ceil(wanted / step) * step
 
-    def _later(self) -> dict[str, str | None]:
-        """Return the deadline flag to resume with: none for a fixed time, which has passed; a duration stays."""
+    def _deadline_flags(self) -> dict[str, str | None]:
+        """Return the flag to resume with: no deadline if it was a fixed time, which has passed; a duration stays."""
         text = self._run.config.deadline or "none"
-        again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
-        return {"--deadline": "none"} if again == self._limits.deadline_at else {}
+        parsed_now = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
+        return {"--deadline": "none"} if parsed_now == self._limits.deadline_at else {}
 
 
 def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: RunRequest) -> None:
-    """Check the limit of dead letters of a fully committed run.
-
-    The last rows may exceed the limit after the last observation.
+    """Check the limit of dead letters of a fully committed run, since its last rows may exceed the limit.
 
     Args:
         report: result of `make_report`.
@@ -277,5 +278,6 @@ def describe_failures(run: RunDirectory) -> str:
         examples.setdefault(letter["reason"], f"row {letter['id']}: {letter['message']}")
     if not counts:
         return "no dead letter can be read"
-    often = counts.most_common(3)
-    return f"{', '.join(f'{count} {reason}' for reason, count in often)}; for example {examples[often[0][0]]}"
+    most_common = counts.most_common(3)
+    example = examples[most_common[0][0]]
+    return f"{', '.join(f'{count} {reason}' for reason, count in most_common)}; for example {example}"

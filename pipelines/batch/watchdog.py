@@ -1,7 +1,7 @@
-"""The watchdog of an engine: silence, a blocked event loop, the grace period of a stop, and time limits of rows.
+"""Detect an engine that hangs, rows over their time limit, and the end of a stop's grace period.
 
-Signs of life are a counter of steps and finished rows. The event loop of the actor watches the engine, and a thread
-watches the event loop.
+An engine hangs if its signs of life, a counter of steps and finished rows, do not change. The event loop of the actor
+watches the engine, and a thread watches the event loop.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from peagle.errors import EngineError
 from peagle.runs.stopping import GraceClock
 
 ENGINE_TIMEOUT_S = 1800.0
-"""Six times what vLLM allows an engine's workers for a step: a kernel that is compiled when it is first needed, or a
-step of a large model on a few cores, takes minutes."""
+"""Six times vLLM's own time limit for a step of its workers. A step takes minutes if it compiles a kernel, or if a
+large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
-_LONGEST_LOOK_S = 5.0
-_MIN_BLOCKED_S = 10.0  # a busy loop on a busy machine answers late
+_MAX_GAP_S = 5.0  # how much a gap between two observations may count as silence
+_MIN_BLOCKED_S = 10.0  # a loop on a busy machine may respond late
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
-_LOOKS_PER_LIMIT = 20  # how late a time limit may be noticed
+_CHECKS_PER_LIMIT = 20  # so a row's time limit is noticed at most 5 % too late
 
 
 class OutOfTime(Exception):  # noqa: N818 - caused by the row
@@ -32,15 +32,15 @@ class OutOfTime(Exception):  # noqa: N818 - caused by the row
 
 
 class Watchdog:
-    """A watchdog of an actor's engine.
+    """The watchdog of an actor's engine.
 
     Args:
-        signs_of_life: a number that grows with the engine's work.
-        limit_s: limit for silence while rows are in the engine, and for a blocked event loop.
+        signs_of_life: returns a number that grows with the engine's work.
+        limit_s: how long the engine may be silent while it has rows, and the event loop may be blocked.
         grace: clock of the grace period after a stop.
-        is_busy: whether rows are in the engine.
-        die: ends this process after recording its rows and a reason.
-        leave: ends it immediately.
+        is_busy: returns whether rows are in the engine.
+        die: records the rows in the engine and a reason, and ends this process.
+        leave: ends this process immediately.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class Watchdog:
         self._loop_watch: LoopWatch | None = None
 
     def watch_loop(self) -> None:
-        """Watch the event loop of the caller, from the first call on."""
+        """Start watching the event loop of the caller. Later calls have no effect."""
         if self._loop_watch is None:
             loop = asyncio.get_running_loop()
             self._loop_watch = LoopWatch(loop, limit_s=self._limit_s, die=self._die, leave=self._leave)
 
     def is_stopping(self) -> bool:
-        """Whether the run is being stopped, so that nothing new is started."""
+        """Whether the run is being stopped, so that no more units are started."""
         return self._grace.is_stopping()
 
     async def finished(self, work: "asyncio.Task[Any]") -> bool:
-        """Wait for the rows of a unit; cancel them and return False when the grace period of a stop is over.
+        """Wait for the rows of a unit. If the grace period of a stop ends first, cancel them and return False.
 
-        While waiting, check for silence of the engine. `LoopWatch` checks that this loop runs.
+        A silent engine ends this process.
         """
         while not (await asyncio.wait([work], timeout=POLL_S))[0]:
             if self._grace.is_over():
                 work.cancel()
                 return False
-            if self._silence.look(is_busy=self._is_busy()) > self._limit_s:
+            if self._silence.observe(is_busy=self._is_busy()) > self._limit_s:
                 self._die(f"the engine has shown no sign of life for {self._limit_s:g} s (--engine-timeout-s)")
         return True
 
@@ -89,28 +89,28 @@ class Watchdog:
         """
         work = asyncio.create_task(check)
         while not (await asyncio.wait([work], timeout=POLL_S))[0]:
-            if self._silence.look(is_busy=True) > self._limit_s:
+            if self._silence.observe(is_busy=True) > self._limit_s:
                 work.cancel()
                 raise EngineError(f"the engine showed no sign of life in its self-check for {self._limit_s:g} s")
         return work.result()
 
     async def within(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
-        """Wait for the answer of a row, at most `limit_s` seconds in a working engine.
+        """Wait for the answer of a row for at most `limit_s` seconds.
 
         Raises:
-            OutOfTime: the limit passed; the request is cancelled.
+            OutOfTime: the limit passed while the engine worked; the request is cancelled.
         """
         return await within(limit_s, answer, self._signs_of_life)
 
 
 class SilenceClock:
-    """Measures how long an engine with rows has been silent, in seconds.
+    """Measures how many seconds an engine with rows has been silent.
 
-    A gap between two observations counts a few seconds at most: while this process is suspended or overloaded, it
-    cannot see the progress of the engine.
+    A gap between two observations counts as at most a few seconds of silence: while this process is suspended or
+    overloaded, it cannot see the progress of the engine.
 
     Args:
-        signs_of_life: a number that grows with the engine's work.
+        signs_of_life: returns a number that grows with the engine's work.
         monotonic: the clock, in seconds.
     """
 
@@ -118,28 +118,28 @@ class SilenceClock:
         self._signs_of_life = signs_of_life
         self._monotonic = monotonic
         self._signs = signs_of_life()
-        self._looked_at = monotonic()
+        self._observed_at = monotonic()
         self._silent_s = 0.0
 
-    def look(self, *, is_busy: bool) -> float:
+    def observe(self, *, is_busy: bool) -> float:
         """Return the seconds of silence; 0 if the engine has no rows."""
         signs, now = self._signs_of_life(), self._monotonic()
-        passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
+        passed_s = min(now - self._observed_at, _MAX_GAP_S)
         self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
-        self._signs, self._looked_at = signs, now
+        self._signs, self._observed_at = signs, now
         return self._silent_s
 
 
 class LoopWatch:
     """A thread that ends this process when its event loop is blocked too long.
 
-    It pings the loop regularly, and ends with the loop. It is started from the loop, so that loading an engine before
-    does not count.
+    The thread pings the loop regularly, and ends with the loop. It is started from the running loop, so that the
+    engine's loading time does not count.
 
     Args:
-        limit_s: of blocking; at least ten seconds.
-        die: ends the process as for a silent engine. It has limited time, because it may wait for a lock of the loop.
-        leave: ends the process immediately.
+        limit_s: how long the loop may be blocked; less than ten seconds count as ten.
+        die: records a reason and ends the process. It may hang, since it may wait for a lock that the loop holds.
+        leave: ends the process immediately, even if `die` hangs.
     """
 
     def __init__(
@@ -152,50 +152,50 @@ class LoopWatch:
     ) -> None:
         self._loop, self._die, self._leave = loop, die, leave
         self._limit_s = max(limit_s, _MIN_BLOCKED_S)
-        self._num_answers = 0
+        self._num_replies = 0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        clock = SilenceClock(lambda: self._num_answers)
-        while self._ask():
+        clock = SilenceClock(lambda: self._num_replies)
+        while self._ping():
             time.sleep(POLL_S)
-            if clock.look(is_busy=True) > self._limit_s:
+            if clock.observe(is_busy=True) > self._limit_s:
                 self._end()
                 return
 
-    def _ask(self) -> bool:
-        """Ping the loop; return False if it is closed."""
+    def _ping(self) -> bool:
+        """Ping the loop, or return False if it is closed."""
         try:
-            self._loop.call_soon_threadsafe(self._answer)
+            self._loop.call_soon_threadsafe(self._reply)
         except RuntimeError:  # the loop is closed
             return False
         return self._loop.is_running()
 
-    def _answer(self) -> None:
-        self._num_answers += 1
+    def _reply(self) -> None:
+        self._num_replies += 1
 
     def _end(self) -> None:
         faulthandler.dump_traceback(file=_STDERR)  # the stack of the blocked loop
-        late = threading.Timer(_FINAL_WRITES_S, self._leave)
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_FINAL_WRITES_S, self._leave)
+        timer.daemon = True
+        timer.start()
         try:
             self._die(f"the event loop was blocked for {self._limit_s:g} s (--engine-timeout-s)")
         finally:
-            late.cancel()
+            timer.cancel()
             self._leave()
 
 
 async def within(
     limit_s: float | None, answer: Coroutine[Any, Any, Generation], signs_of_life: Callable[[], int]
 ) -> Generation:
-    """Wait for the answer of a row, at most `limit_s` seconds in a working engine.
+    """Wait for the answer of a row for at most `limit_s` seconds.
 
-    An engine that is silent when the limit passes may hang, which is not caused by the row, or be in a long step. So
-    the row is out of time only at the next sign of life. A hanging engine is detected by its silence.
+    If the engine is silent when the limit passes, it may hang, which is not the fault of the row. So the row only fails
+    at the engine's next sign of life. A hanging engine is detected by its silence.
 
     Raises:
-        OutOfTime: the limit passed; the request is cancelled.
+        OutOfTime: the limit passed while the engine worked; the request is cancelled.
     """
     if limit_s is None:
         return await answer
@@ -204,7 +204,7 @@ async def within(
         done, _ = await asyncio.wait([row], timeout=limit_s)
         signs = signs_of_life()
         while not done:
-            done, _ = await asyncio.wait([row], timeout=min(POLL_S, limit_s / _LOOKS_PER_LIMIT))
+            done, _ = await asyncio.wait([row], timeout=min(POLL_S, limit_s / _CHECKS_PER_LIMIT))
             if not done and signs_of_life() > signs:
                 raise OutOfTime
         return row.result()

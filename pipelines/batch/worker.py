@@ -47,7 +47,7 @@ class EngineWorker:
         self._spec, self._model, self._drafter = run.spec, run.model.name, run.drafter.name
         self._directory = directory = run.directory
         self._keeps_inputs = directory.keeps_inputs
-        if admission is not None and not _takes_the_place_of_another():
+        if admission is not None and not _is_replacement():
             admission.wait(directory)
         grace = GraceClock(directory.stop.reader())
         self._session = Session(run)
@@ -119,33 +119,34 @@ class EngineWorker:
         """
         if self._checkable is None:
             return
-        found = await self._watchdog.checked(self_check(self._checkable, self._spec, hardware.detect()))
-        self._session.self_check = found.to_json()
-        self._session.start_warnings += [found.describe()] * (found.outcome == "skipped")
+        result = await self._watchdog.checked(self_check(self._checkable, self._spec, hardware.detect()))
+        self._session.self_check = result.to_json()
+        self._session.start_warnings += [result.describe()] * (result.outcome == "skipped")
         await asyncio.to_thread(self._session.beat)
-        require_passed(found)
+        require_passed(result)
 
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
         """Generate the rows of a unit together with other units, and then each suspected row alone."""
         indices = [index for index in range(len(prepared.prompts)) if index not in prepared.dead_letters]
         together = [index for index in indices if index not in verdict.suspects]
         outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
-        found = dict(zip(together, outcomes, strict=True))
+        generations = dict(zip(together, outcomes, strict=True))
         if suspects := sorted(verdict.suspects.intersection(indices)):
             async with self._lock.exclusive():
                 for index in suspects:
-                    await asyncio.to_thread(self._session.beat)  # so that the driver sees the rows that finished before
+                    # If the row crashes the engine, the driver must know that others finished since the last crash.
+                    await asyncio.to_thread(self._session.beat)
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
-                    found[index] = await self._generate(prepared, index)
+                    generations[index] = await self._generate(prepared, index)
             await asyncio.to_thread(notes.write, Note())
-        return {index: generation for index, generation in sorted(found.items()) if generation is not None}
+        return {index: generation for index, generation in sorted(generations.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
         async with self._slots.acquire(self._slots_of(prepared.sampling[index])), self._lock.shared():
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        """Generate one row; None, and a dead letter, if it fails."""
+        """Generate one row. If it fails, make it a dead letter and return None."""
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
         prompt = prepared.prompts[index]
         assert prompt is not None, "a row without a prompt has a dead letter"
@@ -183,12 +184,12 @@ class EngineWorker:
         except EngineError as error:
             self._die(error.message)
 
-    def _slots_of(self, own: dict[str, Any]) -> int:
-        """Return the engine slots of a row: one for each response if the row has a time limit."""
-        sampling = self._base_sampling | own
+    def _slots_of(self, row_sampling: dict[str, Any]) -> int:
+        """Return the engine slots that a row waits for: 1, or one for each response if rows have a time limit."""
+        sampling = self._base_sampling | row_sampling
         return 1 if self._config.row_timeout_s is None else int(sampling.get("n", 1))
 
-    def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
+    def _sampling(self, row_id: str, row_sampling: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of the run, overridden by those of the row.
 
         The run's seed is varied by row, so that equal prompts get different answers; a row's own seed is not varied.
@@ -196,7 +197,7 @@ class EngineWorker:
         sampling = dict(self._base_sampling)
         if sampling.get("seed") is not None:
             sampling["seed"] = (sampling["seed"] + int(row_id)) % 2**31
-        return sampling | own
+        return sampling | row_sampling
 
     def _usage(self, prepared: PreparedUnit, generations: list[Generation], started_at: float) -> UnitUsage:
         drafts = [g.speculation for g in generations if g.speculation is not None]
@@ -210,7 +211,7 @@ class EngineWorker:
             busy_s=self._session.meter.take(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
-            finished_at=max(started_at, time.time()),  # a clock may be set back in the meantime
+            finished_at=max(started_at, time.time()),  # the clock may have been set back
         )
 
     # --- the end of the process
@@ -235,8 +236,8 @@ class EngineWorker:
             os._exit(1)
 
 
-def _takes_the_place_of_another() -> bool:
-    """Whether this process replaces a dead actor, whose units wait for it."""
+def _is_replacement() -> bool:
+    """Whether this process replaces a crashed one, whose units already wait for it."""
     import ray
 
     return bool(ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed)

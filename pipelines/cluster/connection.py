@@ -12,7 +12,7 @@ from peagle.quiet import QuietStderr
 from pipelines.cluster import ray
 from pipelines.cluster.startable import require_startable
 
-_IF_LOST = "Units in progress are lost, committed ones are saved. The same command continues, and it is safe to run it"
+_IF_LOST = "Units in progress are lost, committed ones are saved. It is safe to continue with the same command"
 
 
 class Connection:
@@ -25,30 +25,30 @@ class Connection:
     def __init__(self) -> None:
         self.is_remote = ray.is_remote()
         self._is_up = False
-        self._held = contextlib.ExitStack()
-        self._quiet = self._held.enter_context(QuietStderr())
+        self._stack = contextlib.ExitStack()
+        self._quiet = self._stack.enter_context(QuietStderr())
 
     def prepare(self) -> None:
-        """Join a remote cluster, or check that a local one can start; raises as `ray.ray_cluster`."""
+        """Join a remote cluster, or check that a local one can start. Raises like `ray.ray_cluster`."""
         if self.is_remote:
             self.start()
         else:
             require_startable()
 
     def start(self) -> None:
-        """Join or start the cluster, unless it is connected; raises as `ray.ray_cluster`."""
+        """Join or start the cluster, unless it is connected. Raises like `ray.ray_cluster`."""
         if not self._is_up:
-            self._held.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
-            self._held.callback(ray.release_nodes)
+            self._stack.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
+            self._stack.callback(ray.release_nodes)
             self._is_up = True
 
     def log_to(self, path: Path) -> None:
-        """Write standard error to this file, with its previous output first."""
+        """Write standard error to this file from now on, after its output so far."""
         self._quiet.move_to(path)
 
     def close(self) -> None:
-        """Leave the cluster, or stop it if it was started here, and restore standard error."""
-        self._held.close()
+        """Leave the cluster, stop it if this command started it, and restore standard error."""
+        self._stack.close()
 
 
 @contextlib.contextmanager

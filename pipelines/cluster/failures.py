@@ -12,14 +12,14 @@ _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DO
 
 
 def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
-    """Return peagle's error inside Ray's, or a short form of Ray's.
+    """Return the peagle error that a Ray error wraps, or a short form of the Ray error.
 
     Args:
-        what: what failed, which precedes the last line of Ray's error.
+        what: what failed; the short form begins with it.
         hint: used if the error has no hint.
-        otherwise: type of the result if the error is not peagle's.
+        otherwise: type of the short form.
     """
-    # Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
+    # Ray Data keeps the cause of a failed actor as an exception, but that of a failed task only as traceback text.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeagleError):

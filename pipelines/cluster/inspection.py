@@ -23,7 +23,7 @@ def inspect(
 ) -> Hardware:
     """Return the hardware of a node for engines, with accelerators if any node has them.
 
-    It reserves no accelerator, so it does not wait for busy ones.
+    No accelerator is reserved, so this does not wait for busy ones.
 
     Raises:
         CapacityError: the node does not respond.
@@ -37,7 +37,7 @@ def inspect(
     )
     node = node_to_inspect(nodes, engine)
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-    probe = ray.remote(num_cpus=0, max_retries=0, **where)(_look)
+    probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect)
     try:
         hardware: Hardware = ray.get(probe.remote())
     except Exception as error:  # for example, the node was removed
@@ -47,11 +47,11 @@ def inspect(
     return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
 
 
-def _look() -> Hardware:
+def _detect() -> Hardware:
     """Return the hardware of this node, with its instance type and region if known.
 
-    Includes all accelerators that Ray has on the node. Ray empties CUDA_VISIBLE_DEVICES for a task that reserved none,
-    but the raylet, its parent process, still has the value.
+    The result includes all accelerators that Ray has on the node. Ray empties CUDA_VISIBLE_DEVICES for a task that
+    reserved none, so the value is read from the task's parent process, the raylet.
     """
     import ray
 

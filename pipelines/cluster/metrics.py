@@ -1,4 +1,4 @@
-"""The table of metrics, and the listeners that feed Ray's exporter.
+"""All metrics, and the listeners that feed Ray's exporter.
 
 Labels are vLLM's and OpenCost's (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names
 and buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
@@ -56,14 +56,14 @@ METRICS = {
             "gen_ai_server_time_to_first_token_seconds",
             "histogram",
             "s",
-            "from a request's start in an engine to its first token; of requests that are ok",
+            "from a request's start in an engine to its first token; only requests whose outcome is ok",
             boundaries=_TTFT_S,
         ),
         Metric(
             "gen_ai_server_time_per_output_token_seconds",
             "histogram",
             "s",
-            "mean after the first token, over the tokens of one choice; of requests that are ok",
+            "mean time per token of a choice after the first token; only requests whose outcome is ok",
             boundaries=_TPOT_S,
         ),
         Metric(
@@ -75,7 +75,7 @@ METRICS = {
             _TOKENS,
         ),
         Metric("peagle_prompt_tokens_total", "counter", "tokens", "tokens of prompts"),
-        Metric("peagle_cached_tokens_total", "counter", "tokens", "tokens of prompts that the prefix cache had"),
+        Metric("peagle_cached_tokens_total", "counter", "tokens", "tokens of prompts that were in the prefix cache"),
         Metric("peagle_output_tokens_total", "counter", "tokens", "tokens of answers"),
         Metric("peagle_drafts_total", "counter", "steps", "steps that verified a draft"),
         Metric("peagle_draft_tokens_total", "counter", "tokens", "drafted tokens that were verified"),
@@ -106,10 +106,10 @@ METRICS = {
             "peagle_engine_usd_total",
             "counter",
             "USD",
-            "price of all seconds of engines; `state` is start, busy or idle",
+            "price of all seconds of the engines; `state` is start, busy or idle",
             (*_OF_MODEL, "state"),
         ),
-        Metric("peagle_request_usd_total", "counter", "USD", "price of requests' shares of busy seconds"),
+        Metric("peagle_request_usd_total", "counter", "USD", "price of the busy seconds that requests are charged for"),
         Metric(
             "peagle_engine_crashes_total",
             "counter",
@@ -120,8 +120,8 @@ METRICS = {
         Metric(
             "peagle_budget_used_ratio",
             "gauge",
-            "share",
-            "used share of a budget in this period: of a `key`, of a tag (`team=search`), of the endpoint (`*`)",
+            "ratio",
+            "used fraction of a budget in this period; `key` is a key's name, a tag (`team=search`) or `*` (endpoint)",
             ("key",),
         ),
         Metric(
@@ -139,7 +139,7 @@ METRICS = {
             (*_OF_RUN, "state"),
         ),
         Metric("peagle_run_engines", "gauge", "engines", "engines of a run that have loaded", _OF_RUN),
-        Metric("peagle_run_usd", "gauge", "USD", "cost of a run, all its attempts together", _OF_RUN),
+        Metric("peagle_run_usd", "gauge", "USD", "cost of all attempts of a run", _OF_RUN),
         Metric("peagle_run_budget_usd", "gauge", "USD", "`--budget-usd` of a run that has one", _OF_RUN),
         Metric(
             "peagle_run_deadline_timestamp_seconds", "gauge", "Unix s", "`--deadline` of a run that has one", _OF_RUN
@@ -148,7 +148,7 @@ METRICS = {
             "peagle_run_expected_end_timestamp_seconds",
             "gauge",
             "Unix s",
-            "when a run ends at its present speed; from the first committed unit on",
+            "when a run will end at its current speed; exported once a unit is committed",
             _OF_RUN,
         ),
     )

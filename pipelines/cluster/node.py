@@ -19,7 +19,8 @@ from peagle.errors import CapacityError
 from peagle.private import SECRET_MODE, temporary_folder
 
 _MAX_SLOTS = 1024
-# An engine on 2 cores was mostly faster with yields at up to 4 concurrent requests, without them at 16.
+# From this many concurrent requests on, OpenMP threads do not yield. On 2 cores, an engine was mostly faster with
+# yields at up to 4 requests, and without them at 16.
 _MANY_SEQS = 8
 
 
@@ -110,12 +111,12 @@ def start_vllm(
 
 
 def start_only_engine(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
-    """Start the only engine on this node; raises as `start_vllm`."""
+    """Start the only engine on this node. Raises like `start_vllm`."""
     return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
 def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
-    """Run this node's ranks of an engine that another node leads, until they end; raises as `start_vllm`."""
+    """Run this node's ranks of an engine that another node leads, until they end. Raises like `start_vllm`."""
     set_threads(spec)
     follow_engine(
         local_spec(spec),

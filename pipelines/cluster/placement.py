@@ -1,4 +1,4 @@
-"""Compute how many engines fit on the cluster and what each reserves. Pure functions."""
+"""Compute how many engines fit on the cluster, and which resources each reserves. Pure functions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from peagle.hardware import Hardware
 PREPARE_CPUS = 0.25  # logical CPUs of the task that tokenises, small enough to fit next to engines on two cores
 ANY_ACCELERATOR = "any"
 _TYPE = "accelerator_type:"
-_OF_TYPE = 0.001  # a node has 1 of this resource, for any number of accelerators
+_TYPE_AMOUNT = 0.001  # a node has 1 of the type's resource, however many accelerators it has
 
 Resources = Mapping[str, float]
 """Logical resources by Ray's names: "CPU", "GPU", "accelerator_type:H100"."""
@@ -24,8 +24,8 @@ class Placement:
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
-        num_devices: accelerators or vCPUs on all its nodes for which the engine is charged.
-        num_engines_on_node: engines that share the node's cores.
+        num_devices: number of accelerators or vCPUs, on all nodes together, for which the engine is charged.
+        num_engines_on_node: number of engines that share a node's cores.
         accelerator_type: Ray's name of the accelerator type; None for any.
         nodes_per_engine: number of nodes, each with an equal part of the engine's ranks.
     """
@@ -40,20 +40,20 @@ class Placement:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the actor."""
+        """Ray's options for the engine's actor."""
         kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
     def part(self) -> dict[str, float]:
-        """The bundle of one node in a placement group."""
+        """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
-        kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
+        kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The bundles of an engine for an autoscaler, which needs whole CPUs."""
+        """The bundles of an engine, for the autoscaler, which only accepts whole CPUs."""
         return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
@@ -62,9 +62,9 @@ class Neighbours:
     """Other engines on the same nodes, which share the cores with the engines of a run.
 
     Attributes:
-        slot_group: the group in which all of them claim slots (`node.claim_slot`).
-        hardware: of a node without running engines.
-        placement: of an engine of the run, with all engines counted.
+        slot_group: the group in which all these engines claim slots (`node.claim_slot`).
+        hardware: hardware of a node, detected while no engine was running.
+        placement: placement of each engine of the run, which also counts the other engines.
     """
 
     slot_group: str
@@ -104,18 +104,18 @@ def place(
 ) -> Placement:
     """Return the placement of `num_engines` engines on nodes with this hardware.
 
-    A CPU engine uses its share of the node's cores but reserves one logical CPU less, for the tasks that feed it.
+    A CPU engine uses its share of the node's cores, but leaves one of its logical CPUs to the tasks that feed it.
 
     Args:
-        num_nodes: nodes with engines (`num_engine_nodes`).
-        most_engines: the largest number of engines later; a node is shared by as many as it can hold.
-        accelerator_type: that engines need; None for the type of the node.
-        ask_for_fewer: the hint if there are too many engines; {} is the number that fits.
+        num_nodes: number of nodes with engines (`num_engine_nodes`).
+        most_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
+        accelerator_type: the type that engines need; None for any.
+        ask_for_fewer: the hint if there are too many engines; {} is replaced by the number that fits.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
 
     Raises:
-        CapacityError: fewer cores than ranks, or no accelerator for engines that need one.
+        CapacityError: there are fewer cores than ranks, or no accelerators although a type is given.
     """
     if accelerator_type is not None and hardware.platform != "cuda":
         raise CapacityError(
@@ -167,12 +167,12 @@ def num_engine_nodes(
     nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """Return the number of nodes among which engines are divided; at least those of one engine.
+    """Return the number of nodes among which engines are divided; at least the nodes of one engine.
 
-    Without accelerators, all nodes. With accelerators, the nodes that can hold an engine, and more if these are too
-    few: the other engines wait for nodes (`lacking`).
+    On CPUs, these are all nodes. On accelerators, they are the nodes that can hold an engine, and if those are too few,
+    also the nodes that must still be added (`lacking`).
 
-    Example: 8 engines of 1 accelerator, and one node with 1 accelerator: 8 nodes.
+    Example: 8 engines of 1 accelerator need 8 nodes with 1 accelerator, even if the cluster has only one of them now.
     """
     if hardware.platform != "cuda":
         return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
@@ -185,13 +185,14 @@ def num_engine_nodes(
 
 
 def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
-    """Return the id of the node whose hardware represents all nodes with accelerators, or None.
+    """Return the id of the node whose hardware represents all nodes with accelerators; None without accelerators.
 
-    It is the node with the fewest accelerators that can hold an engine, so that an engine that fits there fits on all.
+    It is the smallest node that can hold an engine, so that its engines fit on the other nodes, too. If no node can
+    hold one, it is the largest node.
     """
-    able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
-    others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
-    candidates = able or others
+    with_room = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
+    too_small = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}  # the largest first
+    candidates = with_room or too_small
     return min(candidates, key=lambda name: (candidates[name], name)) if candidates else None
 
 
@@ -202,14 +203,14 @@ def room(nodes: Sequence[Resources], placement: Placement) -> int:
 
 
 def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Return the number of engines that fit in any order of placement, each on distinct nodes.
+    """Return the number of engines that fit however Ray places them. An engine has one part on each of its N nodes.
 
-    An engine of N nodes fails to fit only if all nodes but N - 1 are full of parts of other engines, each of which has
-    at most one part per node. So k engines fit if k - 1 engines cannot fill the nodes with the least room, all but
-    N - 1: one of these has room for k parts, or together they have room for more than (k - 1) * N.
+    An engine does not fit if only N - 1 nodes have room for another part. So k engines always fit if the first k - 1
+    cannot fill the other nodes. The worst case leaves out the N - 1 nodes with the most room. The remaining nodes
+    cannot be filled if one of them has room for k parts, or if together they have room for more than (k - 1) * N parts.
 
-    Example: 3 nodes with room for 2 parts each hold 2 engines of two nodes in any order. For a third engine, both
-    remaining parts might have to be on one node.
+    Example: 3 nodes with room for 2 parts each always hold 2 engines of two nodes. A third engine might not fit: both
+    remaining parts may be on the same node.
     """
     per_engine = placement.nodes_per_engine
     least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
@@ -225,7 +226,7 @@ def room_on(node: Resources, placement: Placement) -> int:
 
 
 def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
-    """Describe the missing resources; empty if all engines fit."""
+    """Return a description of the missing resources, empty if all engines fit."""
     num_fitting = _num_fitting(nodes, placement)
     if num_fitting < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""

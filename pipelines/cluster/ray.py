@@ -1,4 +1,4 @@
-"""Start or join a Ray cluster, wait for its nodes, and refuse what it can never run."""
+"""Start or join a Ray cluster, configure Ray Data, and wait until the cluster has room for engines."""
 
 import atexit
 import contextlib
@@ -27,7 +27,7 @@ _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "see docs/security.md"
 )
-# For nodes that are started elsewhere, as in deploy/ray.env: engines have normal priority (Ray's niceness is 15).
+# For nodes that a user starts (as in deploy/ray.env): engines get normal priority instead of Ray's niceness of 15.
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 IF_LOST = "Work in progress is lost, finished work is saved. It is safe to run the same command again"
 _abandoned = False
@@ -45,15 +45,15 @@ def is_remote() -> bool:
 def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
-    A process that has already joined a cluster keeps it. A handler of SIGTERM stays; Ray only replaces the default.
+    A process that has already joined a cluster keeps using it. A SIGTERM handler that was set before stays in place.
 
     Args:
         metrics_port: port of Ray's Prometheus exporter. If None, a free port on the loopback address.
-        if_lost: message if a part of Ray dies: what is lost, and how to continue.
+        if_lost: the hint of `RayDied`: what is lost, and how to continue.
 
     Raises:
         CapacityError: the cluster did not start, or cannot be joined.
-        RayDied: its control service or this machine's raylet died.
+        RayDied: the cluster's control service or this machine's raylet died.
         ConfigError: the metrics port is in use, or given for a remote cluster; or the cluster requires no token.
     """
     global _vitals, _exit_code
@@ -100,8 +100,8 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
         with _vitals.watching():
             yield
     finally:
-        if _vitals is not None and (lost := _vitals.look()):
-            _exit_code = lost.exit_code
+        if _vitals is not None and (died := _vitals.check()):
+            _exit_code = died.exit_code
             abandon()  # `ray.shutdown` would wait for the dead part
             atexit.register(_vitals.end_leftovers)
         elif not _abandoned:
@@ -111,22 +111,22 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
 
 def require_alive() -> None:
     """Raise `RayDied` if a part of Ray is dead. Ray's own error would be misleading."""
-    if _vitals is not None and (lost := _vitals.look()):
-        raise lost
+    if _vitals is not None and (died := _vitals.check()):
+        raise died
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
     """Set variables for Ray, some of which it reads on import."""
     # With Ray's default of 15, every other process on the machine would have priority over an engine.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
-    # Else a thread that calls Ray after `ray.shutdown` would join any cluster on this machine, or start one.
+    # Otherwise a thread that calls Ray after `ray.shutdown` would join any cluster on this machine, or start one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if is_remote():
         token.prepare_to_join()
         return
     require_startable()
     if not has_metrics_port:
-        # Despite its name, it applies on all systems: without other nodes all ports are on the loopback address.
+        # Despite its name, it applies on all systems. With 0, Ray only listens on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
@@ -134,15 +134,15 @@ def metrics_port() -> int:
     """Return the port of the Prometheus exporter on this node."""
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
-    (port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeID"] == here)
+    node_id = ray.get_runtime_context().get_node_id()
+    (port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeID"] == node_id)
     return int(port)
 
 
 def abandon() -> None:
-    """At exit, end this process without `ray.shutdown`, which would abort it while an engine is still loading.
+    """Make this process skip `ray.shutdown` at its end, which would abort it while an engine is still loading.
 
-    Ray's processes on this machine end with it. The exit code is that of `exit_code_kept`, or 3.
+    Ray's processes on this machine end with this process. The exit code is that of `exit_code_kept`, or 3.
     """
     global _abandoned
     _abandoned = True
@@ -151,7 +151,7 @@ def abandon() -> None:
 
 @contextlib.contextmanager
 def exit_code_kept() -> Iterator[None]:
-    """Keep the exit code of this block for `abandon`."""
+    """Record the exit code of this block, which a process ends with after `abandon`."""
     global _exit_code
     try:
         yield
@@ -167,10 +167,11 @@ def _exit_hard() -> None:
     os._exit(_exit_code)
 
 
-def scale_with_the_queue() -> None:
-    """Add an actor when all actors are full and as many calls are waiting, and remove actors without calls.
+def scale_actors_with_queue() -> None:
+    """Make Ray Data add an actor when all actors are full and calls are waiting, and remove actors without calls.
 
-    Ray Data 2.60's default threshold, 1.75 times the calls of an actor, is never reached if an actor queues one call.
+    The default threshold of Ray Data 2.60 is 1.75 times the concurrent calls of the actors. That is never reached,
+    since each actor queues only one call.
     """
     from ray.data import DataContext
 
@@ -179,21 +180,21 @@ def scale_with_the_queue() -> None:
     autoscaling.actor_pool_util_downscaling_threshold = 0.5
 
 
-def keep_rows_apart() -> None:
-    """Configure Ray Data: one block for each row, any order, no progress bar."""
+def use_one_block_per_row() -> None:
+    """Configure Ray Data: one block for each row, in any order, without a progress bar."""
     from ray.data import DataContext
 
-    keep_blocks()
+    keep_block_sizes()
     DataContext.get_current().target_max_block_size = 1  # byte: a block ends after every row
 
 
-def keep_blocks() -> None:
-    """Configure Ray Data: blocks are not split or merged, any order, no progress bar."""
+def keep_block_sizes() -> None:
+    """Configure Ray Data: blocks are not split or merged, in any order, without a progress bar."""
     from ray.data import DataContext, ExecutionOptions
 
     context = DataContext.get_current()
-    # Ray 2.60 ends a run without a finished task for half an hour. A long unit, a large model that loads, or a
-    # cluster that waits for machines takes longer; `--engine-timeout-s` and `--deadline` end what hangs.
+    # Ray 2.60 ends a run if no task finishes for half an hour. A long unit, loading a large model, or waiting for
+    # machines may take longer. `--engine-timeout-s` and `--deadline` end a run that hangs.
     context.execution_no_progress_timeout_s = -1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -209,7 +210,7 @@ def has_gpus() -> bool:
 
 
 def require_workers(count: int, *, on_gpu: bool) -> None:
-    """Check that `count` workers fit simultaneously, each with a CPU or a GPU. Ray would wait forever.
+    """Check that `count` workers fit simultaneously, each with a CPU or a GPU. Otherwise Ray would wait forever.
 
     Raises:
         CapacityError: the workers do not fit.
@@ -233,10 +234,10 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Wait until the engines and a task fit. Ray would wait forever.
+    """Wait until the engines and a task that feeds them fit on the cluster. Ray would wait forever.
 
     Args:
-        check: called at each poll; raises to stop waiting.
+        check: called at each poll. It may raise an error to stop waiting.
 
     Raises:
         CapacityError: the engines do not fit after `wait_s` seconds.
@@ -257,7 +258,7 @@ def require_capacity(
 
 
 def release_nodes() -> None:
-    """Withdraw the request to the autoscaler, which would keep the nodes forever."""
+    """Withdraw this process's request to the autoscaler, which otherwise keeps the nodes forever."""
     global _has_requested_nodes
     if _has_requested_nodes:
         from ray.autoscaler.sdk import request_resources

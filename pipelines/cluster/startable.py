@@ -15,7 +15,7 @@ from pipelines.cluster import token
 
 _RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest path of Ray 2.60
 _MIN_OPEN_FILES = 1024
-_OPEN_FILES_PER_CPU = 16  # Ray starts a worker for each CPU; its raylet had 11 open files for each (Ray 2.60)
+_OPEN_FILES_PER_CPU = 16  # Ray starts a worker for each CPU, and its raylet had 11 open files per worker (Ray 2.60)
 _MIN_THREADS = 800  # an endpoint on two cores had 412 threads without its engine (Ray 2.60), an engine has 100 to 200
 _GIB = 1024**3
 _MEMORY_LIMITS = (  # the limit, its name, GiB, and its names in a shell and in limits.conf
@@ -43,7 +43,7 @@ def obstacles() -> list[ConfigError]:
     return errors
 
 
-def require_places_for_sockets() -> None:
+def require_short_temporary_folder() -> None:
     """Refuse a temporary folder whose path is too long for Ray's sockets."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
@@ -80,9 +80,9 @@ def require_threads() -> None:
 
 def require_memory_limits() -> None:
     """Refuse limits of memory and file size that are too low for Ray."""
-    for kind, name, needed_gib, flag, word in _MEMORY_LIMITS:
+    for kind, name, needed_gib, flag, conf_name in _MEMORY_LIMITS:
         limit, _ = resource.getrlimit(kind)
-        _require_limit(limit, name, needed_gib * _GIB, f"ulimit -{flag} unlimited", word, unit=_GIB)
+        _require_limit(limit, name, needed_gib * _GIB, f"ulimit -{flag} unlimited", conf_name, unit=_GIB)
 
 
 def require_python_variables() -> None:
@@ -101,13 +101,13 @@ def require_python_variables() -> None:
         )
 
 
-def _require_limit(limit: int, name: str, needed: int, command: str, word: str, *, unit: int = 1) -> None:
+def _require_limit(limit: int, name: str, needed: int, command: str, conf_name: str, *, unit: int = 1) -> None:
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return
     raise ConfigError(
         f"the limit of {name} is {_amount(limit, unit)}, and Ray and an engine need {_amount(needed, unit)}",
-        hint=f"raise it: `{command}` in this shell; for good in /etc/security/limits.conf ({word}), systemd or the "
-        "container's --ulimit",
+        hint=f"raise it: `{command}` in this shell; permanently in /etc/security/limits.conf ({conf_name}), systemd or "
+        "the container's --ulimit",
     )
 
 
@@ -117,7 +117,7 @@ def _amount(value: int, unit: int) -> str:
 
 _CHECKS: tuple[Callable[[], None], ...] = (
     token.prepare_to_start,
-    require_places_for_sockets,
+    require_short_temporary_folder,
     require_open_files,
     require_threads,
     require_memory_limits,

@@ -36,8 +36,8 @@ def own_groups() -> Iterator[None]:
 def keep_off_standard_output() -> None:
     """Send Ray's messages about failed processes to standard error, which is a log while a command uses Ray.
 
-    Ray 2.60 prints them to the standard output of the driver, for any `log_to_driver`: for example, after each regular
-    end of Serve, that its controller is dead.
+    Ray 2.60 prints them to the driver's standard output even with `log_to_driver=False`. For example, it reports after
+    each regular shutdown of Serve that Serve's controller is dead.
     """
     from ray._private import worker
 

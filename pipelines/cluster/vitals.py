@@ -1,4 +1,4 @@
-"""Watch the parts of Ray that a command depends on, and end the command with a message when one dies.
+"""Watch the processes of Ray that a command depends on, and end the command with a message when one dies.
 
 Ray itself reports nothing: a driver whose control service (GCS) died exits after a minute without a message, and a
 driver whose raylet died waits forever.
@@ -33,11 +33,11 @@ class RayDied(EngineError):  # noqa: N818 - named after the event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of Ray.
+    """A process of Ray.
 
     Attributes:
-        name: display name, such as "raylet (process 7)".
-        patience_s: how long the part may be unreachable; a control service with external storage restarts.
+        name: display name, such as "raylet, process 7,".
+        patience_s: how long the part may be unreachable, since a control service with external storage can restart.
         log: path of the part's log; empty if unknown.
         pid: process id, if this process started the part.
     """
@@ -50,12 +50,12 @@ class Part:
 
 
 class Vitals:
-    """The parts of one Ray, watched by a thread.
+    """Watches the parts of one Ray cluster in a thread.
 
     When a part dies, `RayDied` is raised in the main thread. If this process has not ended 15 s later, it is killed.
 
     Args:
-        if_lost: message that says what was lost and how to continue.
+        if_lost: the hint of `RayDied`: what was lost and how to continue.
     """
 
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
@@ -80,18 +80,18 @@ class Vitals:
         except RayDied:
             raise
         except Exception as error:
-            if died := self.look():
+            if died := self.check():
                 raise died from error
             raise
         finally:
             with self._signal_lock:
                 self._is_raised = True  # no signal is sent from here on
-            if not self.look():
+            if not self.check():
                 self._ended.set()
             if is_main:
                 signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
 
-    def look(self) -> RayDied | None:
+    def check(self) -> RayDied | None:
         """Return the error of the first part that is dead, or None."""
         with self._lock:
             if self._error is None:
@@ -135,7 +135,7 @@ class Vitals:
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            if error := self.look():
+            if error := self.check():
                 with self._signal_lock, contextlib.suppress(ProcessLookupError):
                     if not self._is_raised:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -163,8 +163,8 @@ def joined_parts() -> list[Part]:
     import ray
 
     context = ray.get_runtime_context()
-    here = context.get_node_id()
-    node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
+    node_id = context.get_node_id()
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     # Ray waits this long for its control service, and then exits without a message.
     patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _REPORT_AFTER_S)
     parts = [_reachable("control service", context.gcs_address, patience_s)]

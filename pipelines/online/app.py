@@ -37,15 +37,18 @@ from pipelines.online.serve.deployment import ReplicaJob, request_counts
 
 _MACHINES_WAIT_S = 1200.0  # a machine takes minutes to start, then it downloads the image
 _POLL_S = 5.0
-_FAKE_CPUS = 0.05  # fake engines use almost no CPU, so that any number fits on a node
+_FAKE_CPUS = 0.05  # fake engines use almost no CPU, so many of them fit on a node
 _CAPACITY_HINT = (
-    "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
+    "at most {} fit: the sum of --max-replicas of all models and, with --batches, of --batch-engines times "
+    "--batches-at-once"
 )
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
+    """A model of the endpoint with its resolved engine."""
+
     options: ServedModelOptions
     engine: ResolvedEngine
     placement: Placement
@@ -69,22 +72,24 @@ def build(arguments: ServeConfig) -> Any:
         )
     require_token()
     prepare_batches(arguments)
-    here = _inspect(arguments)
-    return bind(arguments, here, resolve(arguments, here, num_nodes=num_nodes(here), announce=print))
+    hardware = _inspect(arguments)
+    served = resolve(arguments, hardware, num_nodes=num_nodes(hardware), announce=print)
+    return bind(arguments, hardware, served)
 
 
 def _inspect(config: ServeConfig) -> Hardware:
     """Return the hardware of a node for engines.
 
-    On Kubernetes, wait for machines with accelerators that the configuration names: the application is built before.
+    On Kubernetes, the application is built before machines with accelerators have started. So if the configuration
+    names such machines, wait for them.
     """
-    may_come = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
-    give_up_at = time.monotonic() + (_MACHINES_WAIT_S if may_come else 0.0)
+    must_wait = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
+    deadline = time.monotonic() + (_MACHINES_WAIT_S if must_wait else 0.0)
     while True:
-        here = inspect()
-        are_there = num_nodes(here) * here.num_accelerators >= num_accelerators(config)
-        if are_there or time.monotonic() >= give_up_at:
-            return here
+        hardware = inspect()
+        are_up = num_nodes(hardware) * hardware.num_accelerators >= num_accelerators(config)
+        if are_up or time.monotonic() >= deadline:
+            return hardware
         time.sleep(_POLL_S)
 
 
@@ -109,7 +114,7 @@ def resolve(
             if may_skip_compiling(options, hardware, engine.spec):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
-        # Batches only support text.
+        # These options are not in `engine.spec`, which batches use, too: batches only support text.
         domains = tuple(options.allowed_media_domains)
         spec = replace(engine.spec, limit_mm_per_prompt=options.limit_mm_per_prompt, allowed_media_domains=domains)
         served.append(Served(options=options, engine=replace(engine, spec=spec), placement=placement))

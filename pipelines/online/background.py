@@ -44,7 +44,7 @@ class Endpoint:
     pid: int
     born_at: float  # the creation time of its process, which detects a reused pid
     started_at: float
-    stop_s: float  # maximum time to stop
+    stop_s: float  # maximum time that stopping it takes
     model: str = ""  # the name by which clients request its first model
 
     @property

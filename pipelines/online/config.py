@@ -40,27 +40,27 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     max_queued_requests: int | None = Field(
         None,
         ge=0,
-        description="requests that may wait for an engine before others get 503, one at least; default: as many as all "
-        "engines run at once",
+        description="most requests that wait for an engine, at least 1; more get 503; default: as many as all engines "
+        "run concurrently",
     )
     stream_interval_ms: float = Field(
         50,
         ge=0,
-        description="a stream's tokens are collected for this long and then sent together; 0 sends each step's",
+        description="a stream's tokens are collected for this long and then sent together; 0: send after each step",
     )
     stream_pieces_per_s: float | None = Field(
         None,
         gt=0,
-        description="most pieces that all streams of an engine send in a second; with more streams each waits longer; "
-        "default: 20 for each core of an engine on CPUs, which also pass them on; 400 on accelerators",
+        description="most pieces a second that all streams of an engine send together; the more streams, the longer "
+        "each waits; default: 20 per core on CPUs, since the same cores forward the pieces; 400 on accelerators",
     )
     max_grammar_s: float = Field(
         DEFAULT_CPU_S,
         gt=0,
-        description="processor time in which a new schema, regular expression or grammar of a request must compile; "
-        "one that takes longer is refused",
+        description="CPU time for compiling a new schema, regular expression or grammar of a request, which is refused "
+        "if it takes longer",
     )
-    drain_s: float = Field(60, ge=0, description="time for running requests when their engine is stopped")
+    drain_s: float = Field(60, ge=0, description="time for running requests to finish when their engine is stopped")
     limit_mm_per_prompt: dict[str, int] = Field(
         default_factory=dict,
         description='media per request by modality, as JSON: {"image": 4}; default: only text',
@@ -92,7 +92,7 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
         if unknown := sorted(value.keys() - set(MODALITIES)):
             raise ValueError(f"there is no modality {unknown[0]!r}: {', '.join(MODALITIES)}")
         if any(most < 0 for most in value.values()):
-            raise ValueError("a number of media is not below 0")
+            raise ValueError("the numbers must be at least 0")
         return {name: most for name, most in value.items() if most}
 
     @field_validator("allowed_media_domains", mode="before")
@@ -123,7 +123,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     models: tuple[ServedModelOptions, ...] = Field(
         (), description="several models: a list of these keys; keys next to the list apply to all models"
     )
-    host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
+    host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     tls_cert: Path | None = Field(None, description="PEM certificate with its issuers, for https")
     tls_key: Path | None = Field(
@@ -133,7 +133,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
         None,
         ge=1,
         le=65535,
-        description="port of Ray's Prometheus exporter, where this command starts Ray; default: one that is free",
+        description="port of Ray's Prometheus exporter, if this command starts Ray; default: any free port",
     )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
     log_prompts: bool = Field(
@@ -147,40 +147,40 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     )
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
-    request_timeout_s: float = Field(600, gt=0, description="time for an answer, waiting for an engine included")
+    request_timeout_s: float = Field(600, gt=0, description="time for an answer, including the wait for an engine")
     max_output_tokens: int | None = Field(
         None,
         ge=1,
-        description="most output tokens of a request, all its choices together, also of one that names no limit",
+        description="most output tokens of a request, all its choices together, even if the request sets no limit",
     )
-    max_choices: int = Field(128, ge=1, description="most choices of a request: n for each of its prompts")
+    max_choices: int = Field(128, ge=1, description="most choices of a request: n times its number of prompts")
     max_answer_mib: int = Field(
         DEFAULT_MIB,
         ge=1,
-        description="largest answer in MiB of JSON, as its choices, tokens and log-probabilities are estimated",
+        description="largest answer in MiB of JSON, estimated from its choices, tokens and log-probabilities",
     )
     batches: FolderKey | None = Field(
-        None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: these are off"
+        None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: no batches"
     )
     batches_at_once: int = Field(1, ge=1, description="batches that have engines at the same time; others wait")
     batch_engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="additional engines per batch: N or MIN:MAX, as --engines of a bulk run; endpoint: none, batches "
-        "use idle slots of the endpoint's engines",
+        description="additional engines per batch: N or MIN:MAX, as --engines of a bulk run; or the word endpoint: "
+        "batches use idle slots of the endpoint's engines instead",
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     max_stored_mib: int = Field(
-        10_240, ge=1, description="MiB of files that a key may keep, outputs of its batches included"
+        10_240, ge=1, description="MiB of files that a key may store, including outputs of its batches"
     )
-    max_stored_files: int = Field(2000, ge=1, description="files and batches that a key may keep")
+    max_stored_files: int = Field(2000, ge=1, description="number of files, and of batches, that a key may store")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
     max_transfers_mib: int = Field(256, ge=1, description="MiB for concurrent uploads and downloads; each takes 2 MiB")
-    max_transfers_mib_per_key: int = Field(32, ge=1, description="the same for the clients of one key")
+    max_transfers_mib_per_key: int = Field(32, ge=1, description="MiB for concurrent uploads and downloads of one key")
     presigned_downloads: bool = Field(
         True,
-        description="clients download files on S3 from the store itself, by a URL valid for five minutes; turn it off "
-        "where they cannot reach the store",
+        description="clients download files on S3 directly from the store, with a URL valid for five minutes; turn it "
+        "off if they cannot reach the store",
     )
     heartbeat_s: float = Field(5.0, gt=0, le=300, description="seconds between an engine's entries in the ledger")
     idle_timeout: float | None = Field(

@@ -1,6 +1,7 @@
 """Usage and cost of the endpoint from its ledger: by key, by model and in total.
 
-A request costs its share of an engine's busy time. Starting and idle time is only part of the endpoint's total cost.
+A request costs its share of an engine's busy time. Starting and idle time is not billed to requests; it only counts in
+the cost of the whole endpoint.
 """
 
 import math

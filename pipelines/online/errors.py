@@ -1,7 +1,7 @@
 """Errors in the format of OpenAI's API, and the conversion of Ray's and vLLM's exceptions.
 
-Clients only get what they can act on. Exceptions are recognized by class name: not every process has Ray and vLLM, and
-Ray wraps a replica's exceptions in subclasses of the originals.
+Clients only get what they can act on. Exceptions are recognized by class name, since not every process can import Ray
+and vLLM, and Ray wraps a replica's exceptions in subclasses of the originals.
 """
 
 import math
@@ -69,13 +69,13 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
     first = errors[0] if errors else {"msg": "invalid request", "loc": (), "type": "missing"}
     where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
     kind, text = str(first.get("type", "")), str(first.get("msg", "invalid")).removeprefix("Value error, ")
-    is_type = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "json_invalid")
-    status, code = (422, "invalid_type") if is_type else (400, "invalid_value")
+    is_type_error = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "json_invalid")
+    status, code = (422, "invalid_type") if is_type_error else (400, "invalid_value")
     return ApiError(status, f"{where or 'body'}: {text}", code=code, param=where or None)
 
 
 # vLLM raises these while validating a body; they are not ValueErrors, so pydantic does not catch them.
-_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
+_STATUS_OF_VLLM_ERRORS = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
 _UNAVAILABLE = (
     "EngineUnavailable",
     "BackPressureError",
@@ -108,11 +108,9 @@ def from_exception(error: BaseException) -> ApiError:
     names = _names(error)
     if any(name in _UNAVAILABLE for name in names):
         return overloaded("all engines are busy or starting; try again")
-    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
-        param = getattr(error, "parameter", None)
-        return ApiError(
-            _OF_THE_REQUEST[refused], str(error.args[0] if error.args else error), code="invalid_value", param=param
-        )
+    if vllm_error := next((name for name in _STATUS_OF_VLLM_ERRORS if name in names), None):
+        message, param = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
+        return ApiError(_STATUS_OF_VLLM_ERRORS[vllm_error], message, code="invalid_value", param=param)
     status = getattr(error, "status_code", None)
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):

@@ -10,7 +10,14 @@ from peagle.economics.report.figures import format_price, format_usd
 from peagle.engine_options import ResolvedDefaults, resolve_defaults
 from peagle.hardware import Hardware
 from peagle.planning.expectation import known_speed
-from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, machine_in_words, memory_of
+from pipelines.batch.forecast import (
+    UNKNOWN_SPEED,
+    Lines,
+    describe_devices,
+    describe_doubt,
+    describe_engine_memory,
+    describe_machine,
+)
 from pipelines.online.app import Served, endpoint_price, gate_settings, num_accelerators, resolve, size_of
 from pipelines.online.config import ServeConfig
 
@@ -51,9 +58,9 @@ class EndpointForecast:
             ("address", self.config.url),
             ("API keys", self.access()),
             *models,
-            ("machine", machine_in_words(self.hardware, self.is_here, self.num_nodes)),
+            ("machine", describe_machine(self.hardware, self.is_here, self.num_nodes)),
             ("price", format_price(self.price.to_dict())),
-            ("engines cost", f"{least} to {most} an hour{doubt_of(self.price)}"),
+            ("engines cost", f"{least} to {most} an hour{describe_doubt(self.price)}"),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,8 +80,8 @@ class EndpointForecast:
         speed = known_speed(model.engine, self.hardware, concurrency)
         return [
             ("model", model.describe()),
-            ("engine", f"{devices_of(model.placement)}, {concurrency} requests at once"),
-            ("memory", memory_of(model.engine, self.hardware, model.placement)),
+            ("engine", f"{describe_devices(model.placement)}, {concurrency} requests at once"),
+            ("memory", describe_engine_memory(model.engine, self.hardware, model.placement)),
             ("expected", speed.describe() if speed else UNKNOWN_SPEED),
         ]
 

@@ -1,4 +1,4 @@
-"""Stop an endpoint whose engines do no work, and report its cost. Requests that the gate answers do not count."""
+"""Stop an endpoint whose engines are idle, and report its cost. Requests that the gate answers do not count as work."""
 
 import contextlib
 import threading
@@ -20,7 +20,10 @@ _CHECK_S = 5.0
 
 
 class IdleWatch:
-    """Measure how long all engines and batches have been idle. The engines of batches are not in the ledger."""
+    """Measures how long all engines and batches have been idle.
+
+    `has_batches` says whether batches run; the ledger does not include their engines.
+    """
 
     def __init__(
         self,

@@ -98,9 +98,11 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._shared = SharedBudgets(settings.ledger)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self.batches = self._make_batches(batches) if batches else None
-        needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
-        self._live = LiveView(self._cost, needed)
-        self._start_metrics(has_break_even=any(needed.values()))
+        break_even = {
+            name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()
+        }
+        self._live = LiveView(self._cost, break_even)
+        self._start_metrics(has_break_even=any(break_even.values()))
         self._requires_key = settings.requires_key
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
@@ -263,7 +265,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 async def _until_started(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
-    """Call engines until one is alive. A dead engine may stay in Serve's table for a moment."""
+    """Call engines until one is alive. Serve may still route requests to a dead engine for a moment."""
     for _ in range(_MAX_DEAD_ENGINES):
         try:
             return await handler(body, request)

@@ -27,7 +27,7 @@ STEP_S = 2
 NUM_POINTS = 30  # of a time series, for any window
 MAX_WINDOW_S = 900
 _FRESH_S = 1.0
-_NEEDED_WINDOW_S = 300
+_BREAK_EVEN_WINDOW_S = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class LiveView:
         notes = []
         for model, figures in by_model.items():
             length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
-            if text := note(length, break_even=self._needed(model, figures)):
+            if text := note(length, break_even=self._break_even_length(model, figures)):
                 notes.append(f"{model}: {text}")
         return {
             "ends_at_s": last * STEP_S,
@@ -102,15 +102,15 @@ class LiveView:
             "notes": notes,
         }
 
-    def needed(self) -> dict[str, float]:
+    def break_even_by_model(self) -> dict[str, float]:
         """Return the break-even acceptance lengths by model at the recent concurrency, if known."""
         self._cost.totals.catch_up()
         with self._lock:
-            by_model = self._report(None, _NEEDED_WINDOW_S)["by_model"]
-        lengths = {model: self._needed(model, figures) for model, figures in by_model.items()}
+            by_model = self._report(None, _BREAK_EVEN_WINDOW_S)["by_model"]
+        lengths = {model: self._break_even_length(model, figures) for model, figures in by_model.items()}
         return {model: length for model, length in lengths.items() if length is not None}
 
-    def _needed(self, model: str, figures: Mapping[str, Any]) -> float | None:
+    def _break_even_length(self, model: str, figures: Mapping[str, Any]) -> float | None:
         return needed_at(self._break_even.get(model, {}), figures["requests_at_once"])
 
     def on_attach(self, totals: Totals) -> None:
@@ -211,6 +211,6 @@ def watch_engines(
 def publish_break_even_forever(view: LiveView, publish: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
     while True:
         with contextlib.suppress(PeagleError, OSError):  # a temporarily unreadable ledger must not end the thread
-            for model, length in view.needed().items():
+            for model, length in view.break_even_by_model().items():
                 publish(model, length)
         time.sleep(every_s)

@@ -29,7 +29,7 @@ class SageMakerConfig(ServeConfig):
     host: str = Field("0.0.0.0", description="address to listen on")
     port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker uses 8080")
     drain_s: float = Field(
-        15, ge=0, le=_MOST_DRAIN_S, description="time for running requests when SageMaker stops the container"
+        15, ge=0, le=_MOST_DRAIN_S, description="time for running requests to finish when SageMaker stops the container"
     )
     min_replicas: int = Field(
         1, ge=1, description="minimum engines per model; with 0 SageMaker would consider the container dead"
@@ -38,7 +38,7 @@ class SageMakerConfig(ServeConfig):
     @model_validator(mode="before")
     @classmethod
     def _require_model_name(cls, values: Any) -> Any:
-        """Require a model: the embedded one, which is the default elsewhere, is a toy."""
+        """Require a model: the default model outside SageMaker is a toy."""
         if isinstance(values, dict) and not {"model", "models", "profile"} & values.keys():
             raise ValueError(f"no model: set SM_VLLM_MODEL or HF_MODEL_ID, or provide model data in {MODEL_FOLDER}")
         return values

@@ -1,8 +1,9 @@
 """Running totals of a ledger: requests by time, engine, key and model; spend of keys; token prices.
 
-Each record is read once, by whichever thread reads next, and passed to the followers. Sums are kept per minute, later
-per hour and day, so memory grows with time and keys, not with requests. At times they are saved atomically with the
-read positions, from which the next process continues if the files still match:
+Each record is read once, by whichever thread reads next, and passed to the followers. Requests are summed in cells: one
+for each minute, engine, key, model, drafter and set of tags (`RequestGroup`). Old cells are merged per hour or day, so
+memory grows with time and keys, not with requests. From time to time the totals are saved atomically with the read
+positions, from which the next process continues if the files still match:
 
     head      format, marks (read position per file with a checksum), spend, prices
     cells     one per line
@@ -30,12 +31,12 @@ from peagle.files import atomic_file
 from peagle.speculation import SpeculationStats
 from pipelines.online.budgets import Budgets
 
-_KEPT = 0.98  # decay per request
+_DECAY = 0.98  # factor for the weight of earlier requests, applied at each new request
 
 
 @dataclass(slots=True)
 class TokenPrice:
-    """The token prices of one model, estimated from recent requests; the latest fifty have most of the weight.
+    """The token prices of one model, estimated from recent requests: the latest fifty have most of the weight.
 
     A request costs its share of an engine's busy seconds, so it is cheaper the more requests run at the same time and
     the more drafts are accepted. Its maximum cost is the cost of running alone with one step per token.
@@ -45,7 +46,7 @@ class TokenPrice:
 
     Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine
     of 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 =
-    0.001. With seven others at the same time the request itself cost an eighth of it.
+    0.001. If seven other requests ran at the same time, the request itself cost an eighth of that.
     """
 
     num_requests: float = 0.0
@@ -64,10 +65,10 @@ class TokenPrice:
         wall_s = max(usage.finished_at - usage.started_at, usage.busy_s)
         # Without the time of the first token, all time counts as decoding, which only increases the price.
         prefill_s = min(request.ttft_s or 0.0, wall_s)
-        num_made = usage.num_output_tokens - usage.speculation.num_accepted_tokens
-        steps = max(0.0, num_made / request.num_choices - (request.ttft_s is not None))
+        num_not_drafted = usage.num_output_tokens - usage.speculation.num_accepted_tokens
+        steps = max(0.0, num_not_drafted / request.num_choices - (request.ttft_s is not None))
         for name in self.__slots__:
-            setattr(self, name, getattr(self, name) * _KEPT)
+            setattr(self, name, getattr(self, name) * _DECAY)
         self.num_requests += 1
         self.usd += request.usd
         self.busy_s += usage.busy_s
@@ -84,7 +85,7 @@ class TokenPrice:
 
     @property
     def usd_per_output_token(self) -> float:
-        """0 if unknown. If no request continued after its first token, the prefill time is used as an upper bound."""
+        """The price, or 0 if unknown. If no request had a second token, it is bounded by the prefill time."""
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests
@@ -127,7 +128,7 @@ class RequestGroup:
 
 @dataclass(slots=True)
 class Sums:
-    """Requests of one engine process together."""
+    """Totals of the requests in one `RequestGroup`."""
 
     usage: UnitUsage
     num_requests: int = 0
@@ -155,7 +156,7 @@ class Sums:
 
 
 def coarsen(minute: int, now: int) -> int:
-    """Return the minute to which an old minute is rounded.
+    """Return the start of the hour or day of an old minute, and a recent minute unchanged.
 
     >>> coarsen(100_000, 100_001), coarsen(100_000, 103_000), coarsen(100_000, 200_000)
     (100000, 99960, 99360)
@@ -263,8 +264,10 @@ def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
 
 
 CHECKPOINT_NAME = "totals.jsonl"
-_MIN_UNSAVED = 20_000  # records; reading them takes a second
-_CELLS_PER_LINE = 4  # per new record: writing takes about as long as reading
+# The totals are saved after this many new records, which take a second to read. If there are many cells, they are saved
+# after one record for every four cells, so that writing takes about as long as reading.
+_MIN_UNSAVED = 20_000
+_CELLS_PER_RECORD = 4
 _SOON_S = 2.0
 
 
@@ -272,14 +275,14 @@ class LedgerFollower(Protocol):
     """Receives the records of a ledger."""
 
     def on_attach(self, totals: "Totals") -> None:
-        """Start: everything in `totals` was read before."""
+        """Called once before the first record. `totals` already contains all earlier records."""
 
     def on_ledger_record(self, request: RequestUsage) -> None:
         """Receive a new record, after it was added to the totals."""
 
 
 class Totals:
-    """The totals of a ledger. Read them inside `snapshot`, or as a follower. `budgets` includes every record."""
+    """The totals of a ledger. Read them inside `snapshot`, or as a follower."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -293,7 +296,7 @@ class Totals:
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
         self._followers: list[LedgerFollower] = []
-        self._joining: list[LedgerFollower] = []  # attaching never waits for a long read
+        self._joining: list[LedgerFollower] = []  # not attached yet, so that `add_follower` never waits for a long read
         self._is_restored = False
         self._thread: threading.Thread | None = None
 
@@ -303,7 +306,7 @@ class Totals:
         return self._is_read and not self._joining
 
     def add_follower(self, follower: LedgerFollower) -> None:
-        """Attach a follower when the ledger is read next."""
+        """Add a follower, which is attached when the ledger is read next."""
         self._joining.append(follower)
 
     def catch_up(self) -> None:
@@ -367,8 +370,8 @@ class Totals:
         self.prices.update(checkpoint.prices)
 
     def _save_if_due(self) -> None:
-        """Save the totals if due, also in the middle of a ledger. If that fails, the next process reads more."""
-        if self._num_unsaved < max(_MIN_UNSAVED, len(self.cells) // _CELLS_PER_LINE):
+        """Save the totals if due, even in the middle of a read. If saving fails, the next process must read more."""
+        if self._num_unsaved < max(_MIN_UNSAVED, len(self.cells) // _CELLS_PER_RECORD):
             return
         self._num_unsaved = 0
         self.cells = merge_old(self.cells, self._newest_minute)

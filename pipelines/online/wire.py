@@ -1,7 +1,7 @@
 """Paths, headers, errors and stream events of the API, and the usage in answers.
 
-usage                           prompt, cached and output tokens; at the end of a stream, and in each event if
-                                requested: there it covers only that event's choice and its prompt
+usage                           prompt, cached and output tokens, at the end of a stream; if requested, also in each
+                                event, for that event's choice and its prompt only
 metrics.speculative_decoding    drafts of the request; next to the last usage
 peagle                          peagle's summary with the request's cost; next to the last usage
 """
@@ -94,8 +94,8 @@ class BorrowedRequest:
 class BorrowedReply:
     """An engine's reply to a row. The first says whether the engine accepts the row, the last has the result."""
 
-    # full: no idle slot; taken: running, repeated each minute; returned: an interactive request needs the slot; done;
-    # refused
+    # full: no slot is idle; taken: the row is running (repeated each minute); returned: an interactive request needs
+    # the slot; done; refused
     state: Literal["full", "taken", "returned", "done", "refused"]
     generation: Generation | None = None
     # reason, message: of the dead letter if refused
@@ -175,9 +175,9 @@ def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
-def with_headers(headers: Headers, reported: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    names = {name.encode() for name in reported}
-    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(reported)]
+def with_headers(headers: Headers, new: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    names = {name.encode() for name in new}
+    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(new)]
 
 
 def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:

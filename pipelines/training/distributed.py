@@ -1,8 +1,8 @@
-"""Train on several workers: features with Ray Data actors, then Ray Train (gloo on CPU, nccl on CUDA).
+"""Train on several workers: extract features with Ray Data, then train with Ray Train (gloo on CPU, nccl on GPU).
 
-Documents, features and checkpoint are in the output folder, which every node must be able to access. The driver does
-not train, because it may have no GPU. Actors write shards into the store; only the driver adds them to the index, after
-checking them. So an incomplete shard of a crashed actor is rewritten.
+Documents, features and checkpoints are in the output folder, which every node must be able to access. The driver does
+not train, because it may have no GPU. Actors write shards into the feature store. The driver checks each shard before
+it adds the shard to the store's index, so an incomplete shard of a crashed actor is rewritten.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Extract features with at most `workers` actors; each loads the target."""
+    """Extract features with at most `workers` actors, each of which loads the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
@@ -55,7 +55,7 @@ def extract_on_actors(
         for row in _dataset(job, missing, reference, num_actors).iter_rows():
             writer.take(row["shard"], row["checksum"])
             progress(writer.num_written, writer.num_shards)
-    except (PeagleError, BrokenPipeError):  # of this process's output
+    except (PeagleError, BrokenPipeError):  # BrokenPipeError: nobody reads this process's output any more
         raise
     except Exception as error:
         hint = "the same command resumes it after the last shard"
@@ -65,7 +65,7 @@ def extract_on_actors(
 def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, num_actors: int) -> Any:
     import ray.data
 
-    cluster.keep_blocks()
+    cluster.keep_block_sizes()
     tables = []
     for number, samples in missing.items():
         rows = [{"shard": number, **asdict(sample)} for sample in samples]
@@ -105,7 +105,7 @@ _POLL_S = 2.0
 
 
 def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    with contextlib.ExitStack() as paid:
+    with contextlib.ExitStack() as stack:
         with ray_cluster():
             config = config.model_copy(
                 update={"device": ("cuda" if has_gpus() else "cpu") if config.device == "auto" else config.device}
@@ -118,7 +118,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
                 workers=config.workers,
                 device=config.device,
             )
-            spending = paid.enter_context(
+            spending = stack.enter_context(
                 training_spending(config, inspect(), listener.say, on_gpu=on_gpu, num_devices=config.workers)
             )
             prepared = prepare(config, listener, extract=spending.counting(on_actors))
@@ -150,13 +150,13 @@ def _run(prepared: Prepared) -> DivergedError | None:
         ),
     )
     try:
-        ended = _outside_the_main_thread(trainer.fit)
+        result = _outside_the_main_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
             f"the workers failed: {_reason(error)}",
             hint=f"the same command resumes from the last checkpoint in {prepared.folder}",
         ) from error
-    diverged: DivergedError | None = ended.return_value
+    diverged: DivergedError | None = result.return_value
     return diverged
 
 
@@ -164,8 +164,8 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
     """Call `fit` in a thread and return its result.
 
     In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) replaces the handler of SIGINT
-    for good: Ctrl-C ends the process with exit code 0 during the training, and has no effect later. With a thread it
-    ends this process and the workers; their last checkpoint remains.
+    permanently: Ctrl-C ends the process with exit code 0 during the training, and has no effect later. With a thread,
+    Ctrl-C ends this process and the workers, and their last checkpoint remains.
     """
     outcome: Future[Any] = Future()
 
@@ -177,7 +177,7 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
 
     try:
         threading.Thread(target=run, name="trainer", daemon=True).start()
-        # Poll, because the system may deliver the signal to another thread, and this one only handles it when it runs.
+        # Poll, because the system may deliver the signal to another thread. Python handles it when this thread runs.
         while not wait([outcome], timeout=_POLL_S).done:
             pass
         return outcome.result()
@@ -213,11 +213,11 @@ def _target_for_workers(config: TrainConfig) -> str:
 def _work(loop_config: dict[str, Any]) -> DivergedError | None:
     """Train as one worker, with the inputs that the driver prepared.
 
-    The identity is the driver's, with paths as typed, so that one worker and several can resume each other's trainings.
-    A diverged training is returned, because Ray would restart the workers if it was raised.
+    The identity of the training is the driver's, with paths as typed, so that a training with one worker can be resumed
+    with several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it was raised.
     """
     keep_private()
-    # The store is complete. If this node cannot access it, opening it fails.
+    # The feature store is complete. If this node cannot access it, opening it fails.
     settings = TrainConfig(**loop_config["settings"])
     prepared = prepare(settings, Listener(), extract=lambda _job, _progress: None, verify=False)
     workers = ProcessGroup(prepared.device)
@@ -261,10 +261,10 @@ class _Follower:
             self._report()
 
     def _report(self) -> None:
-        """Report new steps; those after a resumed checkpoint are reported again."""
+        """Report new steps. After a restart, the steps since the checkpoint are reported again."""
         before, self._saved_at = self._saved_at, saved_at(self.folder)
         if self._metrics.num_bytes < self._seen:
-            self.spending.drop()  # workers crashed, and others resume from the checkpoint
+            self.spending.drop()  # workers crashed, and new ones resume from the checkpoint
         elif self._saved_at != before:
             self.spending.keep()
         self.spending.beat()

@@ -9,7 +9,7 @@ import torch
 from peagle.errors import DrafterError
 from peagle.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
 
-MAX_ROUNDING_ERROR = 2**-4  # half of the distance 2^-3 of E4M3's values, which have 3 mantissa bits
+MAX_ROUNDING_ERROR = 2**-4  # relative: half of the distance between E4M3 values, 2^-3 with 3 mantissa bits
 
 
 def test_quantize_example() -> None:

@@ -36,7 +36,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def series():
-    """Return the labels of each series in Prometheus: exported, or recorded by a rule."""
+    """Return the labels of each series in Prometheus, by name: exported series, and those recorded by rules."""
     labels_by_series = {}
     for metric in METRICS.values():
         labels = set(metric.labels)
@@ -62,9 +62,9 @@ def labels_in(expression):
     return {*matched, *(label for group in grouped for label in re.findall(r"\w+", group))}
 
 
-@pytest.mark.parametrize("where", EXPRESSIONS)
-def test_expressions_use_existing_series_and_labels(where):
-    expression, known_series = EXPRESSIONS[where], series()
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_expressions_use_existing_series_and_labels(name):
+    expression, known_series = EXPRESSIONS[name], series()
     names = names_in(expression)
     assert names
     assert names - known_series.keys() == set()

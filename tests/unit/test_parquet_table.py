@@ -33,9 +33,9 @@ def test_invalid_file():
 
 
 def test_file_is_released_after_reading():
-    """Arrow's own function leaves the file to its threads (12 of 60 processes aborted on a busy machine).
+    """With Arrow's own function, its threads still hold the file (12 of 60 processes aborted on a busy machine).
 
-    In a separate process, because threads of other tests may hold the file, too.
+    The script runs in a separate process, because Arrow's threads in this one may still hold files of other tests.
     """
     script = """if True:
         import sys

@@ -43,7 +43,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def images(disk, tmp_path):
-    """Return each possible content of the disk."""
+    """Return a function that yields each possible content of the disk after a power cut."""
 
     def possible_images():
         shutil.rmtree(tmp_path / "images", ignore_errors=True)
@@ -92,7 +92,7 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
 def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # the first writer was killed before it
+        stopped.setattr(files, "sync_folder", lambda _: None)  # the first writer was killed before the sync
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -102,7 +102,7 @@ def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
 
 
 class DrivenRun:
-    """A run that is started, completed and retried; `reported` are the units reported as committed."""
+    """A run that is started, completed and retried. `reported` has the units that were reported as committed."""
 
     def __init__(self, root):
         self.run, self.reported, self.num_retries = RunDirectory(root), set(), 0
@@ -152,7 +152,7 @@ def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
 
     def cutting(change):
         def cut(*args, **keys):
-            if str(disk.root) in str(args[0]):  # otherwise it changes the images themselves
+            if str(disk.root) in str(args[0]):  # not while the images are written
                 check_images()
             change(*args, **keys)
 

@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
-    keep_private()  # as if an actor and its command were one process
+    keep_private()  # a command and its actor may run in the same process, so a second call has no effect
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -108,7 +108,7 @@ def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
 
 
 def test_command_writes_private_files(shared, tmp_path):
-    """The command itself, with a permissive umask."""
+    """The umask is permissive, so the command itself must restrict access."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]

@@ -1,4 +1,4 @@
-"""Signals that interrupt or stop a command, and repeated ones."""
+"""Signals that interrupt or stop a command, once or repeatedly."""
 
 import asyncio
 import os
@@ -112,7 +112,7 @@ def test_event_loop_cleans_up(number):
     assert done == ["cleaned up"]
 
 
-_STOPS = """
+_STOPPING_SCRIPT = """
 import threading
 from peagle.signals import interrupt_on_signal, stop_on_signal
 interrupt_on_signal()
@@ -123,7 +123,7 @@ with stop_on_signal(threading.Event(), message="stopped immediately"):
 
 
 def test_second_signal_exits_with_message():
-    process = subprocess.Popen([sys.executable, "-c", _STOPS], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", _STOPPING_SCRIPT], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(2):
         os.kill(process.pid, signal.SIGTERM)
@@ -133,7 +133,7 @@ def test_second_signal_exits_with_message():
     assert "stopped immediately" in stdout
 
 
-_ENDS = """
+_INTERRUPTED_SCRIPT = """
 import time
 from jobs import cli
 def run(argv):
@@ -150,7 +150,7 @@ cli.main([])
 @BOTH
 def test_simultaneous_signals_keep_exit_code(number):
     """`timeout` signals its child and then their process group."""
-    process = subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", _INTERRUPTED_SCRIPT], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):
         os.kill(process.pid, number)

@@ -1,6 +1,6 @@
-"""Private names of other packages: where they may be used, and that docs/upstream.md lists each use.
+"""Private names of other packages are only used in some modules, and docs/upstream.md lists each use.
 
-It also checks that the code and tests in the table exist.
+The code and tests that its table names exist.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from source_tree import MODULES, ROOT, trees
 
 TABLE = ROOT / "docs" / "upstream.md"
-HOMES = (
+ALLOWED_MODULES = (
     "peagle.engine.vllm_internals",  # for processes with an engine
     "peagle.engine.vllm_plugin",  # changes inside vLLM's processes
     "peagle.engine.vllm_drafts",  # the same, for drafts
@@ -24,16 +24,16 @@ OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 _PUBLIC_MODULES = ("config", "exceptions", "platforms", "reasoning", "sampling_params", "tool_parsers")
 PUBLIC_OF_VLLM = {"vllm", *(f"vllm.{module}" for module in _PUBLIC_MODULES)}
-# Documented despite the underscore: Python's, and jinja2's for subclasses of `Undefined`.
-DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
+# From Python's documentation, and from jinja2's for subclasses of `Undefined`.
+DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}  # public despite the underscore
 PUBLIC_VARIABLES = {
     *("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
     *("RAY_JOB_STOP_WAIT_TIME_S", "RAY_TMPDIR", "RAY_USE_TLS"),
 }
 
 
-def is_home(module: str) -> bool:
-    return any(module == home or module.startswith(f"{home}.") for home in HOMES)
+def may_use_private_names(module: str) -> bool:
+    return any(module == allowed or module.startswith(f"{allowed}.") for allowed in ALLOWED_MODULES)
 
 
 def is_private(name: str) -> bool:
@@ -56,7 +56,7 @@ def is_internal(module: str) -> bool:
 
 
 def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
-    """Return local name, target, and whether it is private, of each import of a foreign name."""
+    """Yield each name that this node imports from another package: local name, full name, and whether it is private."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if is_foreign(alias.name):
@@ -64,7 +64,7 @@ def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
     elif isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
         for alias in node.names:
             full = f"{node.module}.{alias.name}"
-            # A module below `vllm` itself, as in `from vllm import envs`; classes have capitals.
+            # `from vllm import envs` imports a module; the names of classes have capitals.
             is_module = node.module == "vllm" and alias.name.islower()
             private = is_private(alias.name) or is_internal(full if is_module else node.module)
             yield alias.asname or alias.name, full, private
@@ -78,7 +78,7 @@ def root_of(node: ast.expr) -> str | None:
 
 
 def members(tree: ast.Module) -> set[str]:
-    """Return private attributes and methods that the module defines itself."""
+    """Return the attributes and methods that the module itself defines."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_of(node) in ("self", "cls"):
@@ -89,19 +89,19 @@ def members(tree: ast.Module) -> set[str]:
 
 
 def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str]) -> Iterator[str]:
-    """Return the private or replaced names of other packages in this node.
+    """Yield the names of other packages in this node that are private or assigned to.
 
     Args:
-        foreign: names of foreign objects in this module.
-        private: those of them that are private.
-        own: private members of this module's classes.
+        foreign: names that this module imports from other packages.
+        private: the private names among them.
+        own: members of this module's classes.
     """
     yield from (full for _, full, is_private_ in imports(node) if is_private_)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in private:
         yield node.id
     elif isinstance(node, ast.Attribute):
-        is_others = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
-        if is_others or node.attr == "__mro__":  # for a class that is recognised by its name
+        is_foreign_member = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
+        if is_foreign_member or node.attr == "__mro__":  # __mro__ is used to recognise a class by its name
             yield ast.unparse(node)
         elif isinstance(node.ctx, ast.Store) and root_of(node) in foreign:
             yield f"{ast.unparse(node)} ="
@@ -116,13 +116,13 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
 
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Return the top-level function, class or name, and what it uses."""
+    """Yield pairs of a top-level definition of a module and a private name that it uses."""
     imported = [item for node in ast.walk(tree) for item in imports(node)]
     foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
     own = members(tree)
     for statement in tree.body:
         for node in ast.walk(statement):
-            yield from ((name_of(statement), what) for what in private_names_in(node, foreign, private, own))
+            yield from ((name_of(statement), used) for used in private_names_in(node, foreign, private, own))
 
 
 @functools.cache
@@ -135,11 +135,14 @@ def name_of(statement: ast.stmt) -> str:
     return str(getattr(target, "name", None) or getattr(target, "id", ""))
 
 
-def test_private_names_are_only_used_in_their_homes() -> None:
-    elsewhere = {
-        f"{module}: {what}" for module, found in all_uses().items() if not is_home(module) for _, what in found
+def test_private_names_are_only_used_in_allowed_modules() -> None:
+    forbidden = {
+        f"{module}: {name}"
+        for module, names in all_uses().items()
+        if not may_use_private_names(module)
+        for _, name in names
     }
-    assert elsewhere == set()
+    assert forbidden == set()
 
 
 def rows() -> list[dict[str, str]]:
@@ -187,12 +190,18 @@ def test_table_has_upstream_link_and_versions() -> None:
 
 
 def test_every_private_use_is_in_the_table() -> None:
-    used = {(module, owner) for module, found in all_uses().items() if is_home(module) for owner, _ in found if owner}
+    used = {
+        (module, owner)
+        for module, names in all_uses().items()
+        if may_use_private_names(module)
+        for owner, _ in names
+        if owner
+    }
     listed = {(module, name.partition(".")[0]) for module, name in named("where")}
     assert used - listed == set()
     assert len(used) > 20
     text = TABLE.read_text(encoding="utf-8")
-    variables = {what for found in all_uses().values() for _, what in found if what.startswith("RAY_")}
+    variables = {name for names in all_uses().values() for _, name in names if name.startswith("RAY_")}
     assert [name for name in variables if f"`{name}`" not in text] == []
 
 

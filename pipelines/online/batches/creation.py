@@ -1,8 +1,8 @@
 """Creation of batches and files within the limits of a key.
 
-A request with an `Idempotency-Key` is stored under the hash of the key before its batch is created, and the first one
-wins. Uploads count toward the quota before their bytes arrive. Outputs of batches may exceed it; then nothing new is
-accepted.
+A request with the header `Idempotency-Key` is stored under a hash of that header before its batch is created, and the
+first request wins. Uploads count toward the quota before their bytes arrive. Outputs of batches may exceed the quota;
+then no new files or batches are accepted.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ class Quota:
         Yields a function that writes the record in a thread, which keeps the reservation if the client disconnects.
         """
         self._arrive(key, num_bytes, 1)
-        doing: list[asyncio.Task[Any]] = []
+        writes: list[asyncio.Task[Any]] = []
 
-        async def held(function: Callable[..., Any], *arguments: Any) -> Any:
-            doing.append(asyncio.create_task(in_thread(function, *arguments)))
-            return await asyncio.shield(doing[-1])
+        async def write(function: Callable[..., Any], *arguments: Any) -> Any:
+            writes.append(asyncio.create_task(in_thread(function, *arguments)))
+            return await asyncio.shield(writes[-1])
 
         try:
             await in_thread(self.require, key)
-            yield held
+            yield write
         finally:
-            if doing and not doing[-1].done():
-                doing[-1].add_done_callback(lambda _: self._arrive(key, -num_bytes, -1))
+            if writes and not writes[-1].done():
+                writes[-1].add_done_callback(lambda _: self._arrive(key, -num_bytes, -1))
             else:
                 self._arrive(key, -num_bytes, -1)
 
@@ -69,7 +69,7 @@ class Quota:
         if num_files > limit.max_stored_files:
             exceeded = f"{limit.max_stored_files} files"
         elif num_bytes > limit.max_stored_mib * MIB:
-            exceeded = f"{limit.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}"
+            exceeded = f"{limit.max_stored_mib} MiB (this would be {-(-num_bytes // MIB)} MiB)"
         else:
             return
         message = f"this key may store {exceeded}, including running uploads; delete files that are not needed"
@@ -207,7 +207,10 @@ class BatchCreator:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
         if len(batches) >= limit.max_stored_files and not self._store.forget_oldest(batches):
-            message = f"this key keeps {len(batches)} batches, of {limit.max_stored_files}: delete files of the oldest"
+            message = (
+                f"this key has {len(batches)} batches, but may have {limit.max_stored_files}: delete the files of the "
+                "oldest batches"
+            )
             raise ApiError(413, message, code="storage_quota_exceeded")
         expires = body.output_expires_after
         return BatchRequest(

@@ -98,7 +98,7 @@ ROUTES: dict[str, Route] = {
 
 
 class Batches:
-    """The store, and the thread that schedules if this ingress has the folder's lease."""
+    """The store of batches, and a thread that schedules them while this ingress has the folder's lease."""
 
     def __init__(
         self,
@@ -169,11 +169,11 @@ class BatchRoutes:
         num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
         with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
             async with (
-                batches.quota.hold(key, num_bytes) as held,
+                batches.quota.hold(key, num_bytes) as write,
                 request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
             ):
                 upload, name, expires_s = read_form(fields)
-                stored: StoredFile = await held(_save, batches.store, upload.file, key.name, name, expires_s)
+                stored: StoredFile = await write(_save, batches.store, upload.file, key.name, name, expires_s)
         return JSONResponse(stored.show())
 
     async def list_files(

@@ -62,7 +62,7 @@ def fault(code: str, message: str) -> Errors:
     return ({"code": code, "message": message, "param": None, "line": None},)
 
 
-def ended(
+def final_progress(
     batch: Batch,
     reason: Reason | None,
     now: float,
@@ -73,10 +73,12 @@ def ended(
 ) -> BatchProgress:
     """Return the final progress of a batch with the ids of its output and error files."""
     before, status = batch.progress, _STATUS[reason]
-    at: dict[str, Any] = {f"{status}_at": now}
-    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # the client did not cancel it
+    time_of_end: dict[str, Any] = {f"{status}_at": now}
+    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
         errors = fault(reason, UNEXECUTED[reason])
-    progress = replace(before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **at)
+    progress = replace(
+        before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
+    )
     if result is None:
         return progress
     usage = None
@@ -105,7 +107,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
     config: dict[str, Any] = {}
     lender, tags = None, settings.tags(model, key)
     if batch_model is not None:
-        # Without input, output and budget. Requests are sampled as on the routes.
+        # The process of the batch adds input, output and budget. Sampling defaults are those of the API's routes.
         config = {
             **batch_model.config,
             "input_format": "openai-batch",
@@ -137,11 +139,16 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
     )
 
 
-def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
+def scheduling_order(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
     """Return the batches in the order in which the scheduler handles them.
 
-    Running batches come first, since they may free capacity. The others are sorted by the number of running batches of
-    their key, by the sequence number of the key's latest start (`began`), and by age, as in `batches`.
+    Running batches come first, since they may free capacity. The others are sorted by how many batches of the same key
+    come before them, then by when the key's latest batch started, then by age.
+
+    Args:
+        batches: the batches, oldest first.
+        running: ids of the running batches.
+        began: sequence number of the latest start, by key name.
     """
     ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
     ranks: dict[str, int] = {}
@@ -173,8 +180,8 @@ class BatchEstimate:
     def wanted_usd(self, spent_usd: float) -> float:
         """Return the amount to reserve after `spent_usd` were spent.
 
-        A run stops when the unspent rest no longer covers its shutdown. Reserving twice the spend prevents that
-        between two ticks.
+        A run stops when the unspent part of its reservation no longer covers its shutdown. Reserving at least twice the
+        spend prevents that between two ticks.
         """
         return max(self.tokens_usd, 2 * spent_usd) + self.overhead_usd
 
@@ -196,9 +203,9 @@ def estimate(
     if not tokens_usd or not started:
         return None
     ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
-    loads = not batch_model.lent_slots
+    must_load = not batch_model.lent_slots
     each_usd = max(
-        (loads * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s
+        (must_load * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s
         for session in started
     )
     return BatchEstimate(
@@ -218,7 +225,7 @@ class BatchMoney:
         self._shared = SharedBudgets(settings.ledger)
 
     def payers(self, batch: Batch) -> list[Payer]:
-        """Return those of the batch's key, its tags and the endpoint that have budgets."""
+        """Return the budgets that the batch is charged to: of its key, of its tags and of the endpoint."""
         key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
         own: list[Payer] = [key] if key.budget_usd is not None else []
         return [*own, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
@@ -259,7 +266,7 @@ class BatchMoney:
         self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)
 
 
-_LIGHT_AT_ONCE = 2  # processes that validate or collect
+_MAX_LIGHT = 2  # concurrent processes without engines, which validate or collect
 _ATTEMPTS = 3
 _COLLECT_ATTEMPTS = 10  # over 7.5 minutes; many, since the results already exist
 _RETRY_S = 10.0
@@ -279,9 +286,9 @@ class _Work:
 
 
 class Scheduler:
-    """Drive all batches of a store. Expiry uses the store's clock; `now` is only for display.
+    """Drives all batches of a store. Expiry uses the store's clock; `now` is only for display.
 
-    `current_key` returns the key with its current limits, or None if revoked. By default keys never change.
+    `current_key` returns a key with its current limits, or None if it was revoked. By default keys never change.
     """
 
     def __init__(
@@ -303,7 +310,7 @@ class Scheduler:
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
-        self._attempts: Counter[str] = Counter()  # of the run, then of collecting
+        self._attempts: Counter[str] = Counter()  # failed attempts at the run, and later at collecting
         self._not_before: dict[str, float] = {}
         self._ends: dict[str, tuple[Reason, Errors]] = {}
         """Batches that only need to be collected, so that a failed or postponed collection is retried."""
@@ -315,7 +322,7 @@ class Scheduler:
         """Do all possible steps. Failed steps are retried by a later tick."""
         try:
             self._unfinished = self._store.unfinished()
-            for batch in in_turn(self._unfinished, self._works, self._start_numbers):
+            for batch in scheduling_order(self._unfinished, self._works, self._start_numbers):
                 try:
                     self._advance(batch)
                 except (PeagleError, OSError) as error:
@@ -352,12 +359,12 @@ class Scheduler:
             self._collect(batch, *self._ends[batch.id])
             return
         reason = self._reason_to_end(batch)
-        is_checked = batch.progress.in_progress_at is not None
-        if reason and is_checked:
+        is_validated = batch.progress.in_progress_at is not None
+        if reason and is_validated:
             self._collect(batch, reason)
         elif reason:
-            self._store.save(batch.id, ended(batch, reason, self._now()))
-        elif is_checked:
+            self._store.save(batch.id, final_progress(batch, reason, self._now()))
+        elif is_validated:
             self._begin_run(batch)
         elif self._has_room():
             rules = Rules(
@@ -427,12 +434,12 @@ class Scheduler:
 
     def _has_room(self) -> bool:
         """Return whether another process without engines may start."""
-        return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
+        return sum(not work.has_engines for work in self._works.values()) < _MAX_LIGHT
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Return whether no other batch with a common budget has started.
+        """Return whether no other batch that shares a budget has started.
 
-        The cost of a batch is only known at its end, so two batches could each spend the rest.
+        The cost of a batch is only known at its end, so two batches could each spend the rest of the budget.
         """
         # Lazy, oldest first: usually the first batch decides, and each check may be a network request.
         begun = (other.id for other in self._unfinished if self._has_begun(other, payers))
@@ -511,7 +518,8 @@ class Scheduler:
             write_batch(self._settings.ledger, result.record)
         self._money.settle(batch.id, result.record)
         files = self._store.add_outputs(batch, result.output, result.errors, now)
-        self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
+        progress = final_progress(batch, result.reason, now, result=result, files=files, errors=work.errors)
+        self._store.save(batch.id, progress)
         self._ends.pop(batch.id, None)
 
     def _on_error(self, batch: Batch, work: _Work, error: PeagleError) -> None:
@@ -529,7 +537,7 @@ class Scheduler:
         if work.has_engines:
             self._collect(batch, "batch_failed", errors)
         else:
-            self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))
+            self._store.save(batch.id, final_progress(batch, "batch_failed", self._now(), errors=errors))
             # Last: the reservation must stay until the batch has ended.
             self._money.settle(batch.id, None)
             self._ends.pop(batch.id, None)

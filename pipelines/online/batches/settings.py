@@ -83,12 +83,13 @@ _ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
 
 
 def _engine_keys(keys: ServedModelOptions) -> set[str]:
-    """Return the keys that a batch's engine shares with the endpoint's. The fake engine's text has no form to parse."""
+    """Return the keys that a batch's engine shares with the endpoint's, without parsers for the fake engine's text."""
     shared = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
     return shared.difference(PARSER_KEYS) if keys.engine == "fake" else shared
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
+    """Return the minimum and maximum number of engines that all running batches start together."""
     if config.batches is None or config.lends_engines:
         return 0, 0
     each = EngineRange.parse(config.batch_engines)
@@ -103,7 +104,7 @@ def batch_settings(
     specs: Mapping[str, EngineSpec],
     app_id: str,
 ) -> BatchSettings | None:
-    """Return the settings, or None if batches are disabled. `app_id` numbers the endpoint's engines on a node."""
+    """Return the settings, or None if batches are disabled. Engines with the same `app_id` share a node's cores."""
     if config.batches is None:
         return None
     models = {model.name: model for model in gate.models}

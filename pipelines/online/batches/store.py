@@ -81,8 +81,9 @@ class SteadyClock:
 
     It advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed virtual
     machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is corrected
-    within a day expires nothing early; what expires during a suspension is deleted a day late. After a restart of the
-    process the clock continues from the saved time; `monotonic` is comparable between processes of the same boot.
+    within a day does not make files expire early, and files that expire during a suspension are deleted a day late.
+
+    A new process continues from the saved time. On the same boot, its `monotonic` is comparable with the saved one.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class SteadyClock:
             return now + self._offset
 
     def after(self, seconds: float) -> float:
-        """Return the time when this lifetime ends. If clocks disagree, it is too late rather than too early."""
+        """Return the time when this lifetime ends. If the clocks disagree, the later one counts."""
         return max(self(), self._wall()) + seconds
 
     def state(self) -> dict[str, Any]:

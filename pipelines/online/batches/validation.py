@@ -1,6 +1,6 @@
 """Validation of a batch's input file before anything is spent on it.
 
-Each request is checked like a single request. Errors that only an engine can detect end up in the error file.
+Each request is checked like a request to the routes. Errors that only an engine can detect end up in the error file.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Checked:
 
 
 class _LineError(ApiError):
-    """An error of a line that a single request could not have."""
+    """An error that only a batch file can have, as opposed to one of the request in a line."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(400, message, code=code, param=param)

@@ -1,7 +1,7 @@
-"""Processes that work on batches: Ray actors, on any node. Each run has its own; validation and collection share one.
+"""Work on batches in Ray actors on any node. Each run has its own actor; validation and collection reuse idle actors.
 
 A batch is run as a bulk run, and its output and error files are the run's export. If it ends early, the error file also
-has the requests that were not executed, as with OpenAI. When the ingress dies, Ray ends its actors and their engines,
+has the requests that were not executed, as at OpenAI. When the ingress dies, Ray ends its actors and their engines,
 and the next ingress resumes the runs.
 """
 
@@ -91,6 +91,8 @@ class Result:
 
 
 class Counts(progress.RunProgress):
+    """The latest counts of a run, which prints nothing."""
+
     def __init__(self) -> None:
         super().__init__(Console(quiet=True))
         self.num_completed = self.num_failed = 0
@@ -106,7 +108,7 @@ def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) ->
     # A resumed run keeps its configuration, even if the endpoint's has changed.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
-    if task.lender is not None:  # one process can fill all slots
+    if task.lender is not None:  # a single process can fill all slots of the endpoint's engines
         config["engines"] = "1"
     billed_usd = _usd(directory, lent=True) if directory.exists else 0.0
     allowance.usd = None if task.budget_usd is None else billed_usd + task.budget_usd
@@ -225,6 +227,7 @@ def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
 
 
 def _usd(directory: RunDirectory, *, lent: bool) -> float:
+    """Return the run's cost in borrowed engines (`lent`) or in its own engines."""
     usages, sessions = _of_sessions(directory.usages(), lent=lent), _of_sessions(directory.sessions(), lent=lent)
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 
@@ -237,7 +240,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Runner:
-    """Start an actor for each run; validation and collection reuse an idle actor.
+    """Starts an actor for each run. Validation and collection reuse an idle actor if there is one.
 
     Starting a process takes seconds of CPU time, too much for tiny batches.
     """
@@ -261,7 +264,7 @@ class Runner:
 def _new_actor(niceness: int = 0) -> Any:
     import ray
 
-    options = {"num_cpus": 0, "max_concurrency": 3, "max_restarts": 0}  # concurrently: the work, `counts`, `stop`
+    options = {"num_cpus": 0, "max_concurrency": 3, "max_restarts": 0}  # the work, `counts` and `stop` run concurrently
     return ray.remote(BatchActor).options(**options).remote(niceness)
 
 
@@ -293,7 +296,7 @@ class BatchActor:
 
 
 class Handle(Generic[_Answer]):
-    """Work in an actor. Afterwards the actor returns to the `idle` pool, or is killed if the pool already has one."""
+    """Work in an actor. Afterwards the actor joins the `idle` pool, or is killed if there is no pool or it has one."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle

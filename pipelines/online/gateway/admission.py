@@ -39,12 +39,12 @@ _TEXT_PART_FIELDS = {"type", "text"}
 # vLLM accepts these from clients; here the endpoint sets them.
 _ENDPOINT_FIELDS = ("cache_salt", "request_id", "session_id")
 _MAX_FLOATS = 10_000
-_MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM has about 70 fields
+_MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM's request types have about 70 fields
 _MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
 TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
 _TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
-# vLLM infers the type of an untyped part from these. A uuid refers to media that another client may have sent.
+# vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client may have sent.
 _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
     *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
@@ -57,7 +57,7 @@ class ServedModel:
 
     name: str
     max_model_len: int
-    can_seed: bool = True  # whether sampling seeds work. On CPU, a seed crashes vLLM 0.29 and all requests in it
+    can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
     # per request, over all its prompts; Ray Serve counts them as one request. None is unlimited
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
@@ -122,19 +122,20 @@ def check(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     if model.max_answer_bytes is not None:
-        room = shape.most_output_tokens(model.max_answer_bytes)
-        if room < 1 or (requested or 0) > room:
+        max_tokens = shape.most_output_tokens(model.max_answer_bytes)
+        if max_tokens < 1 or (requested or 0) > max_tokens:
             message = (
                 f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
                 f"and logprobs), but at most {model.max_answer_bytes / 2**20:,.1f} are allowed; request less, or send "
                 "several requests"
             )
             raise ApiError(400, message, code="answer_too_large")
-        tokens = min(tokens, room)
+        tokens = min(tokens, max_tokens)
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
-    # Usage in every event, in case the client disconnects. The replica removes what was not requested (`relay.py`).
+    # Every event has the usage so far, in case the client disconnects. The replica removes it from events in which the
+    # client did not request it (`relay.py`).
     if values.get("stream"):
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
@@ -227,7 +228,8 @@ class _FloatParser:
     def parse(self, digits: str) -> float:
         self._num += 1
         if self._num > _MAX_FLOATS:
-            raise ApiError(400, f"the body has more than {_MAX_FLOATS:,} fractions", code="too_many_values")
+            message = f"the body has more than {_MAX_FLOATS:,} numbers with a decimal point or an exponent"
+            raise ApiError(400, message, code="too_many_values")
         return finite_float(digits)
 
 
@@ -236,7 +238,7 @@ def _whole_number(digits: str) -> int:
     if is_short and _MIN_INT <= (number := int(digits)) <= _MAX_INT:
         return number
     shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
-    raise ApiError(400, f"the number {shown} is too large: whole numbers have 64 bits", code="invalid_value")
+    raise ApiError(400, f"the number {shown} is too large: whole numbers must fit in 64 bits", code="invalid_value")
 
 
 def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
@@ -257,7 +259,7 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
 def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
-    """Return the max_tokens of the request, or None. `limit` is for all choices together."""
+    """Return the request's max_tokens, or None if it has none. `limit` is for all choices together."""
     has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
     field = "max_completion_tokens" if has_new_name else "max_tokens"
     requested: int | None = values.get(field)
@@ -284,10 +286,10 @@ def _max_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedM
 def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int | None, num_choices: int = 1) -> int:
     """Return the smallest applicable limit of output tokens per choice, for a request without max_tokens."""
     if path == COMPLETIONS_URL:
-        of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [limit]
+        per_choice, totals = min(COMPLETION_TOKENS, model.max_model_len), [limit]
     else:
-        of_each, of_all = model.max_model_len, [limit, key.output_tokens_per_min]
-    tokens = min([of_each, *(number // num_choices for number in of_all if number is not None)])
+        per_choice, totals = model.max_model_len, [limit, key.output_tokens_per_min]
+    tokens = min([per_choice, *(total // num_choices for total in totals if total is not None)])
     if tokens < 1:
         message = f"the request has {num_choices} choices, more than its limit of output tokens; request fewer"
         raise ApiError(400, message, code="max_tokens_too_large", param="n")
@@ -295,7 +297,7 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
 
 
 def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
-    """Return the choices over all prompts. Each needs a slot of an engine."""
+    """Return the number of choices of all prompts. Each choice needs an engine slot."""
     prompt = values.get("prompt")
     is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     num_prompts = len(prompt) if is_batch and prompt else 1
@@ -342,13 +344,13 @@ def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: f
             continue
         allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
         if modality is None or not allowed:
-            taken = ", ".join(["text", *(name for name, most in media.items() if most)])
+            accepted = ", ".join(["text", *(name for name, most in media.items() if most)])
             described = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of an unknown type"
-            message = f"{where} is {described}, but this model only takes {taken}"
+            message = f"{where} is {described}, but this model only takes {accepted}"
             raise ApiError(400, message, code="unsupported_content", param="messages")
         counts[modality] += 1
         if counts[modality] > allowed:
-            message = f"the request has more than {allowed} of {modality}"
+            message = f"the request has too many parts of type {modality}: at most {allowed} are allowed"
             raise ApiError(400, message, code="too_many_media", param="messages")
         for url in _urls(part):
             _check_url(url, where, domains)
@@ -388,24 +390,25 @@ def answer_shape(
     values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
 ) -> AnswerShape:
     """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
-    asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
-    count = values.get("top_logprobs") if is_chat else asks_logprobs
-    has_logprobs = bool(asks_logprobs) if is_chat else asks_logprobs is not None
+    logprobs_field, echoes = values.get("logprobs"), bool(values.get("echo"))
+    count = values.get("top_logprobs") if is_chat else logprobs_field
+    has_logprobs = bool(logprobs_field) if is_chat else logprobs_field is not None
     logprobs = 1 + max(_count(count), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
     requested = values.get("prompt_logprobs")
     # vLLM always returns prompt logprobs for a chat with `echo`.
-    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * repeats
+    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * echoes
     with_ids = bool(values.get("return_token_ids"))
-    comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
-    most = num_body_bytes + TEMPLATE_TOKENS
+    includes_prompt = echoes or prompt_logprobs or with_ids or values.get("return_prompt_text")
+    max_chat_tokens = num_body_bytes + TEMPLATE_TOKENS
     prompts = values.get("prompt")
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
-    lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in prompts]
-    each = num_choices // max(1, len(lengths))
+    lengths = [max_chat_tokens] if is_chat else [_prompt_length(prompt) for prompt in prompts]
+    choices_per_prompt = num_choices // max(1, len(lengths))
+    prompt_tokens = sum(min(length, max_model_len) for length in lengths) * choices_per_prompt
     return AnswerShape(
         num_choices=num_choices,
-        prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
+        prompt_tokens=prompt_tokens if includes_prompt else 0,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         with_ids=with_ids,
@@ -413,9 +416,9 @@ def answer_shape(
 
 
 def _prompt_length(prompt: Any) -> int:
-    return (
-        len(prompt.encode(errors="replace")) + 1 if isinstance(prompt, str) else _length(prompt)
-    )  # 1 for the BOS token
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace")) + 1  # 1 for the BOS token
+    return _length(prompt)
 
 
 def _length(value: Any) -> int:

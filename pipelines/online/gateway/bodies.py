@@ -24,7 +24,7 @@ from pipelines.online.wire import header
 # A string, possibly without its closing quote. Otherwise each quote inside would restart the search.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
 _STRINGS = re.compile(_STRING, re.DOTALL)
-_PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # takes a few milliseconds
+_PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
     yield body[at:]
 
 
-# 1 MiB of token ids has about 175,000 values; a conversation with tools has five objects and lists per step.
+# 1 MiB of token ids is about 175,000 values; a conversation with tools has five objects and lists per step.
 REQUEST_LIMITS = BodyLimits(num_containers=10_000, num_members=30_000, num_values=250_000)
 CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=50)
 """Limits for the body that creates a batch: six fields, one of them with 16 members."""
@@ -108,7 +108,7 @@ class ParsePool:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: the key's turn ends with the thread, even if the client disconnected.
+            # A thread cannot be cancelled, so the key's next body waits for it even if the client disconnected.
             await asyncio.wait([future])
             raise
 
@@ -122,7 +122,7 @@ def parse(body: bytes) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class JsonBody:
-    """A parsed body. `values` is None once they are validated, since they take many times the body's memory."""
+    """A parsed body. `values` is None after validation: parsed JSON takes many times the memory of the body."""
 
     values: Any
     num_bytes: int
@@ -155,23 +155,24 @@ def require_plain(scope: Scope) -> None:
 
 
 class Upload:
-    """The `receive` of a request with a large body; `is_whole` is set when the whole body was read.
+    """The `receive` of a request with a large body. `is_whole` is set when the whole body was read.
 
-    `send` acknowledges to the proxy what was read (`serve/flow.py`). Each piece and the whole body have a timeout.
+    Acknowledges to the proxy, through `send`, what was read (`serve/flow.py`). Each piece and the whole body have a
+    timeout.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
         self._receive = UploadAckReceiver(receive, send)
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
-        self._give_up_at = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self.is_whole = False
 
     async def __call__(self) -> Message:
         """Return the next piece; after the end of the body, the client's next message. Raises 408 or 413."""
         if self.is_whole:
             return await self._receive()
-        left_s = self._give_up_at - time.monotonic()
+        left_s = self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(min(self._piece_timeout_s, left_s)):
                 message = await self._receive()

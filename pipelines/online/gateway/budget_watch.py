@@ -28,8 +28,8 @@ _log = logging.getLogger("ray.serve")
 def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
     """Return the spend of an account as JSON, within its budget's period if there is one.
 
-    With a budget, the result also has `left_usd`, `used` (a share) and `alert` (the highest level reached, or None);
-    with a period, also `reset`, the first day of the next period.
+    With a budget, the result also has `left_usd`, `used` (a fraction) and `alert` (the highest of `LEVELS` that was
+    reached, or None). With a period, it also has `reset`, the first day of the next period.
     """
     spent_usd = budgets.spent_usd(payer.account)
     if payer.budget_usd is None:
@@ -49,16 +49,16 @@ def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 
 def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
-    """Update the budgets with the cost of engines and the spend and reservations of bulk runs."""
+    """Update the budgets with the cost of the endpoint's engines, and with what bulk runs have spent and reserved."""
     spent, held = drawn(read_draws(totals.folder))
     totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, held)
 
 
 class BudgetWatch:
-    """Watch all budgets of an endpoint. `ring` is None without keys.
+    """Watch all budgets of an endpoint.
 
-    `on_used` receives the name and used share of each budget at every check. The name is a key's name, a tag, or "*"
-    for the endpoint.
+    At every check, `on_used` receives the name of each budget and the fraction of it that is used. The name is a key's
+    name, a tag, or "*" for the endpoint. `ring` is None if the endpoint has no keys.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BudgetWatch:
             time.sleep(_INTERVAL_S)
 
     def check(self) -> None:
-        """Update the shares, and log each newly reached level once per period."""
+        """Publish the used fractions, and log each newly reached level once per period."""
         keys, shared = self._ring.all() if self._ring else (), self._shared.all()
         if shared:
             refresh_external_spend(self._totals, self._sessions)

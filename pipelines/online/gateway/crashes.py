@@ -1,7 +1,8 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
-One of the requests of a crashed engine may be the cause. The suspects are those that entered the engine last: they get
-an error. The others are retried one by one, if they had no output yet and were not in an earlier crash.
+When an engine crashes, one of its requests may be the cause. The requests that entered the engine last are the
+suspects, and get an error. The others are retried one by one, if they had no output yet and were not in an earlier
+crash.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pipelines.online.errors import ApiError, overloaded
 
 SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
 _SAME_STEP_S = 0.05  # requests this close together may have entered the engine in the same step
-_PROBATION_S = 2.0  # a retried request that ran this long, or has output, did not crash the engine
+_PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
 _MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
 _log = logging.getLogger("ray.serve")
 
@@ -103,7 +104,7 @@ class EngineCrashes:
             crash.suspects = crash.find_suspects()
             self._attribute(crash.suspects[0])
         if attempt in crash.suspects:
-            raise _not_retried(attempt, is_prime=attempt is crash.suspects[0])
+            raise _not_retried(attempt, is_likeliest=attempt is crash.suspects[0])
 
     def require_allowed(self, account: str) -> None:
         """Refuse a key whose requests were in several crashes within minutes (429)."""
@@ -142,10 +143,10 @@ class EngineCrashes:
         return times[-_MAX_CRASHES] + _WINDOW_S - self._monotonic()
 
 
-def _not_retried(attempt: Attempt, *, is_prime: bool) -> ApiError:
+def _not_retried(attempt: Attempt, *, is_likeliest: bool) -> ApiError:
     if attempt.num_crashes > 1:
         message = "two engines crashed while they ran this request; it was not retried again"
-    elif is_prime:
+    elif is_likeliest:
         message = "the engine crashed while it ran this request, which may be the cause; it was not retried"
     else:
         return overloaded("the engine crashed while it ran this request; try again")

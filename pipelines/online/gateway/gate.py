@@ -52,7 +52,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; an API route answers
+_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the chat or completions route answers
 _log = logging.getLogger("ray.serve")
 
 
@@ -74,7 +74,7 @@ class GateSettings:
     max_output_tokens: int | None = None
     prompts: Path | None = None  # folder of the prompt log; None disables it
     shares_prefix_cache: bool = False
-    tags: Mapping[str, str] = field(default_factory=dict)  # added to every request
+    tags: Mapping[str, str] = field(default_factory=dict)  # the endpoint's tags, added to every request
     refusals_per_s: float = 5.0  # refusals per key that are sent without delay, after an initial burst
     # derives the cache salts; a new secret only invalidates cached prefixes
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
@@ -130,7 +130,7 @@ class Gate:
             return
         scope = to_api_request(scope) if self._settings.is_behind_sagemaker else scope
         scope, send = head_as_get(scope, send)
-        request_id = uuid.uuid4().hex  # not the client's: the ledger needs unique ids
+        request_id = uuid.uuid4().hex  # the client's id is ignored: the ledger needs unique ids
         answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._refusal_delay)
         try:
             await self._serve(scope, receive, answer, request_id)
@@ -180,8 +180,8 @@ class Gate:
             settings = self._settings
             require_plain(scope)
             require_length(scope, settings.max_upload_bytes)
-            times = settings.body_timeout_s, settings.request_timeout_s
-            receive = Upload(receive, answer.send, settings.max_upload_bytes, *times)
+            timeouts = settings.body_timeout_s, settings.request_timeout_s
+            receive = Upload(receive, answer.send, settings.max_upload_bytes, *timeouts)
             answer.close_unless_read(receive)
         await self._app(self._forwarded_scope(request, body=body), receive, answer.send)
 
@@ -282,10 +282,10 @@ class Gate:
 
     def _forwarded_scope(self, request: _Request, headers: Mapping[str, str] | None = None, **fields: Any) -> Scope:
         """Return the scope for the application, with the gate's pass and headers that the client cannot set."""
-        own = {"x-request-id": request.request_id, **(headers or {})}
+        gate_headers = {"x-request-id": request.request_id, **(headers or {})}
         if request.route.rule in (Rule.GENERATION, Rule.CREATE_BATCH):
-            own["content-type"] = "application/json"  # `curl -d` sends the content type of a form
-        scope = {**request.scope, "headers": with_headers(_client_headers(request.scope), own)}
+            gate_headers["content-type"] = "application/json"  # `curl -d` sends the content type of a form
+        scope = {**request.scope, "headers": with_headers(_client_headers(request.scope), gate_headers)}
         return with_pass(scope, request.route, key=request.key, **fields)
 
 
@@ -304,18 +304,18 @@ def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
     """Return the merged tags of the endpoint, the key and the request, in the ledger's format.
 
-    The request's header `X-Peagle-Tags: project=x, run=7` overrides the key's tags, which override the endpoint's.
-    Refuses an invalid header (400) and tags that the key's requests may not set (403).
+    Tags in the request's header, such as `X-Peagle-Tags: project=x, run=7`, override the key's tags, which override the
+    endpoint's. Refuses an invalid header (400) and tags that the key's requests may not set (403).
     """
     text = header(scope, _TAGS_HEADER)
     try:
-        own = parse_tags(text.split(",")) if text else {}
+        request_tags = parse_tags(text.split(",")) if text else {}
     except ValueError as error:
         raise ApiError(400, f"{_TAGS_HEADER}: {error}", code="invalid_value", param=_TAGS_HEADER) from error
-    if key != LOCAL and (refused := sorted(own.keys() - set(key.request_tags))):
+    if key != LOCAL and (refused := sorted(request_tags.keys() - set(key.request_tags))):
         message = f"requests with this key may not set the tag {refused[0]}"
         raise ApiError(403, message, code="tag_not_allowed", param=_TAGS_HEADER)
-    return tags_to_text({**endpoint, **key.tags, **own})
+    return tags_to_text({**endpoint, **key.tags, **request_tags})
 
 
 def to_api_request(scope: Scope) -> Scope:
@@ -336,8 +336,8 @@ def to_api_request(scope: Scope) -> Scope:
 
 
 def _with_path(scope: Scope, path: str) -> Scope:
-    whole = scope.get("root_path", "") + path
-    return {**scope, "path": whole, "raw_path": whole.encode()}
+    full_path = scope.get("root_path", "") + path
+    return {**scope, "path": full_path, "raw_path": full_path.encode()}
 
 
 class PromptLog:

@@ -48,7 +48,7 @@ class WatchedFile(Generic[T]):
         self._read = read
         self._records: tuple[T, ...] = ()
         self._version: tuple[int, int] | None = None
-        self._refused: tuple[int, int] | None = None
+        self._refused: tuple[int, int] | None = None  # the invalid version that was logged last
         self._next_check = 0.0
 
     def now(self) -> tuple[T, ...]:
@@ -86,7 +86,7 @@ ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
 _MIN_KEY_CHARS = 16  # for user-defined keys
 _NO_HASH = "0" * 64  # matches no key
-LOCAL_NAME = "local"  # the name of requests to an endpoint without keys
+LOCAL_NAME = "local"  # the key name of requests to an endpoint without keys
 
 
 class KeyRecord(TagOptions):
@@ -127,7 +127,7 @@ class KeyRecord(TagOptions):
         return self.expires_at is not None and self.expires_at <= time.time()
 
     def without_hash(self) -> Self:
-        """Return a copy without the hash, to store or send elsewhere."""
+        """Return a copy without the hash, which can be stored or sent elsewhere."""
         return self.model_copy(update={"sha256": _NO_HASH})
 
 
@@ -208,8 +208,8 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 class KeyRing:
     """The valid keys: fixed keys, and the keys in a file that is reloaded when it changes.
 
-    While the file cannot be read, the keys that were read last remain valid, including revoked ones. Raises ConfigError
-    if it could never be read.
+    While the file cannot be read, the keys that were read last remain valid, even if they were revoked in the meantime.
+    Every method raises ConfigError if the file could never be read.
     """
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
@@ -234,7 +234,7 @@ class KeyRing:
 
 def _record(values: Any, *, where: str) -> KeyRecord:
     record = record_of(KeyRecord, values, where=where)
-    if record.name == LOCAL_NAME:  # this key would own the files and usage of requests without a key
+    if record.name == LOCAL_NAME:  # the key would own the files and usage of requests without a key
         raise ConfigError(
             f"{where}: name: {LOCAL_NAME!r} is reserved for requests without a key", hint="choose another name"
         )

@@ -8,7 +8,7 @@ the only running request of a key may use whatever is left of the minute, and of
 without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus price errors.
 
 If a client disconnects, the reservation stays until the engine has written the usage to the ledger. Rate limits are
-kept in the memory of the ingress, of which there is one.
+kept in memory, since there is only one ingress.
 """
 
 import asyncio
@@ -30,13 +30,15 @@ _BUSY_RETRY_S = 1.0  # if the wait depends on running requests
 POLLS_PER_MIN = 60  # per key with a rate limit: two pages that poll every two seconds
 _BATCH_RETRY_S = 60.0  # if a batch has reserved the rest of the budget
 _POLL_S = 1.0
-_IDLE_POLL_S = 30.0  # picks up ended batches
+_IDLE_POLL_S = 30.0  # if no request waits; finds the cost of ended batches
 _STARTUP_S = 120.0  # after a start, engines still write records of the previous ingress's requests
 _LEDGER_TIMEOUT_S = 120.0  # a killed engine never writes its records
 
 
 @dataclass(slots=True)
 class MinuteWindow:
+    """The amounts of the last minute, and their total."""
+
     entries: deque[tuple[float, int]] = field(default_factory=deque)
     total: int = 0
 
@@ -158,7 +160,7 @@ class KeyLimits:
         """Admit a request and reserve its tokens and cost.
 
         Raises:
-            ApiError: 429, a limit is reached; 400, the request alone exceeds a limit; 503, the spend is not read yet.
+            ApiError: 429, a limit is reached; 400, the request alone exceeds a limit; 503, the spend has not been read.
         """
         payers: list[Payer] = [key, *self._shared.of_tags(tags)]
         endpoint = self._shared.of_endpoint()
@@ -167,7 +169,7 @@ class KeyLimits:
             self._unpriced_models.add(model)
         counts = self._counts[key.account]
         self._require_budgets(payers)
-        # Nothing is reserved: the endpoint's engines cost the same with or without the request.
+        # The endpoint's budget gets no reservation: its engines cost the same with or without the request.
         self._require_budgets(endpoint, is_free=True)
         limit = key.max_parallel_requests
         if limit is not None and counts.num_running >= limit:
@@ -192,7 +194,7 @@ class KeyLimits:
         return permit
 
     def settle(self, permit: Permit, used: ActualUsage | None) -> None:
-        """Release a permit. Idempotent. If the usage is None, the ledger's record settles the permit later."""
+        """Release a permit. Idempotent. If `used` is None, the request's ledger record settles the permit later."""
         self._mark_answered(permit)
         if permit.request_id not in self._permits:
             return
@@ -204,10 +206,10 @@ class KeyLimits:
     async def catch_up(self) -> None:
         """Settle requests from new ledger records, at most once per second, and less often if nothing is waiting."""
         now = self._monotonic()
-        # Soon while requests wait for a record or a model for its first price.
+        # Poll often while requests wait for their records, or a model for its first price.
         is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
-        is_looking = self._poll_task is not None and not self._poll_task.done()
-        if is_looking or now < self._polled_at + (_POLL_S if is_awaited else _IDLE_POLL_S):
+        is_polling = self._poll_task is not None and not self._poll_task.done()
+        if is_polling or now < self._polled_at + (_POLL_S if is_awaited else _IDLE_POLL_S):
             return
         self._polled_at = now
         # Shielded: the records are read only once, so a client that disconnects must not cancel the reading.
@@ -217,7 +219,7 @@ class KeyLimits:
     # --- as a follower of the ledger
 
     def on_attach(self, totals: Totals) -> None:
-        """Ignore records from before the start, which only count toward budgets."""
+        """Do nothing: records from before the start only count toward budgets."""
 
     def on_ledger_record(self, request: RequestUsage) -> None:
         if request.request_id in self._permits:
@@ -271,9 +273,9 @@ class KeyLimits:
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
         self._mark_answered(permit)
-        counts, now, known = self._counts[permit.account], self._monotonic(), used or ActualUsage()
-        counts.prompt_tokens.settle(now, permit.prompt_tokens, known.prompt_tokens)
-        counts.output_tokens.settle(now, permit.output_tokens, known.output_tokens)
+        counts, now, actual = self._counts[permit.account], self._monotonic(), used or ActualUsage()
+        counts.prompt_tokens.settle(now, permit.prompt_tokens, actual.prompt_tokens)
+        counts.output_tokens.settle(now, permit.output_tokens, actual.output_tokens)
         for account in permit.payers:
             if used is None:
                 self._budgets.release_request(request_id, account)

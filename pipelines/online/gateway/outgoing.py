@@ -32,10 +32,9 @@ _log = logging.getLogger("ray.serve")
 
 
 class RefusalDelay:
-    """A delay for consecutive refusals of a key, at most two seconds each.
+    """Delays a key's refusals after a burst of 20, to at most `per_s` a second, but each by two seconds at most.
 
-    A refusal takes the endpoint as much time as a short request, and some clients retry immediately. After a burst of
-    20, `per_s` refusals per second and key are sent.
+    A refusal takes the endpoint as much time as a short request, and some clients retry immediately.
     """
 
     def __init__(
@@ -68,20 +67,20 @@ class RefusalLog:
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        # By address: time of the last line, and refusals since then.
+        # By address: the time of the last line, and the number of refusals since then.
         self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def log(self, scope: Scope, error: ApiError) -> None:
         address = str((scope.get("client") or ("unknown",))[0])
-        logged_at, num_more = self._logged.get(address, (-math.inf, 0))
+        logged_at, num_unlogged = self._logged.get(address, (-math.inf, 0))
         if self._monotonic() < logged_at + _LOG_INTERVAL_S:
-            self._logged[address] = logged_at, num_more + 1
+            self._logged[address] = logged_at, num_unlogged + 1
             return
         self._logged[address] = self._monotonic(), 0
         self._logged.move_to_end(address)
         if len(self._logged) > _MAX_ADDRESSES:
             self._logged.popitem(last=False)
-        more = f"; {num_more} more since the last line" if num_more else ""
+        more = f"; {num_unlogged} more since the last line" if num_unlogged else ""
         path = ascii(scope["path"][:_MAX_LOGGED_CHARS])
         _log.warning("refused %s %s from %s: %d %s%s", scope["method"], path, address, error.status, error.code, more)
 
@@ -92,7 +91,7 @@ class Outgoing:
     def __init__(self, send: Send, headers: Mapping[str, str], refusal_delay: RefusalDelay) -> None:
         self._send = send
         self._refusal_delay = refusal_delay
-        self._account: str | None = ""  # clients without a valid key share one
+        self._account: str | None = ""  # shared by all clients without a valid key
         self._headers = dict(headers)
         self._upload: Upload | None = None
         self._response_start: Message | None = None
@@ -111,7 +110,7 @@ class Outgoing:
             self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
 
     def abandon(self) -> None:
-        """Stop waiting for the answer. Before its first byte, only the engine knows the usage."""
+        """Stop waiting for the answer. If it has not started, its usage is only known to the engine."""
         if self._response_start is None:
             self.used = None
 

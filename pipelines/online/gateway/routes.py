@@ -52,7 +52,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One route; called with an application, it decorates a handler, as Ray's `make_fastapi_ingress` expects."""
+    """One route. Calling it with an application returns a decorator, as Ray's `make_fastapi_ingress` expects."""
 
     method: str
     path: str
@@ -109,7 +109,10 @@ class GuardedRoute(APIRoute):
     """A FastAPI route that requires the gate's pass, and validates bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler with a validated body. FastAPI would block all streams while it validates."""
+        """Return FastAPI's handler, with the body validated in a thread.
+
+        FastAPI itself would validate in the event loop and block all streams.
+        """
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
             return handle
@@ -129,7 +132,7 @@ class GuardedRoute(APIRoute):
         return check_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has the gate's pass for this route (others get 500), and no unknown parameter (422)."""
+        """Answer a request. Raises 500 without the gate's pass for this route, 422 for an unknown query parameter."""
         gate_pass = scope.get(PASS)
         is_gate_pass = (
             isinstance(gate_pass, GatePass)
@@ -157,7 +160,7 @@ class _CheckedRequest(Request):
         return b"{}"
 
     async def json(self) -> Any:
-        """Return the validated value. FastAPI accepts an instance of the right type as is."""
+        """Return the validated value, which FastAPI accepts without validating it again."""
         return self._value
 
 
@@ -208,8 +211,8 @@ _HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 def require_local(scope: Scope) -> None:
     """Refuse clients of other machines, and web pages of other sites (403).
 
-    Any web page can send requests to 127.0.0.1, and with DNS rebinding it can read the answers. It cannot forge the
-    headers Host and Origin.
+    Any web page can send requests to 127.0.0.1, and with DNS rebinding it can read the answers. But a web page cannot
+    forge the headers Host and Origin.
     """
     try:
         is_loopback = ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback

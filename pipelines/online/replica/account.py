@@ -21,11 +21,11 @@ from pipelines.online.wire import PEAGLE_KEY, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # maximum wait for a record to reach the disk
-_KEPT_EVERY_S = 60.0  # keep the first heartbeat of each minute: cost windows start on minutes (`cost.py`)
+_KEPT_EVERY_S = 60.0  # the first heartbeat of each minute is kept, since cost windows start on minutes (`cost.py`)
 
 
 class EngineAccount:
-    """Account for an engine from the start of its process to its end, in the ledger's folder, which may be missing.
+    """Account for an engine from the start of its process to its end, in the ledger's folder, which is created.
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.

@@ -1,4 +1,4 @@
-"""The fake engine behind Ray's `LLMServer`, for tests of faults and load. Requests take the same path as in bulk."""
+"""The fake engine behind Ray's `LLMServer`, for tests of faults and load. It parses requests as bulk runs do."""
 
 import asyncio
 import time
@@ -18,8 +18,7 @@ from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
 from pipelines.online.wire import BorrowedRequest, to_text
 
-# Fields that only matter to streaming, Ray or a cache, and that the fake engine ignores.
-_NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
+_IGNORED_FIELDS = {"stream", "stream_options", "request_id", "cache_salt"}  # only for streaming, Ray or a cache
 
 
 class FakeServeEngine:
@@ -71,7 +70,7 @@ class FakeServeEngine:
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
         values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
-        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _NOT_OF_THE_BODY})
+        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _IGNORED_FIELDS})
         if isinstance(prompt, str):
             yield _refusal(prompt)
             return
@@ -104,8 +103,8 @@ class FakeServeEngine:
         token_ids = self._prompts.of_body(body)
         if isinstance(token_ids, RowError):
             return token_ids.message
-        left = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))
-        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
+        max_tokens = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))
+        sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": max_tokens, **body.sampling}
         return conflict(sampling, SamplingLimits(max_model_len=self._max_model_len)) or (token_ids, sampling)
 
     def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
@@ -131,13 +130,13 @@ class FakeServeEngine:
                 added, offset, num_before = completion.text.removeprefix(sent[index]), len(sent[index]), num_sent[index]
                 sent[index], num_sent[index] = completion.text, completion.num_output_tokens
                 if added or whole:
-                    ended, tokens = completion.finish_reason if whole else None, completion_row(completion)["logprobs"]
+                    logprobs = completion_row(completion)["logprobs"]
                     choice = openai.chunk_choice(
                         index,
                         added,
-                        ended,
+                        completion.finish_reason if whole else None,
                         is_chat=url == CHAT_URL,
-                        logprobs=tokens and tokens[num_before:],
+                        logprobs=logprobs and logprobs[num_before:],
                         offset=offset,
                     )
                     yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))

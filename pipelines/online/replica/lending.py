@@ -1,6 +1,7 @@
-"""Lend idle slots of an engine to rows of batches. Rows stay below autoscaling's target, so they never start engines.
+"""Lend idle slots of an engine to rows of batches.
 
-If interactive requests need the slots, the newest rows are returned and run again later.
+Rows stay below autoscaling's target, so they never cause it to start engines. If interactive requests need the slots,
+the newest rows are returned and run again later.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pipelines.online.replica.account import EngineAccount
 from pipelines.online.wire import BorrowedReply, BorrowedRequest
 
 T = TypeVar("T")
-_SIGN_S = 60.0
+_SIGN_S = 60.0  # interval of the replies that say that a row is still running
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,7 @@ class _Lent:
 
 
 class IdleSlots:
-    """The use of one engine's slots, below autoscaling's target of running requests.
+    """Tracks which of an engine's slots rows may use, so that they stay below autoscaling's target.
 
     Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. When four
     interactive requests arrive, two rows are returned, so that one slot stays free for the next interactive request.
@@ -69,14 +70,14 @@ class IdleSlots:
 
     @property
     def _num_lent(self) -> int:
-        return sum(row.num_slots for row in self._kept)
+        return sum(row.num_slots for row in self._active)
 
     @property
-    def _kept(self) -> list[_Lent]:
+    def _active(self) -> list[_Lent]:
         return [row for row in self._rows if not row.is_recalled]
 
     def _recall(self) -> None:
-        for row in reversed(self._kept):
+        for row in reversed(self._active):
             if self._num_interactive + self._num_lent < self._slots:
                 return
             row.is_recalled = True
@@ -93,8 +94,8 @@ async def lend(
 ) -> AsyncGenerator[BorrowedReply, None]:
     """Run a row in an idle slot. A row with more choices than `max_slots`, the engine's slots, uses all of them.
 
-    Yields whether the engine has a slot, then a sign of life each minute, and finally the result. Every attempt is
-    recorded and billed, even if the row was returned, but not if the engine crashed (EngineError).
+    First yields whether the engine has a slot, then each minute that the row is still running, and finally the result.
+    Every attempt is recorded and billed, even if the row was returned, but not if the engine crashed (EngineError).
     """
     num_slots = min(int(row.sampling.get("n") or 1), max_slots)
     if not slots.has_room(num_slots):

@@ -56,32 +56,32 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
     Closing this generator closes the source.
     """
     arrived: list[T] = []
-    news = asyncio.Event()
+    has_news = asyncio.Event()  # an item arrived, or the source ended
 
     async def read() -> None:
         try:
             async with contextlib.aclosing(source):
                 async for item in source:
                     arrived.append(item)
-                    news.set()
+                    has_news.set()
         finally:
-            news.set()
+            has_news.set()
 
     reader = asyncio.create_task(read())
     clock = asyncio.get_running_loop().time
-    earliest = clock()
+    next_at = clock()
     try:
-        await news.wait()
+        await has_news.wait()
         with pace.stream():  # answers without output do not count yet
             while True:
-                await news.wait()
-                if (early := earliest - clock()) > 0:
-                    await asyncio.wait([reader], timeout=early)
-                news.clear()
+                await has_news.wait()
+                if (wait_s := next_at - clock()) > 0:
+                    await asyncio.wait([reader], timeout=wait_s)
+                has_news.clear()
                 if arrived:
-                    forwarded, arrived[:] = arrived.copy(), []
-                    earliest = clock() + pace.interval_s
-                    yield forwarded
+                    items, arrived[:] = arrived.copy(), []
+                    next_at = clock() + pace.interval_s
+                    yield items
                 if reader.done() and not arrived:
                     reader.result()
                     return
@@ -100,12 +100,14 @@ async def convert_errors(
     refusal: Callable[[Exception], Any] = refusal,
     event_refusal: Callable[[Mapping[str, Any]], Any] = event_refusal,
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on; raise failures that are events of a stream, and convert early refusals into answers.
+    """Pass an answer on, but raise failures that arrive as stream events, and convert early refusals into answers.
 
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also fails if a
-    constraint allows no further token, which is the caller's mistake. Ray 2.60 only converts two of vLLM's refusals;
+    constraint allows no more tokens, which is the caller's mistake. Ray 2.60 converts only two of vLLM's refusals; the
     others look like a failure of the replica. In a stream, vLLM sends a refusal as the first event with a status of
-    success. `constraint` is the field of the request that constrains its response, if any.
+    success.
+
+    `constraint` is the field of the request that constrains its response, if any.
     """
     has_begun = False
     try:
@@ -183,12 +185,12 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
     """Join the texts of a stream at the engine's pace. The first is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
-            for is_of_stream, several in itertools.groupby(piece, key=_is_of_stream):
+            for is_of_stream, group in itertools.groupby(piece, key=_is_of_stream):
                 if not is_of_stream:
-                    for answer in several:
+                    for answer in group:
                         yield answer
                     continue
-                parts = list(several)
+                parts = list(group)
                 text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
                 reported = next((part.reported for part in parts if isinstance(part, StreamEnd)), None)
                 yield [text] if reported is None else StreamEnd(text=text, reported=reported)

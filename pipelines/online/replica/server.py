@@ -40,7 +40,7 @@ _BATCH_PRIORITY = 1  # vLLM runs interactive requests first: they have priority 
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
-    """One engine of the endpoint."""
+    """A Serve replica with one engine of the endpoint."""
 
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """Start the engine with a configuration for this node. `llm_config` was only used to place the replica."""
@@ -87,8 +87,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def _end_with_engine(self) -> None:
         """Exit when the engine is dead.
 
-        Serve checks the health rarely and needs three failures. Until then it would route requests to the replica,
-        which looks idle and refuses them.
+        Serve only replaces a replica after three failed health checks. Until then it would route requests to this one,
+        which would refuse them and look idle.
         """
         while True:
             await asyncio.sleep(_POLL_S)
@@ -100,14 +100,14 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                     os._exit(1)
 
     def _local_config(self, job: ReplicaJob) -> Any:
-        here, spec = hardware.detect(), job.spec if self._is_fake else local_spec(job.spec)
+        detected, spec = hardware.detect(), job.spec if self._is_fake else local_spec(job.spec)
         num_engines = job.placement.num_engines_on_node
         self._account.engine_index = claim_slot(job.app_id)
         set_threads(spec)
         # A draining replica keeps its slot; its successor shares the cores.
         index = self._account.engine_index % num_engines
-        set_environment(spec, here, engine_index=index, num_engines_on_node=num_engines)
-        config = make_llm_config(job, spec, here)
+        set_environment(spec, detected, engine_index=index, num_engines_on_node=num_engines)
+        config = make_llm_config(job, spec, detected)
         # Ray would start a process on each node to download the model, which `local_spec` has done.
         config.get_or_create_callback().ctx.run_init_node = not Path(spec.model).is_dir()
         return config

@@ -1,10 +1,12 @@
 """Calls of the ingress to a model's replicas.
 
-Ray 2.60 only cancels a call if the whole request is cancelled; here also if the caller stops listening. Non-streaming
-answers are raised as an exception to bypass Ray's handler, which would parse and serialize them again.
+Ray 2.60 only cancels a call if the whole request is cancelled. These calls are also cancelled if the caller stops
+listening. Non-streaming answers are raised as an exception to bypass Ray's handler, which would parse and serialize
+them again.
 
-While Ray hands a request to an idle replica, it counts as queued, and others may be refused (`wrap_request_assignment`
-in its router). So refused calls are retried for a moment: a burst does not mean that the queue is full.
+While Ray hands a request to an idle replica, the request counts as queued, and others may be refused
+(`wrap_request_assignment` in Ray's router). So a burst may be refused although the queue is not full, and refused calls
+are retried for a moment.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ and senders wait for acknowledgements. Clients cannot forge these: HTTP servers 
     client <- server <- DownloadAckSender <- Serve <- DownloadWindow     (`batches/downloads.py`)
     client -> server -> UploadThrottle    -> Serve -> UploadAckReceiver  (`gateway/bodies.py`)
 
-The ingress detects proxies without this middleware, which were started in another environment, by the first message.
+A proxy that was started in another environment lacks this middleware; the ingress notices that at the first message.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _ACK = "peagle.ack"  # message key: bytes of the answer that the client has rece
 _EXPECTS_ACKS = "peagle.expects_acks"  # message key: the sender waits for acknowledgements
 _READ = "peagle.read"  # message type: bytes of the body that were read
 UPLOAD_WINDOW_BYTES = 1 << 21
-_PATIENCE_S = 1.0
+_PATIENCE_S = 1.0  # wait for an acknowledgement from an application that never sent one
 
 
 class DownloadAckSender:
@@ -33,7 +33,7 @@ class DownloadAckSender:
         self._num_acked = 0
         self._news = asyncio.Event()
         self._news.set()
-        self._leaving: asyncio.Task[None] | None = None
+        self._disconnecting: asyncio.Task[None] | None = None
         self._disconnect: Message | None = None
 
     async def send(self, message: Message) -> None:
@@ -42,18 +42,18 @@ class DownloadAckSender:
         self._news.set()
 
     async def receive(self) -> Message:
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(self._wait_for_disconnect())
+        if self._disconnecting is None:
+            self._disconnecting = asyncio.create_task(self._wait_for_disconnect())
         await self._news.wait()
         self._news.clear()
         if self._disconnect is not None:
-            self._news.set()  # repeated for every call
+            self._news.set()  # every later call returns the disconnect, too
             return self._disconnect
         return {"type": "http.request", "body": b"", "more_body": False, _ACK: self._num_acked}
 
     def close(self) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
+        if self._disconnecting is not None:
+            self._disconnecting.cancel()
 
     async def _wait_for_disconnect(self) -> None:
         while (message := await self._receive())["type"] != "http.disconnect":
@@ -65,8 +65,8 @@ class DownloadAckSender:
 class UploadThrottle:
     """The proxy's end of an upload: forwards at most one window more than was acknowledged.
 
-    The client keeps the rest, since the server stops reading when the application does. Applications other than the
-    ingress send no acknowledgements and get one window per second.
+    The rest stays with the client, since the server stops reading when the application does. Applications other than
+    the ingress send no acknowledgements and get one window per second.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:

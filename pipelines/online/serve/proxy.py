@@ -53,7 +53,7 @@ ENVIRONMENT = {
     "RAY_ROTATION_MAX_BYTES": str(64 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "2",
 }
-_OURS = REQUEST_ID_HEADER.encode()  # set by the gate on each answer
+_GATE_HEADER = REQUEST_ID_HEADER.encode()  # set by the gate on each answer
 # Headers that the proxy obeys, and headers that it only logs.
 _OBEYED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"}
@@ -63,7 +63,7 @@ _MAX_METHOD_CHARS, _MAX_PATH_CHARS, _MAX_LOGGED_CHARS = 16, 2048, 128  # charact
 _NOT_FOUND = 404
 # The proxy's text if no application has the path; the status alone may come from another application.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
-_POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
+_POST_PATHS = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
 _DIED = "the endpoint is restarting; try again"
 _log = logging.getLogger("ray.serve")
 
@@ -100,10 +100,10 @@ class ProxyMiddleware:
 
 
 class _Answer:
-    """An inspector of the proxy's answer.
+    """Passes the proxy's answer to the client, and replaces the proxy's own errors.
 
-    `is_for_api` says whether the path belongs to the endpoint, under any prefix. For other paths, only answers with
-    the gate's request id header are from the endpoint.
+    `is_for_api` says whether the path is one of the API's, under any prefix. With other paths, an answer is from the
+    endpoint only if it has the gate's header.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
@@ -143,14 +143,14 @@ class _Answer:
 
     async def _read_head(self, head: Message) -> None:
         headers = dict(head.get("headers", []))
-        is_ours = _OURS in headers
-        if head["status"] >= 500 and self._is_for_api and not is_ours:
+        is_from_gate = _GATE_HEADER in headers
+        if head["status"] >= 500 and self._is_for_api and not is_from_gate:
             await self.refuse(overloaded(_DIED))
             return
         self._held = head
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._is_stream = is_stream and (is_ours or self._is_for_api)
-        if is_ours or head["status"] != _NOT_FOUND or not self._is_for_api:
+        self._is_stream = is_stream and (is_from_gate or self._is_for_api)
+        if is_from_gate or head["status"] != _NOT_FOUND or not self._is_for_api:
             await self._begin()
 
     async def _begin(self) -> None:
@@ -190,11 +190,11 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
     """Yield `receive` and `send` for Serve, with back-pressure on large bodies."""
     method, path = scope.get("method"), scope.get("path", "")
     if _is_download(scope):
-        with contextlib.closing(DownloadAckSender(receive, send)) as notes:
-            yield notes.receive, notes.send
-    elif method in ("GET", "HEAD", "DELETE", "OPTIONS") or (method == "POST" and path.endswith(_POSTED)):
-        reading = UploadThrottle(receive, send)
-        yield reading.receive, reading.send
+        with contextlib.closing(DownloadAckSender(receive, send)) as sender:
+            yield sender.receive, sender.send
+    elif method in ("GET", "HEAD", "DELETE", "OPTIONS") or (method == "POST" and path.endswith(_POST_PATHS)):
+        throttle = UploadThrottle(receive, send)
+        yield throttle.receive, throttle.send
     else:
         yield receive, send
 
@@ -204,14 +204,14 @@ def _for_proxy(scope: Scope) -> Scope:
 
     Requests to the API also lose the headers that the proxy obeys or logs; the gate assigns them a request id.
     """
-    read = _OBEYED_HEADERS | _LOGGED_HEADERS
-    refused = read if _is_for_api(scope) else frozenset()
+    proxy_headers = _OBEYED_HEADERS | _LOGGED_HEADERS
+    removed = proxy_headers if _is_for_api(scope) else frozenset()
     headers = []
     for name, value in scope.get("headers", []):
-        as_read = name.replace(b"_", b"-")
+        normalized = name.replace(b"_", b"-")  # as the proxy reads it
         is_text = value.decode(errors="ignore").encode() == value
         is_loggable = is_text and len(value) <= _MAX_LOGGED_CHARS
-        if as_read not in refused and (as_read not in read or is_loggable):
+        if normalized not in removed and (normalized not in proxy_headers or is_loggable):
             headers.append((name, value))
     return {**scope, "headers": headers}
 

@@ -42,7 +42,10 @@ def engine_client(engine: Any) -> Any:
 
 
 def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Return the replica counts of each model, of deployments in the calling replica's application. Blocks."""
+    """Return the replica counts of each model. Blocks.
+
+    `deployments` has the names of the models' deployments, in the application of the calling replica.
+    """
     from ray import serve
 
     app_name = serve.get_replica_context().app_name
@@ -66,7 +69,7 @@ def serve_processes() -> dict[Hashable, str]:
 
 
 class ProcessWatch:
-    """Compares Serve's processes, by kind, with those of the previous check."""
+    """Reports when Serve's controller or a proxy dies, and when it is back."""
 
     def __init__(
         self,
@@ -139,10 +142,10 @@ def hide_python_errors(engine: Any) -> None:
     """Make the API server of Ray's engine send clients only vLLM's refusals, without the text of other exceptions."""
     for serving in (engine._oai_serving_chat, engine._oai_serving_completion):
         if serving is not None:
-            serving.create_error_response = _with_error_event(serving.create_error_response)
+            serving.create_error_response = _with_client_text(serving.create_error_response)
 
 
-def _with_error_event(create: Callable[..., Any]) -> Callable[..., Any]:
+def _with_client_text(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_for_client(message: Any, *arguments: Any, **options: Any) -> Any:
         return _for_client(create(message, *arguments, **options), message)

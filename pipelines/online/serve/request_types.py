@@ -1,8 +1,9 @@
 """Request types of the two model routes: vLLM's types, with every validation error attributed to the client.
 
 vLLM 0.29 has validators that run before types are checked and raise arbitrary Python errors. Fields that pydantic
-validates lazily are validated here. Lists stop at their first error: a MiB of invalid messages has five million, which
-take minutes. Structural tags, which may also take minutes, are compiled next to the engine (`engine/trials.py`).
+validates lazily are validated here. The validation of a list stops at its first error: a MiB of invalid messages has
+five million errors, which take minutes to collect. Structural tags, which may also take minutes, are compiled next to
+the engine (`engine/trials.py`).
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from vllm.entrypoints.generate.base import protocol
 
 from pipelines.online.errors import ApiError, from_exception
 
-_LAZY = ("content", "tool_calls")  # of a message
-_MAX_PARTS = 1024  # of a message
+_LAZY = ("content", "tool_calls")  # fields of a message that pydantic validates lazily
+_MAX_PARTS = 1024  # per message
 _LISTS = ("list", "tuple", "set", "frozenset")
 
 
@@ -26,7 +27,7 @@ def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
     except ValidationError:
-        raise  # has the location
+        raise  # already names the invalid field
     except Exception as error:
         refusal = from_exception(error)
         if refusal.status < 500:
@@ -64,10 +65,10 @@ def fail_fast(schema: Any) -> None:
 
 def skip_tag_validation() -> None:
     """Disable the compilation of structural tags in vLLM's request types."""
-    protocol.validate_structural_tag_payload = _take
+    protocol.validate_structural_tag_payload = _accept
 
 
-def _take(payload: Any, *, parameter: str) -> None: ...
+def _accept(payload: Any, *, parameter: str) -> None: ...
 
 
 skip_tag_validation()

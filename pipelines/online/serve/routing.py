@@ -12,8 +12,8 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 _BLOCK_CHARS = 128
-_MAX_CHARS = 64 * 1024  # of a prompt; the rest is ignored
-_MIN_SHARE = 0.1  # of a prompt's blocks; below this share, the cache is not worth it
+_MAX_CHARS = 64 * 1024  # per prompt; the rest is ignored
+_MIN_SHARE = 0.1  # of a prompt's blocks that an engine must have cached to be preferred
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
@@ -22,8 +22,9 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
         """Set the deployment's options. Called by Serve.
 
-        An engine may have `most_ahead` more requests than the least busy one. `max_blocks` blocks of prompts are
-        remembered per engine.
+        Args:
+            most_ahead: how many more requests an engine with the prefix may have than the least busy engine.
+            max_blocks: number of prompt blocks to remember per engine.
         """
         self._most_ahead = most_ahead
         self._max_blocks = max_blocks
@@ -41,20 +42,23 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         if not candidates:
             return []
         any_two = random.sample(candidates, min(2, len(candidates)))
-        alike = self._alike(candidates, _blocks_of(pending_request))
-        return [alike, any_two] if alike else [any_two]
+        cached = self._with_prefix(candidates, _blocks_of(pending_request))
+        return [cached, any_two] if cached else [any_two]
 
-    def _alike(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines that have seen most of these blocks, if enough, and are not too busy."""
+    def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
+        """Return the engines with the longest cached prefix of these blocks, unless it is short or they are busy."""
         matched = [self._num_seen(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):
             return []
-        # The length is unknown if an engine had no request for ten seconds.
+        # An engine's queue length is unknown if it had no request for ten seconds.
         lengths = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidates]
         ceiling = min(lengths) + self._most_ahead
-        paired = zip(candidates, matched, lengths, strict=True)
-        return [replica for replica, number, length in paired if number == longest and length <= ceiling]
+        return [
+            replica
+            for replica, num_matched, length in zip(candidates, matched, lengths, strict=True)
+            if num_matched == longest and length <= ceiling
+        ]
 
     def _num_seen(self, replica_id: ReplicaID, blocks: list[int]) -> int:
         seen: Mapping[int, None] = self._seen.get(replica_id, {})
@@ -65,7 +69,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         if replica_id not in self.curr_replicas:
             return
         seen = self._seen.setdefault(replica_id, OrderedDict())
-        # In reverse, so that a prompt's last blocks are evicted first: they are useless without those before.
+        # In reverse, so that a prompt's last blocks are evicted first: they are useless without the earlier ones.
         for block in reversed(_blocks_of(pending_request)):
             seen[block] = None
             seen.move_to_end(block)
@@ -85,7 +89,7 @@ def _blocks_of(request: PendingRequest | None) -> list[int]:
     """Return a hash for each whole block of the prompt, including all blocks before it and the cache salt."""
     prompt, salt = _prompt_of(request)
     pieces, num_chars = [], 0
-    for piece in _texts(prompt):  # limited, since all streams wait while it is processed
+    for piece in _texts(prompt):  # only up to a maximum length, since all streams wait for this loop
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars >= _MAX_CHARS:

@@ -1,7 +1,8 @@
 """Metrics of a request's sequences that vLLM's API does not report.
 
 vLLM 0.29 reports drafts only for answers with one sequence, loses them if a stream's end arrives together with earlier
-output, and reports no time to first token for non-streaming answers. Both are in the `RequestState`s of its front end.
+output, and reports no time to first token for non-streaming answers. So drafts and times are read from the
+`RequestState`s of its front end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +30,11 @@ class Sequences:
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """Add a sequence (vLLM's `RequestState`). Only totals remain of ended ones: a state keeps all its tokens."""
-        self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM reports no drafts of running ones
+        """Add a sequence (vLLM's `RequestState`), and replace ended ones by totals, since a state keeps all its tokens.
+
+        `live` has vLLM's running states by request id.
+        """
+        self._drafts, self._began_at = self.speculation, self.first_token_at  # running sequences have no drafts yet
         ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)
         self._output_tokens += _output_tokens(ended)
@@ -48,7 +52,7 @@ class Sequences:
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """Drafts of the ended sequences, or None: vLLM has none if they ended by a `stop` string or were cancelled."""
+        """Drafts of the ended sequences. None if vLLM has none: after a `stop` string or a cancellation."""
         drafts = [stats for state in self._states if (stats := drafts_of(state)) is not None]
         drafts += [self._drafts] if self._drafts is not None else []
         return sum(drafts, start=SpeculationStats.empty()) if drafts else None

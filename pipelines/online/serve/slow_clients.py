@@ -1,6 +1,6 @@
-"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn 0.54 keeps them.
+"""Close connections of clients that send headers too slowly or do not read their answers, which uvicorn 0.54 keeps.
 
-Its only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
+uvicorn's only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
 uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
 
 A client that reads less than `LEAST_BYTES` within `READER_LIMIT_S` loses its connection. If the unread answers of one
@@ -26,7 +26,7 @@ LEAST_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
 SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
 _CHECK_S = 1.0
-_TRIM_BYTES = 16 << 20  # of unread answers, after which freed memory is returned
+_TRIM_BYTES = 16 << 20  # if unread answers took more than this, freed memory is returned to the system afterwards
 
 
 class SlowReaders(asyncio.Protocol):
@@ -83,9 +83,9 @@ class SlowReaders(asyncio.Protocol):
         self._check_timer = self.loop.call_later(READER_LIMIT_S, self._check, self.transport.get_write_buffer_size())
 
     def _check(self, before: int) -> None:
-        """Close the connection if the client read too little.
+        """Close the connection if the client read too little of the `before` bytes in the buffer.
 
-        Nothing was added in the meantime, since uvicorn waits while the buffer is full.
+        Nothing was added to the buffer in the meantime, since uvicorn waits while it is full.
         """
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
             self.abort()
@@ -148,8 +148,8 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream out of sight; here the rest counts as unread, for the
-    client's address and for the `key`, which identifies an API key unless it is empty.
+    Otherwise Serve's proxy would buffer the rest of a stream, and nothing would limit it. Here the rest counts as
+    unread for the client's address and for the `key`, which identifies an API key unless it is empty.
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
@@ -189,7 +189,7 @@ LIMIT_BYTES = 64 * 1024  # the same as h11's limit
 
 
 def limit() -> None:
-    """Limit headers and readers for servers of this process that start from now on, by uvicorn's default protocol."""
+    """Limit slow headers and slow readers of servers that this process starts from now on with uvicorn's default."""
     from uvicorn.protocols.http import auto
 
     if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):
@@ -206,8 +206,9 @@ def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
 class SlowHeaders(asyncio.Protocol):
     """Adds a timer for headers to a protocol of uvicorn.
 
-    The timer runs from the connection, and from the first byte after an answer, until uvicorn has a request to answer.
-    The rest of a body that was answered early counts as well. Between requests uvicorn's own timer runs.
+    The timer starts with the connection, and with the first byte after an answer. It stops when uvicorn has a request
+    to answer. So it also covers the rest of a body whose request was answered early. Between requests uvicorn's own
+    timer runs.
     """
 
     transport: asyncio.Transport
@@ -255,16 +256,16 @@ class SlowHeaders(asyncio.Protocol):
 
 
 class LongHeaders(SlowHeaders):
-    """Adds a limit of bytes for uvicorn's protocol on httptools.
+    """Adds a size limit for headers to uvicorn's protocol on httptools.
 
-    Counts bytes since the last headers or the last piece of a body, since trailers and chunk extensions are unlimited,
-    too.
+    Counts all bytes since the last headers or the last piece of a body, since uvicorn does not limit trailers and chunk
+    extensions either.
     """
 
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process a piece. It does not count if headers end in it or it contains a part of a body."""
+        """Process received bytes. They do not count if headers end in them or they contain a part of a body."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > LIMIT_BYTES and not self.transport.is_closing():

@@ -23,7 +23,10 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @dataclass(frozen=True)
 class Bad:
-    """One invalid row (it follows a valid one in a file of this name), the expected result, and keys of the run."""
+    """An invalid row, the expected dead letter, and options of the run.
+
+    The row follows a valid one (`good`) in the file `name`.
+    """
 
     description: str
     row: Any

@@ -61,8 +61,9 @@ class Bad:
     """One invalid input.
 
     Attributes:
-        flags: replace or extend input, output, price and the fake engine.
-        files: next to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
+        flags: replace or extend the default flags: input, output, price and the fake engine.
+        files: contents of files next to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, and text a
+            symbolic link to that name.
         message: part of the message.
         code: the exit code.
         has_run: whether the directory already has a run of `prompts.jsonl`.

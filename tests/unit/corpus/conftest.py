@@ -1,4 +1,4 @@
-"""Files in every format and compression."""
+"""A fixture that writes corpus files, compressed or not."""
 
 import gzip
 
@@ -20,7 +20,7 @@ def compress(data, suffix):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write bytes to a file, compressed according to its name; return its path as text."""
+    """Return a function that writes bytes to a file, compressed according to its suffix, and returns its path."""
 
     def write(name, data):
         path = tmp_path / name

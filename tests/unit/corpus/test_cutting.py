@@ -24,7 +24,7 @@ def test_auto_rows_per_unit(rows, engines, expected):
 def test_cut_covers_all_rows(rows, engines, seqs):
     cut = auto_cut(rows, engines, seqs)
     assert sum(sizes_of(cut, rows)) == rows
-    assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first has the remainder
+    assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first small unit takes the remainder
     assert all(size <= cut.rows_per_unit for size in cut.small)
     assert sum(cut.small) <= rows
 
@@ -33,7 +33,7 @@ def test_small_units_keep_an_engine_full():
     cut = auto_cut(10**6, 4, 256)
     assert (cut.rows_per_unit, cut.small[-1]) == (256, 32)
     assert calls_per_engine(cut, 256) * cut.small[-1] == 3 * 256 + 32
-    # Each is at most a third of an even share: the remaining rows, divided by what four engines can have in flight.
+    # Four engines have 4 x 25 units in flight. Each unit has at most a third of the rows that are left per unit.
     remaining = itertools.accumulate(reversed(cut.small))
     assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), remaining, strict=True))
 
@@ -70,12 +70,12 @@ def test_work_follows_max_tokens(columns, work):
     assert WORKLOAD.of_row(RawRow(columns), 0) == work
 
 
-def test_work_of_a_prompt():
+def test_work_includes_the_prompt():
     assert WORKLOAD.of_row(RawRow({"prompt": "a"}), 4000) == 256 + 100
     assert WORKLOAD.of_rows(3, 4000.0) == 3 * 256 + 100
 
 
-def test_invalid_row_is_no_work():
+def test_invalid_row_has_no_work():
     assert WORKLOAD.of_row(RawRow(error="not JSON"), 10**6) == 0
 
 

@@ -147,7 +147,7 @@ def test_input_format_overrides_suffix(write):
 
 @pytest.fixture
 def bucket(s3):
-    """Write an object into the bucket."""
+    """Return a function that writes an object into the bucket."""
     return lambda key, data: s3_client.store().api.put_object(Bucket="bucket", Key=key, Body=data)
 
 

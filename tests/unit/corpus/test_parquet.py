@@ -53,12 +53,12 @@ def test_parquet_spans_can_be_read_in_any_order(tmp_path, row_group_size):
 
 
 def latin_1(texts):
-    """An array of text that is not UTF-8; Arrow does not check it."""
+    """Return an Arrow string array whose bytes are Latin-1 instead of UTF-8, which Arrow does not check."""
     array = pa.array([text.encode("latin-1") for text in texts])
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
 
-FAR = pa.array([0, 10**15, 1], pa.int64())  # seconds: some 30 million years
+FAR = pa.array([0, 10**15, 1], pa.int64())  # the second value is 30 million years in seconds
 ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
 
 

@@ -5,7 +5,7 @@ from jobs.deploying import read_workload
 
 @pytest.fixture
 def workload(tmp_path):
-    """Return the workload of a configuration, in a file called team.yaml."""
+    """Return a function that writes a configuration to team.yaml and returns its workload."""
 
     def read(text):
         path = tmp_path / "team.yaml"

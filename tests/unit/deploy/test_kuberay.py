@@ -138,7 +138,7 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
     head, worker = pods(ray_service["spec"]["rayClusterConfig"])
     assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would have no other ports
-    for spec in (head, worker):  # the ingress may run on either
+    for spec in (head, worker):  # the ingress may run on either of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
@@ -181,7 +181,7 @@ def test_invalid_options_are_refused(options, message):
 
 @pytest.fixture
 def scripts(tmp_path):
-    """Start a script of a job with replaced commands; `calls` returns their calls."""
+    """Return a function that starts a job's script with fake commands; its attribute `calls` returns their calls."""
     data = job(schedule="0 2 * * *")[0]["data"]
     folder = tmp_path / "bin"
     folder.mkdir()

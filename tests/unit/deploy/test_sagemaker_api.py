@@ -206,7 +206,7 @@ def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "words"),
+    ("code", "kind", "hint"),
     [
         ("ExpiredTokenException", ConfigError, "expired"),
         ("UnrecognizedClientException", ConfigError, "aws configure"),
@@ -215,13 +215,13 @@ def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
     ],
 )
 def test_aws_errors_are_converted_with_a_hint(
-    aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
+    aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], hint: str
 ) -> None:
     api = sagemaker()
     patch_client(monkeypatch, api, describe_model=raise_client_error(code, "the reason"))
     with pytest.raises(kind, match=rf"the reason \({code}\)") as error:
         api.create(requests())
-    assert words in error.value.hint
+    assert hint in error.value.hint
     assert existing_kinds(aws) == []
 
 

@@ -121,7 +121,7 @@ def test_too_small_machine_is_refused(instance_type, options, message):
     ("instance_type", "options"),
     [
         ("g7e.2xlarge", {}),
-        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two is checked elsewhere
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # the number of accelerators is checked elsewhere
         ("g6.xlarge", {"model": "org/nobody-knows"}),
         ("c7a.large", {"model": "smollm2-135m"}),
     ],

@@ -1,4 +1,4 @@
-"""Pages for readers: short sentences and paragraphs, existing pictures, a complete navigation, a limit of all words."""
+"""Pages have short sentences and paragraphs, existing pictures, a place in the navigation, and few words in total."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ MAX_WORDS_PER_PARAGRAPH = 90
 MAX_WORDS = 25_000
 GUIDES = ("bulk", "online", "deploy", "cost", "drafters", "planning", "benchmarks")
 FOLDERS = ("tutorials", "how-to", "explanation")
-READ = [
+READER_PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in GUIDES),
     *sorted(chain.from_iterable((ROOT / "docs" / folder).glob("*.md") for folder in FOLDERS)),
@@ -68,7 +68,7 @@ def test_blocks_and_sentences():
     assert sentences(PAGE) == ["A code.", "D!", "e.", "G h."]
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
+@pytest.mark.parametrize("page", READER_PAGES, ids=name_of)
 def test_sentences_and_paragraphs_are_short(page):
     text = page.read_text()
     average = mean(map(num_words, sentences(text)))
@@ -77,7 +77,7 @@ def test_sentences_and_paragraphs_are_short(page):
     assert not long, f"paragraphs of {[num_words(block) for block in long]} words; the first: {long[0][:80]} ..."
 
 
-@pytest.mark.parametrize("page", sorted({*READ, *(ROOT / "docs").rglob("*.md")}), ids=name_of)
+@pytest.mark.parametrize("page", sorted({*READER_PAGES, *(ROOT / "docs").rglob("*.md")}), ids=name_of)
 def test_pictures_exist(page):
     shown = re.findall(r'!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img [^>]*src="([^"]+)"', page.read_text())
     missing = [link for pair in shown for link in pair if link and not (page.parent / link).is_file()]
@@ -104,5 +104,5 @@ def test_each_page_is_in_the_navigation():
 
 
 def test_pages_have_few_words():
-    total = sum(num_words(page.read_text()) for page in {*READ, *DECISIONS})
+    total = sum(num_words(page.read_text()) for page in {*READER_PAGES, *DECISIONS})
     assert total <= MAX_WORDS, f"{total:,} words outside the reference; move histories and measurements to benchmarks/"

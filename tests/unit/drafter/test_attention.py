@@ -17,7 +17,7 @@ HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 
 @pytest.fixture(scope="module")
 def documents():
-    """Several blocks at every depth; a single token; a prompt; no chains."""
+    """Four documents: one with several blocks at every depth, one token, one with a prompt, one without chains."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
@@ -45,7 +45,7 @@ def _tensors(rows):
 
 @pytest.fixture(params=["blocks", "padded"])
 def to_form(request):
-    """The plans for CPU and GPU."""
+    """Return a function that converts a plan to its form for CPUs (blocks) or GPUs (padded)."""
     return AttentionPlan.padded if request.param == "padded" else lambda plan: plan
 
 
@@ -71,7 +71,7 @@ def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     plan = to_form(parallel_plan(documents))
-    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
+    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # the form for CPUs computes gradients in float32
     gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
     for gradient, other in zip(gradients, exact, strict=True):
         assert gradient.dtype == torch.bfloat16

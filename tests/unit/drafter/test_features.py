@@ -87,7 +87,7 @@ def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, mon
 
 
 CONFIG = TrainingConfig(num_steps=8, batch_tokens=40, num_depths=3, learning_rate=3e-3, precision="fp32", seed=5)
-# States have 8 bits of precision, and the batch size changes how some of them are rounded.
+# bf16 states have 8 bits of precision, and the batch size changes how some of them are rounded.
 BATCHING_TOLERANCE = 0.01
 
 

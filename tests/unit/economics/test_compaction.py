@@ -36,7 +36,7 @@ def a_session(session_id, *, end, life_s=120.0, ended=True):
 
 
 def write_engine(folder, session_id, *, end, num_requests=5, ended=True):
-    """Write an engine of two minutes with a heartbeat after one minute."""
+    """Write the ledger files of an engine that ran for two minutes, with a heartbeat after one minute."""
     append_beat(folder, a_session(session_id, end=end - 60, life_s=60.0, ended=False))
     append_beat(folder, a_session(session_id, end=end, ended=ended))
     write_session(folder, a_session(session_id, end=end, ended=ended))
@@ -106,7 +106,7 @@ def test_later_files_are_merged_into_existing_ones(ledger):
 
 
 def record_steps(monkeypatch, kill_at):
-    """Raise Killed before step `kill_at`; return the list of files changed before."""
+    """Make compaction raise Killed at step `kill_at`. Returns a list that collects the files of the earlier steps."""
     result = []
     for name in ("write_atomic", "remove"):
         original = getattr(compaction, name)

@@ -33,7 +33,7 @@ def request(request_id, session_id="s"):
 
 @pytest.fixture
 def nearly_full():
-    """Limit the size of files that this process writes."""
+    """Return a function that limits the size of files that this process writes; None removes the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or limits[0], limits[1]))
@@ -57,8 +57,8 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
     assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1", "3"]
-    (since,) = SessionReader(tmp_path).since(1120.0)
-    assert since.busy_s == pytest.approx(60)
+    (recent_part,) = SessionReader(tmp_path).since(1120.0)
+    assert recent_part.busy_s == pytest.approx(60)
 
 
 def test_invalid_lines_are_logged_and_skipped(tmp_path, caplog):
@@ -99,8 +99,8 @@ def test_heartbeats_are_searched_by_bisection(tmp_path, caplog):
     write_session(tmp_path, beat(2000))
     reader = SessionReader(tmp_path)
     for minutes_ago in (1, 2, 500, 999, 999.5, 1000):
-        (since,) = reader.since(beat(2000).last_seen_at - 60 * minutes_ago)
-        assert since.busy_s == pytest.approx(60 * minutes_ago)
+        (recent_part,) = reader.since(beat(2000).last_seen_at - 60 * minutes_ago)
+        assert recent_part.busy_s == pytest.approx(60 * minutes_ago)
     assert not caplog.text
 
 
@@ -162,7 +162,7 @@ def test_is_billed_reads_only_recent_file_ends(tmp_path, monkeypatch):
 @pytest.mark.parametrize("minute", [0, 1, 100, 598, 599])
 @pytest.mark.parametrize("has_bad_lines", [False, True])
 def test_session_at_time_is_interpolated(tmp_path, minute, has_bad_lines):
-    """One heartbeat per minute for ten hours; n / 1000 of minute n are busy."""
+    """There is a heartbeat each minute for ten hours. Of minute n, the fraction n / 1000 is busy."""
     busy_s, beats = 0.0, []
     for number in range(1, 600):
         busy_s += 60 * number / 1000

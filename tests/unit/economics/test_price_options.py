@@ -28,7 +28,7 @@ def gpus(number, name="H100"):
     [
         ({}, CPU, (), ("c7a.large", "assumed")),
         ({}, CPU, ("m7i.large",), ("m7i.large", "detected")),
-        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # it has no known price
+        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # an m7i.xlarge has no known price
         ({}, CPU, ("g5.xlarge",), ("c7a.large", "assumed")),  # engines on the CPUs of a machine with a GPU
         ({"instance_type": "c7a.large"}, CPU, ("m7i.large",), ("c7a.large", "stated")),
         ({"usd_per_hour": 1}, CPU, ("m7i.large",), ("custom", "stated")),
@@ -82,7 +82,7 @@ def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
 
 
 def require_continuable(before, first, keys, now):
-    """Start with the price options `before` on `first`; continue with `keys` on `now`."""
+    """Check that a run with the price options `before` on hardware `first` can continue with `keys` on `now`."""
     require_same_price(
         keys,
         resolve_price(keys, now),

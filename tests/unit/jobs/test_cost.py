@@ -53,9 +53,8 @@ def test_docs_match_savings(peagle):
 
 def test_formats_have_the_same_total(peagle):
     arguments = ("cost", "runs/*", "--month", "2026-11", "--by", "key,day")
-    whole = Decimal("27.825639")
     result = json.loads(peagle(*arguments, "--format", "json"))
-    assert result["total"]["usd"]["total"] == pytest.approx(float(whole), abs=1e-6)
+    assert result["total"]["usd"]["total"] == pytest.approx(27.825639, abs=1e-6)
     for form, column in (("csv", "total_usd"), ("focus", "BilledCost")):
         rows = csv.DictReader(io.StringIO(peagle(*arguments, "--format", form)))
         assert sum(Decimal(row[column]) for row in rows) == Decimal(f"{result['total']['usd']['total']:.9f}")
@@ -78,10 +77,10 @@ def test_benchmark_as_baseline(peagle):
     result = json.loads(peagle(*arguments, "--baseline", "bench.json"))
     saved = result["total"]["saved"]
     assert saved["sources"] == ["bench.json (1 x H100; fp8 weights)"]
-    # alice 1,600 s of generation and bob 750 s; without the drafter 2,000,000 and 900,000 steps of 4 ms.
+    # Generation took 1,600 s for alice and 750 s for bob. Without the drafter: 2,000,000 and 900,000 steps of 4 ms.
     assert saved["generation_usd"] == pytest.approx(2350 * 6.88 / 3600)
     assert saved["speculation"]["without_usd"] == pytest.approx(11_600 * 6.88 / 3600)
-    assert saved["speculation"]["error_usd"] is None, "one of the two has no error, because it was measured once"
+    assert saved["speculation"]["error_usd"] is None, "one of the two cells has no `spread`"
     by_key = {row["key"]: row["saved"]["speculation"]["usd"] for row in result["rows"]}
     assert by_key == {"": None, "alice": pytest.approx(6400 * 6.88 / 3600), "bob": pytest.approx(2850 * 6.88 / 3600)}
 

@@ -1,4 +1,4 @@
-"""`peagle deploy`: files, and clients run by --apply."""
+"""`peagle deploy`: its files, and the clients that --apply runs."""
 
 import json
 import stat
@@ -22,14 +22,14 @@ def job(tmp_path):
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    """A replacement for a target's client that saves its arguments and standard input."""
+    """Return a function that replaces a client, such as kubectl, by one that saves its arguments and input."""
 
-    def client(name, *, ends="exit 0"):
+    def client(name, *, last_command="exit 0"):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / name
         path.write_text(
-            f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n/bin/cat > {tmp_path}/input\necho made\n{ends}\n'
+            f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n/bin/cat > {tmp_path}/input\necho made\n{last_command}\n'
         )
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(folder))
@@ -66,7 +66,7 @@ def test_kuberay_apply(job, client, tmp_path, capsys):
 
 
 def test_missing_or_failing_client(job, client, capsys, monkeypatch):
-    client("kubectl", ends='echo "namespaces \\"team\\" not found" >&2; exit 1')
+    client("kubectl", last_command='echo "namespaces \\"team\\" not found" >&2; exit 1')
     assert kuberay(job, "--namespace", "team", "--apply") == 1
     assert 'kubectl apply -f - exited with code 1: namespaces "team" not found' in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")

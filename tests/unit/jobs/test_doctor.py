@@ -90,11 +90,11 @@ def test_verdict_and_exit_code(capsys, monkeypatch):
     code, result = doctor.run(argparse.Namespace())
     assert code == (1 if result["problems"] else 0)
     assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])
-    monkeypatch.setattr(doctor, "find_problems", lambda hardware, versions: ["it rains"])
+    monkeypatch.setattr(doctor, "find_problems", lambda hardware, versions: ["a made-up problem"])
     code, _ = doctor.run(argparse.Namespace())
     printed = capsys.readouterr().out
     assert code == 1
-    assert "it rains" in printed
+    assert "a made-up problem" in printed
     assert "not ready" in printed
 
 

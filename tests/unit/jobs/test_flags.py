@@ -162,7 +162,7 @@ def test_map_flags_replace_yaml(parse, tmp_path, monkeypatch):
         parse("--engine-arg", "dtype=bfloat16")
 
 
-def test_words_set_the_same_values(tmp_path):
+def test_configuration_survives_conversion_to_flags(tmp_path):
     keys = {
         "input": "in.jsonl", "output": str(tmp_path / "a b"), "prompt_template": "x {{ prompt }}\n", "chat": False,
         "enforce_eager": True, "max_num_seqs": 1, "drafter": "none", "stop": ["a", "b"], "tags": {"team": "search"},

@@ -76,8 +76,8 @@ def test_completion_in_bash(capsys):
     script = capsys.readouterr().out
     bash = shutil.which("bash")
     assert bash is not None
-    words = {"se": "serve", "serve k": "keys", "generate --max-to": "--max-tokens", "serve keys --tok": ""}
-    for typed, completed in words.items():
+    completions = {"se": "serve", "serve k": "keys", "generate --max-to": "--max-tokens", "serve keys --tok": ""}
+    for typed, completed in completions.items():
         array = " ".join(["peagle", *typed.split()])
         code = f"{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(typed.split())}; _peagle; echo ${{COMPREPLY[@]}}"
         done = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)

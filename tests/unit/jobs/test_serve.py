@@ -51,7 +51,7 @@ def test_metrics_port_of_remote_cluster_is_refused(serve_error, monkeypatch):
 
 
 def set_listening_address(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Let Serve listen at a fixed address, regardless of its options."""
+    """Make Serve report this address and certificate, regardless of the options it is started with."""
     from ray import serve
     from ray.serve import context
 
@@ -106,7 +106,7 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     set_listening_address(monkeypatch, ServeConfig().host, ServeConfig().port)
     monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": overview, "another": overview}))
     for name in ("run", "delete", "shutdown"):
-        monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
+        monkeypatch.setattr(serve, name, lambda *_, _called=name, **__: calls.append(_called))
     with pytest.raises(ConfigError, match=rf"an application `peagle` \({status}\)") if is_refused else nullcontext():
         _deploy(ServeConfig(state=tmp_path), None, [], is_remote=True)
     assert calls == ([] if is_refused else ["run"])
@@ -140,8 +140,8 @@ def test_certificate_without_key_is_refused(serve_error, tmp_path):
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-@pytest.mark.parametrize(("needs_s", "is_gone"), [(200, True), (10_000, False)])
-def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, needs_s, is_gone):
+@pytest.mark.parametrize(("deletion_s", "is_deleted"), [(200, True), (10_000, False)])
+def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, deletion_s, is_deleted):
     from ray import serve
 
     from jobs import serve as job
@@ -152,7 +152,7 @@ def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, nee
         now[0] += seconds
 
     def status():
-        return SimpleNamespace(applications={"peagle": "DELETING"} if now[0] < needs_s else {})
+        return SimpleNamespace(applications={"peagle": "DELETING"} if now[0] < deletion_s else {})
 
     def shutdown():
         calls.append(("shutdown", now[0]))
@@ -163,9 +163,9 @@ def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, nee
     monkeypatch.setattr(serve, "shutdown", shutdown)
     config = ServeConfig(models=[{"name": "a", "drain_s": 100}, {"name": "b", "drain_s": 1}])
     job._shutdown(config, is_remote=is_remote, is_up=True)
-    assert now[0] == (200 if is_gone else 230)
+    assert now[0] == (200 if is_deleted else 230)  # the limit: twice the longest drain_s, and 30 s
     assert calls == [("peagle", False), *([] if is_remote else [("shutdown", now[0])])]
-    assert ("was not deleted" not in capsys.readouterr().out) == is_gone
+    assert ("was not deleted" not in capsys.readouterr().out) == is_deleted
 
 
 @pytest.mark.parametrize("keys", [None, "keys.json"])

@@ -122,10 +122,10 @@ def test_list_shows_spending(tmp_path, capsys, monkeypatch):
         assert cli.run(["serve", "keys", "add", name, *flags, "--keys", file]) == 0
     (tmp_path / "ledger").mkdir()
     for record in read_keys(tmp_path / "keys.json"):
-        for at, usd in (((11, 30), 3.0), ((12, 1), 1.5)):
-            finished_at = datetime(2026, *at, 12, tzinfo=UTC).timestamp()
+        for month, day, usd in ((11, 30, 3.0), (12, 1, 1.5)):
+            finished_at = datetime(2026, month, day, 12, tzinfo=UTC).timestamp()
             request = a_request(
-                f"{record.name}{at}", account=record.account, usd=usd, started_at=1.0, finished_at=finished_at
+                f"{record.name}-{month}", account=record.account, usd=usd, started_at=1.0, finished_at=finished_at
             )
             append_request(tmp_path / "ledger", request)
     capsys.readouterr()

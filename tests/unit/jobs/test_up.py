@@ -10,7 +10,7 @@ from pipelines.online import background
 
 @pytest.fixture
 def recorder(monkeypatch, tmp_path):
-    """Record what `peagle up` starts; `error` fails the start."""
+    """Record what `peagle up` starts. If `error` is set, the start fails with it."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     recorded = SimpleNamespace(config=None, port=None, ended=[], error=None)
     endpoint = background.Endpoint(

@@ -30,7 +30,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Write the sweep; an engine uses one of a machine's two accelerators."""
+    """Return a function that writes the sweep, in which an engine uses one of a machine's two accelerators."""
 
     def write(name="sweep.json", **changes):
         data = {

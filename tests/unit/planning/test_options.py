@@ -20,8 +20,8 @@ def plan(**keys):
 
 def test_every_machine_with_the_accelerator_is_compared():
     result = plan()
-    carrying = {offer.instance_type for offer in PriceTable.load().offers if offer.accelerator == "B200"}
-    assert {option["instance_type"] for option in result["options"]} == carrying
+    with_b200 = {offer.instance_type for offer in PriceTable.load().offers if offer.accelerator == "B200"}
+    assert {option["instance_type"] for option in result["options"]} == with_b200
     assert (result["chosen"]["method"], result["chosen"]["k"], result["chosen"]["concurrency"]) == ("peagle", 7, 128)
     hours = {
         option["num_engines"]: option["hours"]
@@ -92,9 +92,9 @@ def test_devices_without_an_engine_are_idle():
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
 def test_machines_for_is_minimal(changes):
     candidate = machine(**changes)
-    num = machines_for(candidate, 50e6, 7200, provision_s=180)
-    assert num > 2
-    for count, is_in_time in ((num, True), (num - 1, False)):
+    num_machines = machines_for(candidate, 50e6, 7200, provision_s=180)
+    assert num_machines > 2
+    for count, is_in_time in ((num_machines, True), (num_machines - 1, False)):
         result = estimate(candidate, count, 50e6, provision_s=180)
         assert (result.wall_s <= 7200 + 1e-6) is is_in_time
 

@@ -27,7 +27,7 @@ CELL = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0
 
 @pytest.fixture
 def report(tmp_path):
-    """Write the report of a benchmark on a machine with an accelerator BIG."""
+    """Return a function that writes the report of a benchmark on a machine with the accelerator BIG."""
 
     def write(name="report.json", **changes):
         path = tmp_path / name
@@ -44,7 +44,7 @@ def report(tmp_path):
 
 def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
-    # 400 tokens/s per machine, 8 h less 280 s: 11.4 M tokens each; spot costs a quarter.
+    # A machine makes 400 tokens/s in 8 h less 280 s: 11.4 M tokens. Spot costs a quarter.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -63,7 +63,7 @@ def test_a_latency_limit_chooses_the_drafter(plan):
 
 
 def test_break_even_acceptance_length(plan):
-    # 50 tokens/s at a length of 1.6; the best without a drafter within 30 ms has 40.
+    # Within 30 ms, P-EAGLE has 50 tokens/s at an acceptance length of 1.6, and the best without a drafter has 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
@@ -237,7 +237,7 @@ def test_text_names_file_and_precision(plan, report):
     text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
     where = f"{reports[0]} (fp8 weights, fp8 KV cache)"
     assert f"requests at once on each, as measured in {where}; " in text
-    assert text.count(where) > 1, "the rows name it, too"
+    assert text.count(where) > 1, "the table's rows name the report, too"
     single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
     assert "measured in" not in single
 

@@ -153,4 +153,4 @@ def test_page_has_the_table():
     updated = re.sub(r"\| field \| of .*?\n(?=\n|\Z)", lambda _: table, page, flags=re.DOTALL)
     if os.environ.get("WRITE_DOCS"):
         PAGE.write_text(updated)
-    assert PAGE.read_text() == updated, "docs/requests.md is not what the table says: make docs-requests"
+    assert PAGE.read_text() == updated, "docs/requests.md is out of date: make docs-requests"

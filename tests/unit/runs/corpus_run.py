@@ -1,4 +1,4 @@
-"""Runs of a corpus without Ray or an engine: planned, prepared, committed, exported and audited."""
+"""Plan, prepare, commit, export and audit runs without Ray or an engine."""
 
 import json
 
@@ -44,7 +44,7 @@ class CorpusRun:
         return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
 
     def export(self, output_format):
-        """Export the run; return rows and dead letters, parsed strictly."""
+        """Export the run, and return its rows and dead letters. JSON is parsed strictly."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
         letters = strict_lines(folder / "errors.jsonl")

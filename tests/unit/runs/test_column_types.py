@@ -76,7 +76,7 @@ COLUMNS = {
     "empty": (pa.nulls(3), [None] * 3),
 }  # fmt: skip
 
-# Arrow cannot select rows of string views; Parquet stores the same bytes for both.
+# String views are read as strings, since Arrow cannot select rows of string views. Parquet stores both alike.
 AS_TEXT = {"string view": pa.string(), "views in structs": pa.struct([("k", pa.string())])}
 
 
@@ -96,7 +96,7 @@ def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
     for table in (run.table(), run.export("parquet")[0]):
         assert table.column("x").type == expected_type
         assert repr(table.column("x").to_pylist()) == repr(original.slice(0, 2).to_pylist())
-    # A retry reorders rows.
+    # Rows must be sortable, since a retry reorders them.
     assert plain(table).sort_by([("id", "descending")]).column("x")[0] == plain(table).column("x")[1]
     rows, letters = run.export("jsonl")
     assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == in_json

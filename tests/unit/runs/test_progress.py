@@ -35,13 +35,13 @@ def test_unknown_time_left_is_none(measured):
 def test_lines_have_time_and_phase(monkeypatch):
     monkeypatch.setattr(progress, "_PLAIN_LINE_EVERY_S", 0.0)
     output = io.StringIO()
-    shown = RunProgress(Console(file=output, width=200))
-    shown.enter("planning")
+    run_progress = RunProgress(Console(file=output, width=200))
+    run_progress.enter("planning")
     tally = Tally(num_rows_planned=20)
-    shown.enter("loading")
-    shown.show(tally)
+    run_progress.enter("loading")
+    run_progress.show(tally)
     tally.observe(0.5, num_engines=1, tokens_per_s=100.0)
-    shown.show(tally)
+    run_progress.show(tally)
     loading, generating = (re.split(r"  +", line) for line in output.getvalue().splitlines())
     assert loading[1:] == ["loading", "0/20 rows", "$0"]
     assert generating[1:] == ["generating", "0/20 rows", "100.0 output tokens/s", "$0.500"]
@@ -49,18 +49,18 @@ def test_lines_have_time_and_phase(monkeypatch):
 
 def test_plain_lines_are_rare():
     output = io.StringIO()
-    shown = RunProgress(Console(file=output, width=200))
+    run_progress = RunProgress(Console(file=output, width=200))
     for _ in range(100):
-        shown.show(Tally(num_rows_planned=20))
-    shown.show(Tally(num_rows_planned=20), final=True)
+        run_progress.show(Tally(num_rows_planned=20))
+    run_progress.show(Tally(num_rows_planned=20), final=True)
     assert len(output.getvalue().splitlines()) == 1
 
 
 def test_live_line_on_a_terminal():
     output = io.StringIO()
-    shown = RunProgress(Console(file=output, width=100, force_terminal=True))
-    shown.enter("planning")
-    shown.say("drafter: none")
-    shown.close()
+    run_progress = RunProgress(Console(file=output, width=100, force_terminal=True))
+    run_progress.enter("planning")
+    run_progress.say("drafter: none")
+    run_progress.close()
     assert "planning" in output.getvalue()
     assert "drafter: none" in output.getvalue()

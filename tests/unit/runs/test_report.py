@@ -49,7 +49,7 @@ def plan(num_units, num_retries=0):
     ("reads", "times"),
     [
         ([(plan(1), {0}), (plan(1), {0})], 1),
-        ([(plan(2), {0}), (plan(2), {0})], 1),  # the driver that finishes the run makes it
+        ([(plan(2), {0}), (plan(2), {0})], 1),  # the driver that finishes the run makes the result
         ([(plan(1), {0}), (plan(2, 1), {0})], 1),  # a retry was added
         ([(plan(1), {0}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1})], 2),  # and committed
         ([(plan(2), {0}), (plan(2), {0, 1}), (plan(2), {0, 1}), (plan(2), {0, 1})], 2),

@@ -140,7 +140,7 @@ def test_encoded_unit_round_trip():
 
 
 def test_ray_data_passes_units_on_one_by_one():
-    """`cluster.keep_rows_apart`: a block of one byte ends after each row, and no row is ever split."""
+    """`cluster.use_one_block_per_row`: a block of one byte ends after each row, and no row is ever split."""
     buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
     for num_rows in (3, 1, 5000):
         table = pa.table({"x": ["a" * 100] * num_rows})

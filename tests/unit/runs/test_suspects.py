@@ -2,7 +2,7 @@ import pytest
 
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, judge, stale_notes
 
-LOST = Note()
+LOST = Note()  # of a process that ended without naming the rows in its engine
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_require_usable_leaves_no_file(folder):
     assert names(folder) == []
 
 
-def test_place_parses_paths_and_urls(tmp_path, monkeypatch):
+def test_storage_path_parses_paths_and_urls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert storage_path("run") == tmp_path / "run"
     assert str(storage_path("s3://bucket/runs/first/")) == "s3://bucket/runs/first"
@@ -108,6 +108,6 @@ def test_place_parses_paths_and_urls(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["gs://bucket/run", "s3://", "s3://bucket", "s3://bucket/", "s3://b/a//c", "s3://b/../c"]
 )
-def test_invalid_places_are_refused(name):
+def test_invalid_storage_paths_are_refused(name):
     with pytest.raises(ConfigError, match="s3://"):
         storage_path(name)

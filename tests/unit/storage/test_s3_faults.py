@@ -1,4 +1,4 @@
-"""With a faulty S3, nothing is lost or repeated, and errors have a reason."""
+"""If S3 fails, nothing is lost or written twice, and errors name a reason."""
 
 import os
 import pickle
@@ -21,7 +21,6 @@ from peagle.storage import (
     write_atomic,
     write_once,
 )
-from peagle.storage import s3_files as s3_writing
 
 FOLDER = storage_path("s3://bucket/run")
 EVERY_FAULT = [500, 503, 409, "cut", "lost"]
@@ -57,7 +56,7 @@ def test_write_once_recognises_its_own_object(s3):
     assert s3.count("HEAD", "unit") == 1
 
 
-def test_write_once_does_not_claim_anothers_object(s3):
+def test_write_once_does_not_claim_an_equal_object_of_another_writer(s3):
     assert write_once(FOLDER / "unit", b"rows")
     s3.fail("lost", method="PUT")
     assert not write_once(FOLDER / "unit", b"rows")
@@ -233,7 +232,7 @@ def test_store_without_conditional_writes_is_refused(s3):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(s3_writing, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)
     return os.urandom(12 << 20)
 
 
@@ -258,7 +257,7 @@ def test_failed_multipart_upload_is_aborted(s3, small_parts):
 
 
 def test_old_multipart_uploads_are_aborted(s3, small_parts):
-    killed = s3_writing._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
+    killed = s3_files._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
     killed.write(small_parts)
     assert remove_temporaries(FOLDER, older_than_s=60) == 0  # another process may be writing it
     s3.upload_age_s = 100

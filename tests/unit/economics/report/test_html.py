@@ -155,8 +155,8 @@ def report_with_steps(make_report, steps):
 def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
     panel = headline([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
-    # $0.0072222 with the drafter. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is
-    # $0.0035556, within 5 %: $0.0007778 more without the drafter.
+    # The run costs $0.0072222. Half of the $0.0055556 of busy time is generation. Without the drafter, generation costs
+    # 1.6 / 1.25 times as much, $0.0035556 (5 % error), so the run would cost $0.0007778 more.
     assert "smollm2-135m with peagle 830,769; the same without the drafter 750,000 (733,696 to 767,045)" in plot
     assert 'class="whisker"' in plot
     assert "(bench.json)" in panel.lead

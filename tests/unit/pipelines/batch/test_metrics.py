@@ -59,8 +59,8 @@ def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
     monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: 1000.0))
     run = make(budget_usd=20, deadline="2026-12-01T00:00:00Z")
     tally = Tally(num_rows_planned=12, num_rows=5, num_failed_rows=1, usd=3.0, num_engines=2, seconds_left=60.0)
-    run.look(tally, [beat(3.0)])
-    run.look(tally, [beat(4.0)])
+    run.update(tally, [beat(3.0)])
+    run.update(tally, [beat(4.0)])
     assert {key[-1]: ray_metrics[key] for key in ray_metrics if key[0] == "peagle_run_rows"} == {
         "done": 5,
         "failed": 1,
@@ -76,7 +76,7 @@ def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
 
 
 def test_no_gauges_for_missing_limits(ray_metrics, make):
-    make().look(Tally(num_rows_planned=12), [])
+    make().update(Tally(num_rows_planned=12), [])
     assert ("peagle_run_usd", *RUN) in ray_metrics
     limits = (
         "peagle_run_budget_usd",

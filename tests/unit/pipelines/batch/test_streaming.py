@@ -24,7 +24,7 @@ class Directory:
     stop = SimpleNamespace(clear=lambda: None)
 
 
-METRICS = SimpleNamespace(committed=lambda _: None, look=lambda *_: None)
+METRICS = SimpleNamespace(committed=lambda _: None, update=lambda *_: None)
 
 
 class Supervisor:
@@ -91,18 +91,18 @@ def test_stream_error_while_stopping_is_treated_as_stop(monkeypatch, ending, end
 
     def receipts():
         yield "usage"
-        raise EngineError("the run broke off: the actor died")
+        raise EngineError("the run failed: the actor died")
 
     abandoned, observed = [], []
     monkeypatch.setattr(cluster, "abandon", lambda: abandoned.append(True))
     ended = ending and SimpleNamespace(error=ending)
     supervisor = SimpleNamespace(observe=lambda: observed.append("called"), ending=ended)
-    result = streaming._until_broken(receipts(), supervisor)
+    result = streaming._until_stopped(receipts(), supervisor)
     assert next(result) == "usage"
     if ends_quietly:
         assert list(result) == []
     else:
-        with pytest.raises(EngineError, match="broke off"):
+        with pytest.raises(EngineError, match="run failed"):
             next(result)
     assert observed == ["called"]
     assert bool(abandoned) is ends_quietly

@@ -252,7 +252,7 @@ def test_run_stops_for_a_tag_budget(start):
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)
     assert "the budget of $5 of team=search is reached" in str(error)
-    assert "when there is room, the same command continues the run" in error.hint
+    assert "when the budget has room, the same command continues the run" in error.hint
     supervisor.close()
     spent_usd, reserve_usd = draw.seen[0]
     assert draw.seen[-1] == spent_usd == supervisor.tally.usd > 0

@@ -15,29 +15,29 @@ class Watched:
         self.signs = self.now = 0
         self.clock = SilenceClock(lambda: self.signs, monotonic=lambda: self.now)
 
-    def look(self, after_s, *, is_busy=True):
+    def observe_after(self, after_s, *, is_busy=True):
         self.now += after_s
-        return self.clock.look(is_busy=is_busy)
+        return self.clock.observe(is_busy=is_busy)
 
 
 def test_silence_ends_with_a_sign_of_life():
     watched = Watched()
-    assert [watched.look(1) for _ in range(3)] == [1, 2, 3]
+    assert [watched.observe_after(1) for _ in range(3)] == [1, 2, 3]
     watched.signs += 1
-    assert [watched.look(1) for _ in range(2)] == [0, 1]
+    assert [watched.observe_after(1) for _ in range(2)] == [0, 1]
 
 
 def test_idle_engine_is_not_silent():
     watched = Watched()
-    watched.look(4)
-    assert watched.look(1, is_busy=False) == 0
-    assert watched.look(1) == 1
+    watched.observe_after(4)
+    assert watched.observe_after(1, is_busy=False) == 0
+    assert watched.observe_after(1) == 1
 
 
 def test_gaps_between_observations_count_little():
     watched = Watched()
-    watched.look(1)
-    assert watched.look(3600) == 6
+    watched.observe_after(1)
+    assert watched.observe_after(3600) == 6
 
 
 def in_time(answer_s, silent_s, limit_s=0.05):
@@ -97,7 +97,7 @@ def watched_loop(monkeypatch):
     Each poll counts little, so that a busy machine does not look like a blocked loop.
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.03)
+    monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.03)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
 
     def watched(scene, die, *, limit_s=0.3):

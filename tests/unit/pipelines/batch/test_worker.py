@@ -163,7 +163,7 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
 
 
 def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
+    monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.06)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
     run, killed, ends, ended = scene(), [], [], threading.Event()
 

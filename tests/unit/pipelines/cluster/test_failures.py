@@ -13,20 +13,20 @@ class RayTaskError(Exception):
 def test_own_error_is_found_in_cause_chain():
     outer = RayTaskError("boom")
     outer.cause = CapacityError("too big", hint="smaller")
-    assert explain(outer, "it broke off", hint="see logs/") is outer.cause
+    assert explain(outer, "it failed", hint="see logs/") is outer.cause
 
 
 def test_own_error_is_parsed_from_traceback():
     printed = "".join(traceback.format_exception(CapacityError("too big: 3 GiB", hint="use --max-model-len 2048")))
     text = f"ray::Worker.generate()\n{printed}\nThe above exception was the direct cause of the following one:\n..."
-    result = explain(RayTaskError(text), "it broke off", hint="see logs/")
+    result = explain(RayTaskError(text), "it failed", hint="see logs/")
     assert isinstance(result, CapacityError)
     assert (result.message, result.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
 
 
 def test_other_error_keeps_last_line():
     result = explain(
-        RayTaskError("Traceback\nOSError: disk full"), "it broke off", hint="see logs/", otherwise=EngineError
+        RayTaskError("Traceback\nOSError: disk full"), "it failed", hint="see logs/", otherwise=EngineError
     )
     assert isinstance(result, EngineError)
     assert result.message.endswith("OSError: disk full")
@@ -36,7 +36,7 @@ def test_ray_data_wrapper_is_removed():
     wrapped = "UserCodeException: UDF failed to process a data block.\n" + ADVICE
     chained = "The above exception was the direct cause of the following exception:"
     text = f"Traceback\nOSError: disk full\n\n{chained}\n{wrapped}"
-    assert explain(RayTaskError(text), "it broke off", hint="see logs/").message == "it broke off: OSError: disk full"
+    assert explain(RayTaskError(text), "it failed", hint="see logs/").message == "it broke off: OSError: disk full"
 
 
 def test_retry_advice_of_ray_data_is_removed():
@@ -52,4 +52,4 @@ def test_retry_advice_of_ray_data_is_removed():
     )
     message = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
     assert "disk full" in message
-    assert explain(RayTaskError(message), "it broke off", hint="see logs/").message == "it broke off: disk full"
+    assert explain(RayTaskError(message), "it failed", hint="see logs/").message == "it broke off: disk full"

@@ -20,7 +20,7 @@ def test_machine_names_include_node_labels(monkeypatch):
     node = cpu(machine_names=("m7i.large",))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=lambda: labels))
     monkeypatch.setattr(inspection, "detect_machine", lambda: node)
-    assert inspection._look().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
+    assert inspection._detect().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
 
 
 @pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
@@ -33,7 +33,7 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
     class Probe:
         def remote(self):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
-            return inspection._look()
+            return inspection._detect()
 
     def remote(**options):
         probe_options.update(options)
@@ -63,5 +63,5 @@ def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
     seen = []
     monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or cpu())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
-    inspection._look()
+    inspection._detect()
     assert seen == ["0,1"]

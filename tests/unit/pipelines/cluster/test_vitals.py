@@ -97,12 +97,12 @@ def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):
         port = server.getsockname()[1]
         part = vitals._reachable("control service", f"127.0.0.1:{port}", patience_s=55)
         watch = Vitals([part], "")
-        assert watch.look() is None
+        assert watch.check() is None
     now = [time.monotonic()]
     monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])
-    assert watch.look() is None
+    assert watch.check() is None
     now[0] += 10
-    assert watch.look() is None
+    assert watch.check() is None
     assert "cannot be reached; the command ends if it is not back in 45 s" in capfd.readouterr().out
     now[0] += 46
-    assert "control service" in str(watch.look())
+    assert "control service" in str(watch.check())

@@ -113,7 +113,7 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
         placement(batches=folder, batches_at_once=2)
     with pytest.raises(CapacityError, match="4 engines need a CPU core each") as error:
         placement(max_replicas=4)
-    assert "at most 2 fit: --max-replicas" in error.value.hint
+    assert "at most 2 fit: the sum of --max-replicas" in error.value.hint
     assert "--engines" not in error.value.hint
 
 

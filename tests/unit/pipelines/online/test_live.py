@@ -185,17 +185,17 @@ def test_break_even_at_the_recent_concurrency(ledger, tmp_path, now):
     view = LiveView(
         CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "unasked": {1: 2.0}}, now=now
     )
-    assert view.needed() == {}
+    assert view.break_even_by_model() == {}
     ledger("1", ended_s_ago=10)
     ledger("2", ended_s_ago=10, model="unknown")
-    assert view.needed() == {"m": 1.5}
+    assert view.break_even_by_model() == {"m": 1.5}
 
 
 def test_publishing_survives_read_errors(monkeypatch):
     class View:
         result = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
 
-        def needed(self):
+        def break_even_by_model(self):
             result = next(self.result)
             if isinstance(result, BaseException):
                 raise result

@@ -19,7 +19,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 def often(monkeypatch):
     """Write a checkpoint after each record."""
     monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
-    monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
+    monkeypatch.setattr(module, "_CELLS_PER_RECORD", 10**9)
 
 
 def append(folder, *numbers, session="s"):

@@ -32,7 +32,7 @@ class FakeRun:
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 
     def do(self, *units, refusing=()):
-        """Generate and commit units, by default all of the plan; `refusing` are the rows that the engine refuses."""
+        """Generate and commit units, by default all units of the plan. The engine refuses the rows `refusing`."""
         plan = self.run.plan()
         for unit in plan.units if not units else [unit for unit in plan.left(()) if unit.unit in units]:
             self._commit(unit, refusing)
@@ -69,7 +69,7 @@ class FakeRun:
 
 @pytest.fixture
 def start_run(write_jsonl, tmp_path):
-    """Plan a run in units of two rows; the default corpus has six valid rows and an invalid one."""
+    """Return a function that plans a run in units of two rows. By default, six rows are valid and one is invalid."""
 
     def start(rows=None, name="run", **keys):
         rows = [*({"prompt": f"say {n}", "id": n} for n in range(6)), "{bad"] if rows is None else rows

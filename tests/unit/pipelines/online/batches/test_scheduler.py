@@ -7,7 +7,7 @@ from peagle.economics.ledger import RequestReader, write_session
 from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.records import Batch, BatchProgress
-from pipelines.online.batches.scheduler import Scheduler, in_turn
+from pipelines.online.batches.scheduler import Scheduler, scheduling_order
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
 from pipelines.online.totals import TokenPrice, totals_of
@@ -75,7 +75,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_ord
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
     clock.now += jump_s
-    end(scheduler, runner.works[-1], EngineError("it broke off"))
+    end(scheduler, runner.works[-1], EngineError("it failed"))
     uptime.now += 20  # it is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
@@ -645,4 +645,4 @@ def test_keys_take_turns(make_order, make_key, names, num_running, began, order)
     requests = [make_order(key=make_key(name)) for name in names]
     batches = [Batch(request=request, progress=BatchProgress()) for request in requests]
     running = {batch.id for batch in batches[:num_running]}
-    assert in_turn(batches, running, began) == [batches[index] for index in order]
+    assert scheduling_order(batches, running, began) == [batches[index] for index in order]
