@@ -31,7 +31,7 @@ def main():
     spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=slots, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
-        spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"]))
+        spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"], verify=job["verify"]))
 
     async def use(engine, _):
         return await _sample(engine, job)

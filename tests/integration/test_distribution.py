@@ -82,9 +82,9 @@ def nucleus(row, top_p):
 def sampled(tokens_of, tmp_path):
     """Return the answer of `sampled_tokens.py` for a drafter."""
 
-    def run(method, text, top_p, *, lookup):
+    def run(method, text, top_p, *, lookup, verify):
         job = {
-            "model": MODEL, "method": method, "k": K, "lookup": lookup, "prompt": tokens_of(text), "tokens": NUM_JOINT,
+            "model": MODEL, "method": method, "k": K, "lookup": lookup, "verify": verify, "prompt": tokens_of(text), "tokens": NUM_JOINT,
             "greedy": GREEDY, "num_samples": NUM_SAMPLES, "sampling": {"temperature": 1.0, "top_p": top_p},
         }  # fmt: skip
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
@@ -99,12 +99,19 @@ def sampled(tokens_of, tmp_path):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize(
-    ("method", "lookup"),
-    [("peagle", False), ("eagle3", False), ("none", False), ("peagle", True), ("eagle3", True)],
+    ("method", "lookup", "verify"),
+    [
+        ("peagle", False, "all"),
+        ("eagle3", False, "all"),
+        ("none", False, "all"),
+        ("peagle", True, "all"),
+        ("eagle3", True, "all"),
+        ("peagle", False, "auto"),
+    ],
 )
-def test_samples_follow_the_targets_distribution(method, lookup, top_p, sampled, chances):
+def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, sampled, chances):
     text = REPEATS if lookup else TEXT
-    result, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
+    result, known = sampled(method, text, top_p, lookup=lookup, verify=verify), chances(text, top_p)
     assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
     assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
     assert len(result["greedy"]) > 2

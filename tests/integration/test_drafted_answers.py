@@ -110,7 +110,7 @@ def answers(tokenizer, tmp_path_factory):
     here, model = hardware.detect(), resolve_model("smollm2-135m")
     plain = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
-    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
+    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True, verify="auto"))
     return [_answers(spec, here, tokenizer, tmp_path_factory.mktemp("answers")) for spec in (plain, drafting)]
 
 
