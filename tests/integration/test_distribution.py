@@ -84,7 +84,8 @@ def sampled(tokens_of, tmp_path):
 
     def run(method, text, top_p, *, lookup, verify):
         job = {
-            "model": MODEL, "method": method, "k": K, "lookup": lookup, "verify": verify, "prompt": tokens_of(text), "tokens": NUM_JOINT,
+            "model": MODEL, "method": method, "k": K, "lookup": lookup, "verify": verify,
+            "prompt": tokens_of(text), "tokens": NUM_JOINT,
             "greedy": GREEDY, "num_samples": NUM_SAMPLES, "sampling": {"temperature": 1.0, "top_p": top_p},
         }  # fmt: skip
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
