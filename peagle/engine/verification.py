@@ -22,7 +22,8 @@ Mask = npt.NDArray[np.bool_]
 
 _LIMIT = 6.0  # of a log-odds, so that one surprise does not dominate a fit
 _MEMORY = 0.999  # weight of an observation after each later one: a fit follows changes of the prompts and the machine
-_TRIAL = 48  # drafted steps before drafting may be stopped
+_MEMORY_OF_GAIN = 96  # requests x steps over which the gain of drafting is averaged, but 6 steps or more
+_TRIAL = 16  # drafted steps before drafting may be stopped
 _RETRY_S = 30.0  # until drafting is tried again; doubles up to `_MAX_RETRY_S` while it does not pay
 _MAX_RETRY_S = 480.0
 
@@ -55,17 +56,23 @@ class Calibration:
 
 
 class LinearCost:
-    """Seconds as a linear function of features, by recursive least squares. The first feature is constant.
+    """Seconds as a linear function of features, by least squares that forgets. The first feature is constant.
+
+    Coefficients that the observed features do not determine return to their expected values.
 
     Args:
-        shape: expected coefficients, relative to the first. Their scale comes from the first observations.
+        shape: expected coefficients, relative to the first. Their scale comes from the first observation.
     """
 
     def __init__(self, shape: Sequence[float]) -> None:
         self._weights: Array = np.array(shape, dtype=np.float64)
-        self._covariance: Array = np.diag(self._weights**2 / 4 + 1e-6)
+        self._expected = self._weights.copy()
+        # As many observations as determine a coefficient up to three times its size, if their noise is a tenth.
+        self._prior: Array = np.diag((0.1 / (3 * self._weights)) ** 2)
+        self._information = self._prior.copy()
+        self._moments: Array = self._prior @ self._weights
         self._deviation = 0.0  # mean absolute residual
-        self._num_observed = 0
+        self._is_scaled = False
 
     def predict(self, features: Array) -> Array:
         """Return the seconds for features [..., number of coefficients], at least a microsecond."""
@@ -73,21 +80,18 @@ class LinearCost:
 
     def observe(self, row: Array, seconds: float) -> None:
         """Learn the seconds for one row of features."""
-        if self._num_observed == 0:
-            scale = seconds / float(self.predict(row))
-            self._weights *= scale
-            self._covariance *= scale**2
-            self._deviation = seconds / 10
-        self._num_observed += 1
+        if not self._is_scaled:
+            self._expected *= seconds / float(self.predict(row))
+            self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
+            self._deviation, self._is_scaled = seconds / 10, True
         # A step that another process interrupted is not this engine's cost.
-        residual = seconds - float(row @ self._weights)
-        residual = min(max(residual, -4 * self._deviation), 4 * self._deviation)
+        predicted = float(row @ self._weights)
+        residual = min(max(seconds - predicted, -4 * self._deviation), 4 * self._deviation)
         self._deviation += 0.02 * (abs(residual) - self._deviation)
-        noise = max(self._deviation**2, 1e-12)
-        projected = self._covariance @ row
-        gain = projected / (noise + float(row @ projected))
-        self._weights += gain * residual
-        self._covariance = (self._covariance - np.outer(gain, projected)) / _MEMORY
+        fade = 1 - _MEMORY
+        self._information = _MEMORY * self._information + fade * self._prior + np.outer(row, row)
+        self._moments = _MEMORY * self._moments + fade * self._prior @ self._expected + row * (predicted + residual)
+        self._weights = np.linalg.solve(self._information, self._moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +159,9 @@ class DraftBudget:
         step_s = target_s + self._drafter_s(num_requests, verified)
         plain_tokens = step_s * num_requests / target_s[0]
         num_verified = int(np.argmax(tokens - self._gain * plain_tokens))
-        self._tokens += (tokens[num_verified] - self._tokens) / _TRIAL
-        self._plain_tokens += (plain_tokens[num_verified] - self._plain_tokens) / _TRIAL
+        num_steps = max(6, _MEMORY_OF_GAIN // num_requests)
+        self._tokens += (tokens[num_verified] / num_requests - self._tokens) / num_steps
+        self._plain_tokens += (plain_tokens[num_verified] / num_requests - self._plain_tokens) / num_steps
         self._num_trials += 1
         if num_verified == 0:
             return np.zeros(len(survival))
