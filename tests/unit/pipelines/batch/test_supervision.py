@@ -27,7 +27,7 @@ def usage(num_rows, num_failed_rows):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run of four units with three rows each. The first unit is committed, with two dead letters, for a cent."""
+    """Start a run of four units with three rows each. The first is committed, with two dead letters, for a cent."""
 
     def make(*command, output="run", allowance=None, draw=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)

@@ -82,7 +82,7 @@ def end(code):
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Return a function that makes scenes. Their actors do not redirect this process's output, and end with the test."""
+    """Return a function that makes scenes. Their actors keep this process's output, and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(watchdog, "POLL_S", 0.05)

@@ -90,7 +90,7 @@ def test_join_without_token():
 
 
 class _Gcs(grpc.GenericRpcHandler):
-    """A Ray control service. It accepts all calls ("open"), requires a token ("closed") or lacks the method ("unknown")."""
+    """A Ray control service: it accepts all calls ("open"), requires a token ("closed"), or lacks the method."""
 
     def __init__(self, answer):
         self._answer = answer

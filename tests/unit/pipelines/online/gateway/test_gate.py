@@ -710,7 +710,7 @@ def test_key_is_only_read_from_the_authorization_header(ask, keys, request_with)
 
 
 def test_default_max_tokens_are_the_smallest_limit(ask, keys, engine):
-    """A chat gets a cap instead of max_tokens: vLLM would refuse max_tokens that exceed the context after a long prompt."""
+    """A chat gets a cap instead of max_tokens: after a long prompt, vLLM would refuse max_tokens beyond the context."""
     for key, limit, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
         ask(post(keys[key]), max_output_tokens=limit)
         assert engine.context.cap_tokens == cap

@@ -39,9 +39,8 @@ def test_concurrent_requests_share_busy_seconds(engine_account, clock):
 
 def test_request_is_billed_per_choice(engine_account, clock):
     engine_account.ready()
-    one_choice, three_choices = (
-        engine_account.begin(Context(request_id="r", key="a", num_choices=number)) for number in (1, 3)
-    )
+    contexts = [Context(request_id="r", key="a", num_choices=number) for number in (1, 3)]
+    one_choice, three_choices = map(engine_account.begin, contexts)
     clock.now += 4
     assert three_choices.finish("ok").usage.busy_s == pytest.approx(3)
     clock.now += 1
