@@ -1,7 +1,4 @@
-"""Whether samples follow a distribution.
-
-Pearson's chi-square test over its frequent outcomes, with all other outcomes as one.
-"""
+"""Pearson's chi-square test of whether samples follow a distribution; all rare outcomes count as one."""
 
 import math
 from collections import Counter
@@ -9,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-FEWEST = 8  # minimum expected samples of an outcome that is not pooled
+FEWEST = 8  # outcomes with fewer expected samples are pooled
 
 
 def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> float:
@@ -17,9 +14,9 @@ def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> 
 
     Args:
         seen: number of samples per outcome.
-        chances: of the known outcomes; the rest of 1 belongs to all others.
+        chances: probability of each listed outcome; unlisted outcomes have the remaining probability.
 
-    Example: 60 heads in 100 throws of a coin have a statistic of 4 with one degree of freedom, and 0.0455.
+    Example: 60 heads in 100 coin tosses have a statistic of 4 with one degree of freedom, so the p-value is 0.0455.
     """
     total = sum(seen.values())
     cells = [(seen.get(outcome, 0), total * p) for outcome, p in chances.items() if total * p >= FEWEST]
@@ -32,19 +29,19 @@ def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> 
 
 
 def power(chances: Mapping[Hashable, float], wrong: Mapping[Hashable, float], num: int, level: float) -> float:
-    """Return the share of tests, of a hundred, in which samples of a wrong distribution are detected."""
+    """Return the fraction of a hundred tests that detect samples of a wrong distribution."""
     return sum(p_value(drawn(wrong, num, seed), chances) < level for seed in range(100)) / 100
 
 
 def sharpened(chances: Mapping[Hashable, float], temperature: float) -> dict[Hashable, float]:
-    """Return the same outcomes at another temperature, as from a wrong sampler."""
+    """Return the distribution at another temperature, like that of a wrong sampler."""
     powers = {outcome: chance ** (1 / temperature) for outcome, chance in chances.items()}
     return {outcome: power * sum(chances.values()) / sum(powers.values()) for outcome, power in powers.items()}
 
 
 def drawn(chances: Mapping[Hashable, float], num: int, seed: int) -> Counter[Hashable]:
-    """Return samples; None stands for the rest of 1."""
+    """Return samples; None stands for all unlisted outcomes."""
     outcomes = [*chances, None]
     weights = torch.tensor([*chances.values(), max(0.0, 1 - math.fsum(chances.values()))], dtype=torch.float64)
-    places = torch.multinomial(weights, num, replacement=True, generator=torch.Generator().manual_seed(seed))
-    return Counter(outcomes[place] for place in places.tolist())
+    indices = torch.multinomial(weights, num, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return Counter(outcomes[index] for index in indices.tolist())

@@ -16,7 +16,7 @@ from peagle.storage import s3_client, storage_path
 # Variables of the user's shell must not change tests.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
-# Nor must heads in the user's catalog. The tests' home is kept, because it has the converted target.
+# Heads in the user's catalog must not, either. The tests' home persists, because it has the converted target.
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # Shells without job control let background processes ignore Ctrl-C, and commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,7 +24,7 @@ _UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
 os.umask(_UMASK)
 
 
-# vLLM binds its threads to cores; two concurrent engines would use the same ones.
+# Tests that start vLLM must not run concurrently: vLLM binds its threads to cores, so two engines would share them.
 _ENGINES = tuple(
     f"integration/test_{name}.py"
     for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
@@ -70,7 +70,7 @@ def _restore():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A local Ray with four logical CPUs on any machine."""
+    """A local Ray cluster with four logical CPUs, whatever the machine has."""
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
@@ -89,7 +89,7 @@ def s3_server():
 
 @pytest.fixture
 def s3(s3_server, monkeypatch):
-    """The S3 server without faults and with an empty bucket, set in the AWS variables."""
+    """The S3 server, without faults and with an empty bucket; the AWS variables point to it."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     values = {
@@ -101,7 +101,7 @@ def s3(s3_server, monkeypatch):
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     s3_client.forget_store()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it may have one without credentials
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it may have an instance without credentials
     s3_server.reset()
     client = s3_client.store().api
     client.create_bucket(Bucket="bucket")
@@ -129,7 +129,7 @@ def root(request, tmp_path):
 
 @pytest.fixture(scope="session")
 def embedded_target():
-    """Folder of the real 135M-parameter target, converted once and kept in PEAGLE_HOME."""
+    """Folder of the real 135M-parameter target, which is converted once and cached in PEAGLE_HOME."""
     from peagle.catalog.embedded import ensure_embedded
 
     return ensure_embedded("smollm2-135m")
@@ -153,7 +153,7 @@ def shipped_eagle3():
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory):
-    """Folder of a random target of the Llama architecture: 4 layers of 4 heads, hidden size 32, 96 tokens."""
+    """Folder of a tiny random Llama target: 4 layers with 4 attention heads, hidden size 32, 96 tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -183,7 +183,7 @@ def chat_target(target, tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     characters = "\n" + "".join(map(chr, range(32, 126)))
-    folder = tmp_path_factory.mktemp("speaking") / "tiny"
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
     shutil.copytree(target, folder)
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)} | {"<end>": 95}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -195,7 +195,7 @@ def chat_target(target, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def foreign_target(tmp_path_factory, chat_target):
-    """Return the folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
+    """Return a function that builds a target of another architecture, with the tiny target's tokenizer."""
     from foreign_targets import save_foreign_target
 
     @functools.cache
@@ -211,7 +211,7 @@ def foreign_target(tmp_path_factory, chat_target):
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """Write rows (or raw lines) as JSON lines; return the path."""
+    """Return a function that writes rows (or raw lines) as JSON lines and returns the path."""
 
     def write(rows, name="prompts.jsonl"):
         path = tmp_path / name

@@ -1,8 +1,8 @@
-"""Hardware of tests."""
+"""Hardware for tests."""
 
 from peagle.hardware import Hardware
 
-# Refusals may name the machine, so pages and runs of a corpus always have this one.
+# Error messages may describe the machine, so tests and generated pages that quote messages use this one.
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
     core_ids=(0, 1, 2, 3),
@@ -15,7 +15,7 @@ def cpu(*flags, **changes):
 
 
 def gpu(*capability, memory_gib=80, **changes):
-    """One GPU, by default a Hopper."""
+    """Return a node with one GPU, by default an H100."""
     values = {
         "accelerator": "H100", "num_accelerators": 1, "compute_capability": capability or (9, 0), "num_cpus": 16,
     }  # fmt: skip

@@ -1,6 +1,6 @@
-"""An S3 server in a thread (moto's), whose requests can fail in the ways that real ones do.
+"""An S3 server (moto's, in a thread) whose requests can fail in the ways that requests to a real S3 do.
 
-Requests run one at a time, because moto's check and use of a name are not atomic.
+It handles one request at a time, because moto's conditional writes are not atomic.
 """
 
 import io
@@ -19,16 +19,16 @@ from werkzeug.serving import make_server
 
 @dataclass
 class _Fault:
-    how: str | int
-    wanted: Callable[[str, str], bool]
+    kind: str | int
+    matches: Callable[[str, str], bool]
     times: float
 
 
 class FaultyS3:
-    """The server, and its requests.
+    """The server.
 
     Attributes:
-        requests: method and path of each.
+        requests: (method, path) of each request.
         ignores_conditions: whether it accepts every conditional write.
         upload_age_s: age of unfinished uploads in listings.
     """
@@ -63,38 +63,39 @@ class FaultyS3:
         with self._lock:
             self._faults = []
 
-    def fail(self, how, *, method="", path="", times=1):
-        """Let the next requests fail.
+    def fail(self, kind, *, method="", path="", times=1):
+        """Let the next matching requests fail.
 
         Args:
-            how: a status; cut: the connection ends before the operation; lost: after it; half: within the answer.
-            method, path: parts of those of the requests that fail; all by default.
+            kind: an HTTP status, or when the connection ends: "cut" (before the operation), "lost" (after it) or
+                "half" (within the answer).
+            method, path: text that a request's method and path must contain; by default, all requests match.
         """
-        self._add(how, lambda m, p: method in m and path in p, times)
+        self._add(kind, lambda m, p: method in m and path in p, times)
 
     def fail_often(self, share, seed):
-        """Let random requests fail from now on, in all ways."""
-        chance = random.Random(seed)
-        for how in (500, 503, "cut", "lost"):
-            self._add(how, lambda m, p: chance.random() < share / 4, float("inf"))
+        """Let this share of all requests fail from now on, in various ways."""
+        rng = random.Random(seed)
+        for kind in (500, 503, "cut", "lost"):
+            self._add(kind, lambda m, p: rng.random() < share / 4, float("inf"))
 
     def count(self, method, path=""):
-        """Return how many requests of a kind there were."""
+        """Return the number of requests with this method whose path contains `path`."""
         return sum(method == m and path in p for m, p in self.requests)
 
-    def _add(self, how, wanted, times):
+    def _add(self, kind, matches, times):
         with self._lock:
-            self._faults.append(_Fault(how, wanted, times))
+            self._faults.append(_Fault(kind, matches, times))
 
     def _take_fault(self, method, path):
         for fault in self._faults:
-            if fault.times > 0 and fault.wanted(method, path):
+            if fault.times > 0 and fault.matches(method, path):
                 fault.times -= 1
-                return fault.how
+                return fault.kind
         return None
 
     def _serve(self, environ, start_response):
-        # Read before taking the lock: a client may be stopped in the middle of its request.
+        # Read the body before taking the lock, because a client may be stopped in the middle of its request.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         with self._lock:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -103,7 +104,7 @@ class FaultyS3:
             if self.ignores_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
             if fault == "cut":
-                return _hang_up(environ)
+                return _disconnect(environ)
             if isinstance(fault, int):
                 return _refuse(fault, start_response)
             answer = []
@@ -112,26 +113,26 @@ class FaultyS3:
                 began_at = datetime.now(UTC) - timedelta(seconds=self.upload_age_s)
                 data = data.replace(_MOTOS_DATE, f"{began_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
         if fault == "lost":
-            return _hang_up(environ)
+            return _disconnect(environ)
         start_response(*answer[0])
         return _half(data, environ) if fault == "half" else [data]
 
 
-_MOTOS_DATE = b"2010-11-10T20:48:33.000Z"  # of every upload
+_MOTOS_DATE = b"2010-11-10T20:48:33.000Z"  # moto's start date of every upload
 _CODES = {403: "AccessDenied", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 409: "OperationAborted"}
 
 
 def _refuse(status, start_response):
     code = _CODES[status]
     start_response(f"{status} {code}", [("Content-Type", "application/xml")])
-    return [f"<Error><Code>{code}</Code><Message>by request of a test</Message></Error>".encode()]
+    return [f"<Error><Code>{code}</Code><Message>a fault set by a test</Message></Error>".encode()]
 
 
-def _hang_up(environ):
+def _disconnect(environ):
     environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
     raise ConnectionResetError
 
 
 def _half(data, environ):
     yield data[: len(data) // 2]
-    _hang_up(environ)
+    _disconnect(environ)

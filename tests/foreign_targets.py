@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCABULARY, HIDDEN, AUX_LAYERS = 96, 32, (1, 2, 3)
 
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# By model_type: settings of the configuration in addition to the common sizes.
+# By model_type: options of the configuration in addition to the common sizes.
 FOREIGN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "qwen2": {},
@@ -47,7 +47,7 @@ def save_foreign_target(model_type: str, folder: Path) -> None:
 
 
 def random_target(config: Any, *, std: float = 0.2) -> Any:
-    """Return a float32 target whose norms and biases are also random."""
+    """Return a float32 target with random weights, including norms and biases."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

@@ -1,6 +1,6 @@
-"""The endpoint in this process behind a real HTTP server: gate, routes, batches and ledger, without Ray Serve.
+"""An endpoint in this process: a real HTTP server, gate, routes, batches, ledger and the fake engine, but no Ray Serve.
 
-The fake engine answers. It has keys, so that their rules apply, and the delay of its event loop is measured.
+It requires API keys, so that their limits apply, and measures the lag of its event loop.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _TICK_S = 0.002
 
 
 class Handle:
-    """A deployment's handle for the ingress, directly connected to the engine."""
+    """A fake of the ingress's deployment handle, which calls the engine directly."""
 
     deployment_name = "m"
 
@@ -66,7 +66,7 @@ class _Method:
 
 
 class _Response:
-    """Imitates Ray's streaming response."""
+    """A fake of Ray's streaming response."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -79,13 +79,13 @@ class _Response:
 
 
 async def _in_lists(parts):
-    """Imitate Ray's batching of streams."""
+    """Yield each event in a list, like Ray, which batches events."""
     async for part in parts:
         yield [part] if isinstance(part, str) else part
 
 
 class NoRunner:
-    """Batches wait forever."""
+    """A batch runner whose checks never end, so that batches wait forever."""
 
     def check(self, path, rules):
         return self
@@ -101,7 +101,7 @@ class Served:
     """A running endpoint.
 
     Attributes:
-        keys: by name.
+        keys: API keys by name.
     """
 
     def __init__(self, url, keys, ledger):
@@ -114,17 +114,17 @@ class Served:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
 
     def answered(self):
-        """Return the requests in the ledger, which are those that an engine has answered."""
+        """Return the new requests in the ledger, which an engine has answered."""
         return RequestReader(self._ledger).new()
 
     @contextlib.contextmanager
     def lag(self):
-        """Measure the longest delay of the event loop; the yielded function returns it in seconds."""
+        """Measure the longest lag of the event loop. The yielded function returns it in seconds."""
         self._lag_s = 0.0
         yield lambda: self._lag_s
 
     async def watch(self):
-        """Run in the endpoint's loop."""
+        """Measure the lag forever, in the endpoint's event loop."""
         while True:
             due = time.perf_counter() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -136,11 +136,11 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     """Run the endpoint.
 
     Args:
-        limits: by the name of a key.
-        settings: of `GateSettings`.
+        limits: limits of each key, by its name.
+        settings: fields of `GateSettings`.
     """
     model = ServedModel(name="m", max_model_len=max_model_len)
-    secrets = {name: new_key(name, **own) for name, own in limits.items()}
+    secrets = {name: new_key(name, **key_limits) for name, key_limits in limits.items()}
     write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
     engine = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
@@ -160,7 +160,7 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
         served = Served(None, {name: key for name, (key, _) in secrets.items()}, folder / "ledger")
         app.router.add_event_handler("startup", engine.start)
-        app.router.add_event_handler("startup", lambda: _keep(server, served.watch()))
+        app.router.add_event_handler("startup", lambda: _start_task(server, served.watch()))
         thread = threading.Thread(target=server.run)
         thread.start()
         while not server.started:
@@ -173,8 +173,8 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
         account.end()
 
 
-def _keep(server, coroutine):
-    server.watching = asyncio.ensure_future(coroutine)
+def _start_task(server, coroutine):
+    server.watching = asyncio.ensure_future(coroutine)  # a reference, so that the task is not garbage-collected
 
 
 def _batches(folder, model):

@@ -1,4 +1,4 @@
-"""A Hugging Face hub whose main branches move, behind the client's `hf_hub_download` and its cache on disk."""
+"""A fake Hugging Face Hub whose branches can move. The client's `hf_hub_download` and cache on disk use it."""
 
 import json
 import socket
@@ -10,11 +10,11 @@ FIRST, SECOND = "a" * 40, "c" * 40  # commits
 
 
 class MovingHub:
-    """Replaces huggingface.co.
+    """A fake of huggingface.co.
 
     Attributes:
-        is_online: whether it can be reached.
-        requests: (hub id, revision) of each request that reached it.
+        is_online: whether the hub can be reached.
+        requests: (hub id, revision) of each request that reached the hub.
     """
 
     def __init__(self, folder, monkeypatch):
@@ -38,10 +38,10 @@ class MovingHub:
             commit = self._branches.get((model_id, revision or "main"), revision)
             if (model_id, commit) not in self._configs:
                 raise LocalEntryNotFoundError(f"there is no {model_id} at {commit}")
-            self._keep(model_id, revision or "main", commit, name)
+            self._store(model_id, revision or "main", commit, name)
         return self._from_cache(model_id, name, revision=revision, local_files_only=True)
 
-    def _keep(self, model_id, revision, commit, name):
+    def _store(self, model_id, revision, commit, name):
         repository = self._cache / f"models--{model_id.replace('/', '--')}"
         snapshot, reference = repository / "snapshots" / commit, repository / "refs" / revision
         snapshot.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The origin of a report (command, revision, machine), its two files, and lines of progress."""
+"""Helpers for test reports: their origin (command, revision, machine), their two files, and progress messages."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from peagle.provenance import git_revision, versions
 
 
 def origin(command: str) -> dict[str, Any]:
-    """Return the report's first entries."""
+    """Return a report's first entries, which say how it was made."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -21,7 +21,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def origin_text(data: dict[str, Any]) -> str:
-    """Return the same in Markdown."""
+    """Return the entries of `origin` in Markdown."""
     return (
         f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
         + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
@@ -30,7 +30,7 @@ def origin_text(data: dict[str, Any]) -> str:
 
 
 def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
-    """Write Markdown and JSON; return the path of the Markdown."""
+    """Write the text as Markdown and the data as JSON; return the path of the Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     path.write_text(text)

@@ -1,10 +1,12 @@
-"""What a power cut may leave of a folder: a model of a file system that keeps only what was synced.
+"""A model of what a power cut may leave of a folder: only what was synced is guaranteed.
 
-`recording(folder)` records each `fsync`: of a file, its bytes at that moment; of a folder, its names and the files
-behind them. `Disk.images` creates folders that the disk may hold after a cut at this moment. The worst one has
-nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is randomly present.
+`recording(folder)` records each `fsync`. For a file, it records the bytes at that moment; for a folder, its names and
+the files that they refer to. `Disk.images` creates folders that the disk may hold after a power cut at this moment. In
+the worst image, everything that was not synced is lost: names, deletions and bytes. In the others, each unsynced change
+is present at random.
 
-Real file systems keep more, so code that is correct here is correct there; `test_power_cut.py` also uses a real ext4.
+Real file systems keep more, so code that is correct in this model is correct on them. `test_power_cut.py` also uses a
+real ext4.
 """
 
 import contextlib
@@ -14,18 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 File = int
-"""An inode; it is held open while the model lasts, so its number is not used again."""
+"""An inode number. The file is held open while the model lasts, so that its number is not reused."""
 
 
 class Disk:
-    """What is on disk below a folder, which is itself synced."""
+    """What is on disk in a folder. The folder itself is assumed to be synced."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names: dict[File, dict[str, tuple[File, bool]]] = {}
         self._bytes: dict[File, bytes] = {}
         self._held: dict[File, int] = {}
-        self._note_folder(root)
+        self._record_folder(root)
 
     def synced(self, descriptor: int) -> None:
         """Record the sync of a file or folder."""
@@ -33,13 +35,13 @@ class Disk:
         if self._root not in (path, *path.parents):
             return
         if path.is_dir():
-            self._note_folder(path)
+            self._record_folder(path)
         else:
             self._hold(path)
             self._bytes[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def images(self, where: Path, *, num_chances: int = 6, seed: int = 0) -> Iterator[Path]:
-        """Yield folders that may exist after a power cut at this moment."""
+        """Create and yield copies of the folder as they may be after a power cut at this moment."""
         rng = random.Random(seed)
         for number in range(1 + num_chances):
             image = where / f"image-{number}"
@@ -50,7 +52,7 @@ class Disk:
         for descriptor in self._held.values():
             os.close(descriptor)
 
-    def _note_folder(self, folder: Path) -> None:
+    def _record_folder(self, folder: Path) -> None:
         result = {}
         for path in folder.iterdir():
             self._hold(path)
@@ -62,47 +64,47 @@ class Disk:
         if inode is not None and inode not in self._held:
             self._held[inode] = os.open(path, os.O_PATH)
 
-    def _copy(self, folder: Path, image: Path, by_itself: Callable[[], bool]) -> None:
-        """Copy a folder as it is on disk; unsynced changes are randomly present."""
+    def _copy(self, folder: Path, image: Path, is_written: Callable[[], bool]) -> None:
+        """Copy a folder as it is on disk. `is_written` decides whether an unsynced change is on disk."""
         image.mkdir(parents=True)
         now = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
         names = self._names.get(folder.stat().st_ino, {})
         for name in sorted(now.keys() | names.keys()):
-            entry = now.get(name) if now.get(name) == names.get(name) or by_itself() else names.get(name)
+            entry = now.get(name) if now.get(name) == names.get(name) or is_written() else names.get(name)
             if entry is None:
                 continue
             inode, is_folder = entry
             if is_folder:
                 if now.get(name) == entry:
-                    self._copy(folder / name, image / name, by_itself)
+                    self._copy(folder / name, image / name, is_written)
             else:
-                (image / name).write_bytes(self._content(inode, folder / name, now.get(name) == entry, by_itself))
+                (image / name).write_bytes(self._content(inode, folder / name, now.get(name) == entry, is_written))
 
-    def _content(self, inode: File, path: Path, is_there: bool, by_itself: Callable[[], bool]) -> bytes:
+    def _content(self, inode: File, path: Path, exists: bool, is_written: Callable[[], bool]) -> bytes:
         content = self._bytes.get(inode, b"")
-        if is_there and path.read_bytes() != content and by_itself():
+        if exists and path.read_bytes() != content and is_written():
             return path.read_bytes()
         return content
 
 
 @contextlib.contextmanager
 def recording(root: Path) -> Iterator[Disk]:
-    """Record what this process syncs below a folder."""
+    """Record what this process syncs in a folder."""
     disk, names = Disk(root), ("fsync", "fdatasync")
-    true = {name: getattr(os, name) for name in names}
+    original = {name: getattr(os, name) for name in names}
 
-    def noting(name: str):
+    def recorded(name: str):
         def sync(descriptor: int) -> None:
-            true[name](descriptor)
+            original[name](descriptor)
             disk.synced(descriptor)
 
         return sync
 
     for name in names:
-        setattr(os, name, noting(name))
+        setattr(os, name, recorded(name))
     try:
         yield disk
     finally:
         for name in names:
-            setattr(os, name, true[name])
+            setattr(os, name, original[name])
         disk.close()

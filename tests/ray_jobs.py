@@ -1,4 +1,4 @@
-"""`ray job` with an address and a token."""
+"""Run `ray job` commands on a cluster."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ class RayJobs:
     """The jobs of one cluster.
 
     Attributes:
-        environment: has the token and RAY_API_SERVER_ADDRESS.
+        environment: environment variables, with the token and RAY_API_SERVER_ADDRESS.
     """
 
     environment: Mapping[str, str]
@@ -35,12 +35,12 @@ class RayJobs:
         )  # fmt: skip
 
     def submit(self, *arguments: str) -> str:
-        """Return the output of `ray job submit`, which without `--no-wait` includes the job's."""
+        """Submit a job; return the output of `ray job submit`. Without `--no-wait`, it includes the job's output."""
         while True:
             done = self.call("submit", *arguments)
             if "No available agent" not in done.stderr:
                 break
-            time.sleep(2)  # the server answers before it can run jobs
+            time.sleep(2)  # the job server is up before it can run jobs
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -1,4 +1,4 @@
-"""Resolved runs for tests, with or without a corpus."""
+"""Make resolved runs for tests, with or without a corpus."""
 
 import pyarrow as pa
 

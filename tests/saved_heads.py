@@ -1,4 +1,4 @@
-"""Load a saved head into the library's model, as training does; engines load the folder themselves."""
+"""Load a saved head into the speculators library's model class, as training does."""
 
 import json
 

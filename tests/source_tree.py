@@ -1,4 +1,4 @@
-"""All modules of the three packages, parsed."""
+"""The syntax trees of all modules in peagle, pipelines and jobs."""
 
 import ast
 from functools import cache

@@ -1,4 +1,4 @@
-"""Access to Ray's ports without the token."""
+"""Check what Ray's ports expose to a client without the token."""
 
 import http.client
 import urllib.error
@@ -6,7 +6,7 @@ import urllib.request
 
 import grpc
 
-# A call of each Ray service: without the token it is refused before it is parsed.
+# A method of each Ray service. A call without the token is refused before its content is parsed.
 CALLS = (
     "/ray.rpc.NodeInfoGcsService/CheckAlive",
     "/ray.rpc.NodeManagerService/GetNodeStats",
@@ -19,7 +19,7 @@ CALLS = (
 
 
 def grpc_status(address, call):
-    """Return the status of a call without the token."""
+    """Return the gRPC status of a call without the token."""
     with grpc.insecure_channel(address) as channel:
         ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
         try:
@@ -30,7 +30,7 @@ def grpc_status(address, call):
 
 
 def http_answer(host, port, path):
-    """Return status and body; status 0 if the port does not speak HTTP/1."""
+    """Return the status and body of an HTTP request; the status is 0 if the port does not speak HTTP/1."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read(100_000)
@@ -41,7 +41,7 @@ def http_answer(host, port, path):
 
 
 def exposed_without_token(host, port):
-    """Return what a port exposes without the token: `metrics`, `token` or `open`."""
+    """Return what a port exposes without the token: `metrics`, `token` (nothing), or `open` with the status."""
     metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
     if b"# HELP" in metrics[1]:
         return "metrics"

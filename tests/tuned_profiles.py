@@ -1,4 +1,4 @@
-"""Cells and a profile as tuning writes them."""
+"""Fixtures with measured cells and a profile, as `peagle tune` writes them."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from peagle.profiles.profile import MeasuredCell, Profile, Tuned
 
 @pytest.fixture
 def cell():
-    """Make a cell from a method, a K, a concurrency and a speed."""
+    """Return a function that makes a cell from a method, a K, a concurrency and a speed."""
 
     def make(method, k, concurrency, speed, length=None):
         return MeasuredCell(
@@ -20,7 +20,7 @@ def cell():
 
 @pytest.fixture
 def cells(cell):
-    """P-EAGLE is faster with 1 and 4 concurrent requests, no speculation with 16."""
+    """Cells in which P-EAGLE is faster with 1 and 4 concurrent requests, and no speculation with 16."""
     return [
         cell("peagle", 3, 4, 50.0, 1.6), cell("peagle", 5, 4, 48.0, 1.75), cell("none", 0, 4, 40.0),
         cell("peagle", 3, 1, 20.0, 1.6), cell("none", 0, 1, 15.0),
@@ -30,7 +30,7 @@ def cells(cell):
 
 @pytest.fixture
 def profile(cells):
-    """P-EAGLE K=3 with 4 concurrent requests."""
+    """A profile that chooses P-EAGLE with K=3 and 4 concurrent requests."""
     return Profile(
         peagle_profile=1,
         decision="P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.",

@@ -1,18 +1,18 @@
-"""Usage records for tests, with defaults."""
+"""Make usage records for tests."""
 
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 
 
 def drafts(num_drafts, *accepted):
-    """Drafts of equal length, with the number accepted at each position."""
+    """Return statistics of drafts of equal length; `accepted` is the number accepted at each position."""
     return SpeculationStats(
         num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
     )
 
 
 def engine_session(session_id="s", *, started_at=0.0, load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, **values):
-    """An engine last seen after all these seconds."""
+    """Return an ended session that was last seen after the sum of these seconds."""
     defaults = {
         "engine_index": 0,
         "hostname": "h",

@@ -1,1 +1,1 @@
-"""The endpoint's page in a real browser."""
+"""Tests of web pages in a real browser."""

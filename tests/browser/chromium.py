@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol over one WebSocket, without a driver to install."""
+"""A headless Chromium, controlled through the DevTools protocol over one WebSocket, so no driver is needed."""
 
 import base64
 import json
@@ -31,14 +31,14 @@ _MODIFIERS = {"Control": 2, "Shift": 8}
 
 
 def executable() -> str | None:
-    """Return the browser of this machine."""
+    """Return the path of this machine's browser, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Chromium:
     def __init__(self, profile: Path) -> None:
         path = executable()
-        assert path is not None, "the caller looks first"
+        assert path is not None, "call executable() first: this machine has no browser"
         self._process = subprocess.Popen(
             [path, f"--user-data-dir={profile}", *_FLAGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -66,7 +66,7 @@ class Chromium:
         return self._pages[session]
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send a command; events that arrive before its response go to their pages."""
+        """Send a command and return its response; pass events that arrive earlier to their pages."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params}
@@ -77,7 +77,7 @@ class Chromium:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return dict(answer["result"])
             if page := self._pages.get(answer.get("sessionId", "")):
-                page.hear(answer["method"], answer["params"])
+                page.on_event(answer["method"], answer["params"])
 
     def close(self) -> None:
         self._open.close()
@@ -96,7 +96,7 @@ class Page:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
 
-    def hear(self, method: str, params: dict[str, Any]) -> None:
+    def on_event(self, method: str, params: dict[str, Any]) -> None:
         """Handle an event of this tab."""
         if method == "Network.requestWillBeSent":
             self.urls.append(params["request"]["url"])
@@ -108,7 +108,7 @@ class Page:
             self.console.append(f"exception: {params['exceptionDetails']}")
 
     def close(self) -> None:
-        """Close it with all its storage."""
+        """Close the tab and delete its storage."""
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
@@ -126,13 +126,13 @@ class Page:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, expression: str) -> Any:
-        """Return the value of JavaScript, or of its promise."""
+        """Evaluate JavaScript; return its value, or that of its promise."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, condition: str, within_s: float = _WAIT_S) -> Any:
-        """Wait for a true value of JavaScript."""
+        """Wait until a JavaScript expression is true; return its value."""
         until = time.monotonic() + within_s
         while not (value := self.run(condition)):
             assert time.monotonic() < until, f"never true: {condition}\n{self.run('document.body.innerText')}"
@@ -149,15 +149,15 @@ class Page:
 
     def press(self, *keys: str) -> None:
         """Press keys together, such as `press("Control", "Enter")`."""
-        *held_modifiers, key = keys
+        *modifier_names, key = keys
         text, code = _KEYS[key]
-        modifiers = sum(_MODIFIERS[name] for name in held_modifiers)
+        modifiers = sum(_MODIFIERS[name] for name in modifier_names)
         event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def type(self, text: str) -> None:
-        """Type into the element with the focus."""
+        """Type into the element that has the focus."""
         self.call("Input.insertText", text=text)
 
     def click(self, selector: str) -> None:
@@ -174,6 +174,6 @@ class Page:
         )
 
     def picture(self, path: Path, *, is_whole: bool = False) -> None:
-        """Return a PNG of the viewport or the whole page."""
+        """Write a PNG of the viewport or the whole page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         path.write_bytes(base64.b64decode(data))

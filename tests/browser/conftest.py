@@ -1,9 +1,9 @@
-"""One browser for all tests of a worker; a tab and a server for each test."""
+"""Fixtures: one browser for all tests of a worker, and a tab and fake endpoints for each test."""
 
 import pytest
 
 from tests.browser.chromium import NAMES, Chromium, executable
-from tests.browser.standin import StandIn
+from tests.browser.fake_endpoint import FakeEndpoint
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +25,11 @@ def page(chromium):
 
 @pytest.fixture
 def serve(tmp_path):
-    """Return a function that starts a `StandIn`."""
+    """Return a function that starts a `FakeEndpoint`."""
     started = []
 
     def start(**kwargs):
-        started.append(StandIn(tmp_path / f"endpoint-{len(started)}", **kwargs))
+        started.append(FakeEndpoint(tmp_path / f"endpoint-{len(started)}", **kwargs))
         return started[-1]
 
     yield start

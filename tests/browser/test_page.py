@@ -1,4 +1,4 @@
-"""The endpoint's page in a real browser."""
+"""Tests of the endpoint's web page in a real browser."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from peagle.economics.shared_budgets import BUDGETS_NAME, SharedBudget, changing_budgets
 from pipelines.online.gateway.keys import LOCAL_NAME, KeyRecord, new_key
-from tests.browser.standin import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER
+from tests.browser.fake_endpoint import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="pictures are made with WRITE_DOCS=1")
@@ -68,7 +68,7 @@ def test_csp_blocks_other_hosts_and_inner_html(page, serve):
     assert page.run("try { document.body.innerHTML = 'x' } catch (error) { error.name }") == "TypeError"
 
 
-def test_page_shows_the_figures_of_the_endpoint(page, serve):
+def test_page_shows_the_metrics_of_the_endpoint(page, serve):
     opened(page, serve(num_requests=20).url)
     live = page.run("fetch('v1/live?window_s=300').then((answer) => answer.json())")
     page.click("#window input[value='300']")
@@ -107,10 +107,10 @@ def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
     assert page.run("document.querySelectorAll('#playground-log img, #playground-log script').length") == 0
     names = page.run("[...document.querySelectorAll('#playground-log dt')].map((element) => element.textContent)")
     values = page.run("[...document.querySelectorAll('#playground-log dd')].map((element) => element.textContent)")
-    figures = dict(zip(names, values, strict=True))
-    assert set(figures) == {"tokens/s", "first token", "latency", "tokens", "acceptance", "cost"}
-    assert figures["tokens"] == str(len(HTML.split(" ")))
-    assert figures["cost"].startswith("$0.00")
+    metrics = dict(zip(names, values, strict=True))
+    assert set(metrics) == {"tokens/s", "first token", "latency", "tokens", "acceptance", "cost"}
+    assert metrics["tokens"] == str(len(HTML.split(" ")))
+    assert metrics["cost"].startswith("$0.00")
     assert UNKNOWN not in values
     page.click("#playground-new")
     assert page.run(TURNS) == []
@@ -207,7 +207,7 @@ def test_page_can_be_used_with_the_keyboard(page, serve):
         outline = page.run(f"getComputedStyle({shown}).outlineStyle")
         assert outline != "none", page.run("document.activeElement.outerHTML.slice(0, 120)")
     else:
-        raise AssertionError("the focus stays in the page")
+        raise AssertionError("the focus did not leave the page after 40 tabs")
 
 
 def test_key_is_requested_and_stored_only_for_the_tab(page, serve):
@@ -293,7 +293,7 @@ def test_pictures(page, serve, name, width, scheme, selector):
 
 def test_monthly_spending_is_shown_by_day_and_key(page, serve):
     opened(page, serve(num_requests=20).url)
-    assert page.text("spend-total") == UNKNOWN, "no request before the section is visible"
+    assert page.text("spend-total") == UNKNOWN, "the spending was requested before its section was visible"
     page.run("document.getElementById('spend').scrollIntoView()")
     page.says("spend-state", "UTC days")
     names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
@@ -323,14 +323,14 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
     opened(page, endpoint.url)
     page.run("document.getElementById('spend').scrollIntoView()")
     page.wait("!document.getElementById('budgets').hidden")
-    tag, own = page.run(rows)
+    tag, local = page.run(rows)
     assert tag[:5] == ["tag team=search", "$20.00", "$0", "$20.00", "0\u00a0%"]
     assert re.fullmatch(r"\d{4}-\d{2}-01", tag[5])
-    assert (own[0], own[1], own[5]) == ("key local", "$5.00", "never")
-    assert own[2] not in ("$0", UNKNOWN), "requests made before the page was opened count"
+    assert (local[0], local[1], local[5]) == ("key local", "$5.00", "never")
+    assert local[2] not in ("$0", UNKNOWN), "requests made before the page was opened count"
 
 
-def test_stand_in_warns_next_to_every_cost(page, serve):
+def test_fake_engine_is_stated_next_to_every_cost(page, serve):
     opened(page, serve().url)
     caveats = page.run("[...document.querySelectorAll('.caveat')].map((element) => element.textContent)")
     assert caveats == ["FAKE ENGINE: speed and dollars are not real"] * 3

@@ -1,4 +1,4 @@
-"""The page of `peagle cost` in a real browser, with the month that docs/cost.md computes step by step."""
+"""Tests of the page of `peagle cost` in a real browser, with the month that docs/cost.md computes step by step."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_plots_fit_a_phone_without_horizontal_scrolling(page, url, scheme):
     page.show(width=360, height=780, scheme=scheme)
     page.go(url)
     assert page.run("document.documentElement.scrollWidth") <= 360
-    widths = page.run("[...document.querySelectorAll('svg')].map((one) => one.getBoundingClientRect().right)")
+    widths = page.run("[...document.querySelectorAll('svg')].map((plot) => plot.getBoundingClientRect().right)")
     assert len(widths) == 2
     assert max(widths) <= 360
     assert page.console == []

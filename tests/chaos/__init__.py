@@ -1,4 +1,4 @@
-"""Kill and stop parts of bulk runs at random, continue the runs, and check that no row is lost or doubled.
+"""Kill and stop processes of bulk runs at random, continue the runs, and check that no row is lost or duplicated.
 
     make chaos                                     20 runs with the fake engine, 2 with the real one, and the faults
     CHAOS_SEED=7 CHAOS_RUNS=100 make chaos         another, longer schedule
@@ -12,8 +12,8 @@
     play.py        one run: started, killed, continued with the same command until it is done
     audit.py       checks of the finished run directory
     faults.py      faults without kills: full disk, read-only output, two drivers, clock jumps
-    pauses.py      drivers that are stopped at each durable step while another one does all the work
-    stepping.py    what a step is, and a driver without Ray that stops at steps
+    pauses.py      drivers that pause at each durable step while another driver finishes the run
+    stepping.py    defines durable steps, and a driver without Ray that pauses at them
     report.py      the report under benchmarks/reliability/
 
 `make test` runs only some steps, in `tests/integration/test_chaos.py`.

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos`: play the runs, faults and pauses that are missing, and write the report.
+"""`python -m tests.chaos`: play the runs, faults and pauses that have no result yet, and write the report.
 
-Results are kept under --folder, so the same command continues an interrupted campaign.
+Results are stored under --folder, so the same command continues an interrupted campaign.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tests.chaos.schedule import schedule
 from tests.origin import say
 
 _NUM_NODES = _NUM_ENGINES = 3
-_OWN_CLUSTER_EVERY = 5  # every fifth run uses only its driver's cluster
+_OWN_CLUSTER_EVERY = 5  # in every fifth run, the driver starts its own local cluster
 _NUM_KILLS = 4
 _FAKE_LIMIT_S, _REAL_LIMIT_S = 600.0, 1800.0
 
@@ -45,9 +45,9 @@ class Campaign:
         self.folder: Path = args.folder / f"seed-{args.seed}"
 
     def play_all(self) -> None:
-        """Play the missing runs on one cluster of several nodes."""
+        """Play the missing runs, on one cluster of several nodes."""
         num_fake, num_all = self._args.runs, self._args.runs + self._args.real_runs
-        numbers = [n for n in range(num_all) if self._is_wanted(_name(n, n < num_fake))]
+        numbers = [n for n in range(num_all) if self._is_missing(_name(n, n < num_fake))]
         if not numbers:
             return
         with RayNodes(_NUM_NODES, max(2, hardware.detect().num_cpus), self.folder / "ray") as nodes:
@@ -57,22 +57,22 @@ class Campaign:
     def inject_all(self) -> None:
         """Inject the missing faults."""
         for fault in faults.FAULTS:
-            if self._is_wanted(name := f"fault-{fault}"):
+            if self._is_missing(name := f"fault-{fault}"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
                 say(name)
-                self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
+                self._save(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
 
     def pause_all(self) -> None:
-        """Play the missing scenes with stopped drivers, on disk and on S3."""
+        """Play the missing scenes with paused drivers, on disk and on S3."""
         for where in ("disk", "s3"):
             for scene in pauses.SCENES:
-                if self._is_wanted(name := f"pauses-{where}-{scene}"):
+                if self._is_missing(name := f"pauses-{where}-{scene}"):
                     say(name)
                     folder, every = self.folder / name, self._args.every * (4 if where == "s3" else 1)
                     values = {"--every": every, "--crossed": self._args.crossed, "--seed": self._args.seed}
-                    flags = [str(word) for pair in values.items() for word in pair]
+                    flags = [str(part) for pair in values.items() for part in pair]
                     result = pauses.run(scene, folder, flags + ["--s3"] * (where == "s3"))
-                    self._keep(name, {"engine": "pauses", "where": where, **result})
+                    self._save(name, {"engine": "pauses", "where": where, **result})
 
     def _play(self, number: int, is_fake: bool, nodes: RayNodes) -> None:
         name = _name(number, is_fake)
@@ -83,7 +83,7 @@ class Campaign:
         say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', separate cluster' if own_cluster else ''}")
         limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
         played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=say).play()
-        self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
+        self._save(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
@@ -103,16 +103,16 @@ class Campaign:
             flags=common + flags,
         )
 
-    def _is_wanted(self, name: str) -> bool:
+    def _is_missing(self, name: str) -> bool:
         return not (self.folder / f"{name}.json").exists() and name in (self._args.only or [name])
 
-    def _keep(self, name: str, result: dict[str, Any]) -> None:
+    def _save(self, name: str, result: dict[str, Any]) -> None:
         """Save a result, and delete the files of a run without problems."""
         text = json.dumps({"name": name, **result}, indent=2)
         (self.folder / f"{name}.json").write_text(text.replace(f"{self.folder}/", ""))  # no local paths in reports
         for problem in result["problems"]:
             say(f"  PROBLEM {problem}")
-        say(f"{name}: {'no problems' if not result['problems'] else 'its files are kept'}")
+        say(f"{name}: {'no problems' if not result['problems'] else 'problems; its files are kept'}")
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -135,15 +135,17 @@ def _parser() -> argparse.ArgumentParser:
         "--every",
         type=int,
         default=int(env("CHAOS_EVERY", "1")),
-        help="stop drivers at every Nth step, on S3 at every fourth of these; CHAOS_EVERY; default 1",
+        help="pause drivers at every Nth step, on S3 at every fourth of these; CHAOS_EVERY; default 1",
     )
     parser.add_argument(
-        "--crossed", type=int, default=20, help="plays of each scene in which both drivers are stopped; default 20"
+        "--crossed", type=int, default=20, help="plays of each scene in which both drivers are paused; default 20"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run only these, such as fake-004 or fault-full-disk")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
     parser.add_argument(
-        "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="where the report goes"
+        "--folder", type=Path, default=ROOT / "runs" / "chaos", help="folder for results and run directories"
+    )
+    parser.add_argument(
+        "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="folder for the report"
     )
     return parser
 

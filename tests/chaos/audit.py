@@ -1,4 +1,4 @@
-"""Checks of a finished run directory. They read the files themselves where possible, not with the code under test."""
+"""Checks of a finished run directory. If possible, they read files directly instead of using the code under test."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ class Audit:
     Attributes:
         num_lost: ids that are missing.
         num_doubled: ids that occur more than once.
-        num_regenerated_tokens: generated but not committed, according to heartbeats.
+        num_regenerated_tokens: tokens that were generated but not committed, according to heartbeats.
         regenerated_usd: cost of engine time that was lost.
         num_sessions: engine processes of the run.
     """
@@ -49,17 +49,17 @@ class Audit:
 def audit(job: Job) -> Audit:
     """Check every file of a finished run."""
     run = RunDirectory(job.output)
-    letters = list(run.dead_letters())
+    dead_letters = list(run.dead_letters())
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
-    result = Counter(int(item["id"]) for item in [*rows, *letters])
-    lost = sorted(set(range(job.num_rows)) - result.keys())
-    doubled = sorted(row for row, count in result.items() if count > 1)
+    occurrences = Counter(int(item["id"]) for item in [*rows, *dead_letters])
+    lost = sorted(set(range(job.num_rows)) - occurrences.keys())
+    doubled = sorted(row for row, count in occurrences.items() if count > 1)
     paid = report_of(job)["account"]
     problems = [
         *(f"row {row} is in no committed unit or dead letter" for row in lost),
-        *(f"row {row} occurs {result[row]} times" for row in doubled),
-        *(f"row {row} is not in the corpus" for row in sorted(result.keys() - set(range(job.num_rows)))),
-        *(f"row {letter['id']} is a dead letter: {letter['reason']}, {letter['message']}" for letter in letters),
+        *(f"row {row} occurs {occurrences[row]} times" for row in doubled),
+        *(f"row {row} is not in the corpus" for row in sorted(occurrences.keys() - set(range(job.num_rows)))),
+        *(f"row {row['id']} is a dead letter: {row['reason']}, {row['message']}" for row in dead_letters),
         *_wrong_rows(job, rows),
         *_wrong_usage(run, rows, paid),
         *_leftovers(run),
@@ -68,7 +68,7 @@ def audit(job: Job) -> Audit:
         num_rows=len(rows),
         num_lost=len(lost),
         num_doubled=len(doubled),
-        num_dead_letters=len(letters),
+        num_dead_letters=len(dead_letters),
         num_output_tokens=sum(row["num_output_tokens"] for row in rows),
         num_regenerated_tokens=paid["num_lost_tokens"],
         regenerated_usd=paid["usd"]["lost"],
@@ -79,7 +79,7 @@ def audit(job: Job) -> Audit:
 
 
 def _wrong_rows(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Check that each row has its own prompt, and its own answer if the engine's answers are known."""
+    """Check that each row has its own prompt and, with the fake engine, the answer to this prompt."""
     expected = asyncio.run(_answers([job.prompt(int(row["id"])) for row in rows])) if job.is_fake else None
     for number, row in enumerate(rows):
         if row["prompt"] != job.prompt(int(row["id"])):
@@ -98,14 +98,14 @@ async def _answers(prompts: list[str]) -> list[str]:
 
 
 def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, Any]) -> Iterator[str]:
-    """Check that usage is the sum of the rows, and the account the sum of usages and lost tokens."""
+    """Check that a unit's usage is the sum of its rows, and the account the sum of all usages and lost tokens."""
     committed: defaultdict[str, int] = defaultdict(int)
     for unit in sorted(run.committed()):
         usage = run.usage(unit)
         committed[usage.session_id] += usage.num_output_tokens
-        own = pq.read_table(run.unit_path(unit), columns=list(_TOKENS)).to_pylist()
+        unit_rows = pq.read_table(run.unit_path(unit), columns=list(_TOKENS)).to_pylist()
         for name in _TOKENS:
-            if getattr(usage, name) != sum(row[name] or 0 for row in own):
+            if getattr(usage, name) != sum(row[name] or 0 for row in unit_rows):
                 yield f"unit {unit}: {name} in its usage is not the sum of its rows"
     for name in _TOKENS:
         if paid[name] != sum(row[name] or 0 for row in rows):
@@ -114,10 +114,10 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
     lost = sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in sessions)
     if paid["num_lost_tokens"] != lost:
         yield f"the account has {paid['num_lost_tokens']} lost tokens; the sessions have {lost}"
-    again = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))
+    current = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))
     # Engines on a shared cluster may send one more idle heartbeat while the report is written.
-    if again.total_usd < paid["usd"]["total"] - 1e-9 or again.usd.busy != paid["usd"]["busy"]:
-        yield f"the report says {paid['usd']}, and the ledger {again.usd}"
+    if current.total_usd < paid["usd"]["total"] - 1e-9 or current.usd.busy != paid["usd"]["busy"]:
+        yield f"the report says {paid['usd']}, but the ledger {current.usd}"
 
 
 def _leftovers(run: RunDirectory) -> Iterator[str]:
@@ -127,9 +127,9 @@ def _leftovers(run: RunDirectory) -> Iterator[str]:
     for path in run.root.rglob("*"):
         if path.is_file() and (path.name.endswith((".tmp", ".stop.json")) or path.parent == run.suspects):
             yield f"{path.relative_to(run.root)} is left over"
-    named = {pq.read_schema(path).metadata[b"peagle.failed"].decode() for path in run.data.glob("unit-*.parquet")}
+    referenced = {pq.read_schema(path).metadata[b"peagle.failed"].decode() for path in run.data.glob("unit-*.parquet")}
     for path in run.failed.iterdir():
-        if path.name not in named:
+        if path.name not in referenced:
             yield f"failed/{path.name} belongs to no committed unit"
     report = json.loads((run.root / "report.json").read_text())
     if report["run"]["complete"] is not True:

@@ -1,4 +1,4 @@
-"""`peagle generate` as a process, and its corpus. The same command starts and continues a run."""
+"""A run of `peagle generate` in a process, and its corpus. The same command starts and continues the run."""
 
 import json
 import os
@@ -44,16 +44,16 @@ class Job:
         """The command line of every attempt."""
         fake = ["--engine", "fake", "--fake", '{"token_s": 0.03, "has_core": true}']
         engine = fake if self.is_fake else ["--model", REAL_MODEL, "--enforce-eager"]
-        words = ["generate", *engine, "--input", str(self.corpus), "--output", str(self.output), *self.flags]
-        return [sys.executable, "-m", "jobs.cli", *words]
+        arguments = ["generate", *engine, "--input", str(self.corpus), "--output", str(self.output), *self.flags]
+        return [sys.executable, "-m", "jobs.cli", *arguments]
 
 
 class Driver:
     """A running attempt.
 
     Args:
-        number: of the attempt; output goes to `driver-NUMBER.log`.
-        environment: of the process. Without RAY_ADDRESS it starts a local cluster.
+        number: number of the attempt; its output goes to `driver-NUMBER.log`.
+        environment: environment variables. Without RAY_ADDRESS, the driver starts a local cluster.
     """
 
     def __init__(self, job: Job, number: int, environment: Mapping[str, str] | None = None) -> None:
@@ -67,11 +67,11 @@ class Driver:
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while the driver runs."""
         return self.process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code; kill it after the timeout (-9)."""
+        """Wait for the driver, and return its exit code. After the timeout, kill it; the exit code is then -9."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -84,14 +84,14 @@ class Driver:
             self.process.wait()
 
     def read_output(self) -> str:
-        """Return its output."""
+        """Return the driver's output so far."""
         return self._log.read_text(errors="replace")
 
     def last_words(self) -> str:
-        """Return the line with its error, or else the last line."""
+        """Return the output's error message, or else its last line."""
         lines = [line.strip() for line in self.read_output().splitlines() if line.strip()]
-        named = [line for line in lines if line.startswith("peagle generate:")]
-        return (named or lines or [""])[-1][:300]
+        errors = [line for line in lines if line.startswith("peagle generate:")]
+        return (errors or lines or [""])[-1][:300]
 
 
 def report_of(job: Job) -> dict[str, Any]:

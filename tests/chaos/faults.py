@@ -1,7 +1,7 @@
 """Faults without kills: a full disk, a read-only output, two drivers, a driver that hangs, clock jumps.
 
-Each scene uses the fake engine on clusters of its drivers. A scene that needs its own file system runs in a user and
-mount namespace, which needs no root; where namespaces are forbidden, it is skipped.
+Each scene uses the fake engine, on the local clusters of its drivers. A scene that needs its own file system runs in a
+user and mount namespace, which does not need root. If namespaces are forbidden, the scene is skipped.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _FLAGS = ("--rows-per-unit", "4", "--max-num-seqs", "4", "--heartbeat-s", "0.5")
 
 
 class Scene:
-    """A run with faults, and its problems."""
+    """A run with faults. `problems` has what went wrong, `facts` what happened."""
 
     def __init__(self, folder: Path, *flags: str, num_rows: int = 100) -> None:
         self.job = Job(folder=folder, num_rows=num_rows, is_fake=True, flags=(*_FLAGS, *flags))
@@ -37,7 +37,7 @@ class Scene:
         self._drivers: list[Driver] = []
 
     def start(self, environment: dict[str, str] | None = None) -> Driver:
-        """Start the same command again."""
+        """Start a driver; every driver has the same command."""
         driver = Driver(self.job, len(self._drivers), environment)
         self._drivers.append(driver)
         return driver
@@ -48,11 +48,11 @@ class Scene:
             time.sleep(0.05)
         self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_words()}")
 
-    def expect_end(self, driver: Driver, code: int, words: str) -> None:
+    def expect_end(self, driver: Driver, code: int, text: str) -> None:
         result = driver.wait(_END_S)
         self.facts.append(f"exit code {result}: {driver.last_words()}")
         self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
-        self.expect(words in driver.read_output(), f"no driver printed {words!r}: {driver.last_words()}")
+        self.expect(text in driver.read_output(), f"a driver did not print {text!r}: {driver.last_words()}")
         self.expect("Traceback" not in driver.read_output(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
@@ -89,14 +89,14 @@ def full_disk(folder: Path) -> Scene:
         scene.expect_end(driver, 1, "No space left on device")
         before = scene.run.committed()
         scene.expect_end(scene.start(), 2, "No space left on device")
-        scene.expect(scene.run.committed() == before, "units came or went while the disk was full")
+        scene.expect(scene.run.committed() == before, "committed units changed while the disk was full")
         ballast.unlink()
         scene.finish()
     return scene
 
 
 def read_only_output(folder: Path) -> Scene:
-    """The output is read-only when the run starts, later when it is running."""
+    """The output is read-only when the run starts; in a second run, it becomes read-only during the run."""
     scene = Scene(folder)
     output = scene.job.output
     with _mounted(output, "-t", "tmpfs", "-o", "ro", "tmpfs"):
@@ -120,7 +120,7 @@ def two_drivers(folder: Path) -> Scene:
     scene.facts.append(f"exit codes {codes}")
     scene.expect(sorted(codes) == [0, 1], f"two drivers ended with {codes}")
     refused = drivers[codes.index(1)] if 1 in codes else drivers[0]
-    scene.expect("is in use by" in refused.read_output(), f"the second was not refused: {refused.last_words()}")
+    scene.expect("is in use by" in refused.read_output(), f"the second driver was not refused: {refused.last_words()}")
     scene.audit()
     return scene
 
@@ -155,8 +155,8 @@ def jumping_clock(folder: Path) -> Scene:
     scene.finish(environment)
     starts = [session.started_at for session in scene.run.sessions()]
     scene.expect(any(start < began or start > time.time() for start in starts), "no clock jumped")
-    off_s = ", ".join(f"{start - began:.0f}" for start in starts)
-    scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {off_s}")
+    offsets_s = ", ".join(f"{start - began:.0f}" for start in starts)
+    scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {offsets_s}")
     return scene
 
 
@@ -171,18 +171,19 @@ _NEED_MOUNTS = {"full-disk", "read-only-output"}
 
 
 def inject(name: str, folder: Path) -> dict[str, Any]:
-    """Play a scene; return what happened, its problems, or why it was skipped."""
+    """Play a scene; return its facts and problems, or why it was skipped."""
     folder.mkdir(parents=True)
-    what = " ".join((FAULTS[name].__doc__ or "").split())
+    description = " ".join((FAULTS[name].__doc__ or "").split())
     if name in _NEED_MOUNTS and (reason := _why_no_namespace()):
-        return {"fault": name, "what": what, "skipped": reason, "facts": [], "problems": []}
+        return {"fault": name, "what": description, "skipped": reason, "facts": [], "problems": []}
     prefix = _NAMESPACE if name in _NEED_MOUNTS else []
     result = folder / "outcome.json"
     command = [*prefix, sys.executable, "-m", "tests.chaos.faults", name, str(folder), str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.exists():
-        return {"fault": name, "what": what, "facts": [], "problems": [f"the scene broke off: {done.stderr[-2000:]}"]}
-    return {"fault": name, "what": what, **json.loads(result.read_text())}
+        problem = f"the scene crashed: {done.stderr[-2000:]}"
+        return {"fault": name, "what": description, "facts": [], "problems": [problem]}
+    return {"fault": name, "what": description, **json.loads(result.read_text())}
 
 
 def _why_no_namespace() -> str:
@@ -205,7 +206,7 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
 
 
 def _remount(folder: Path, mode: str) -> None:
-    """Remount; retry while a file is open for writing."""
+    """Remount a file system; retry while a file is open for writing."""
     deadline = time.monotonic() + _END_S
     command = ["mount", "-o", f"remount,{mode}", str(folder)]
     while subprocess.run(command, capture_output=True, check=False).returncode:

@@ -1,12 +1,12 @@
-"""Stop a driver at each durable step while another one does all the work, and then resume it.
+"""Pause a driver at each durable step until another driver has finished the run, and then resume it.
 
     python -m tests.chaos.pauses FOLDER RESULT.json              every step of every scene
     python -m tests.chaos.pauses FOLDER RESULT.json --every 7    every seventh step
 
-A play: the first driver runs to a step and is stopped (SIGSTOP). Its lease expires, and a second one runs the same
-command to its end. The first one resumes. In a crossed play, both are stopped several times, in turns. Then the command
-is repeated once more; afterwards every id must be in exactly one row or dead letter, the report and export must be
-correct, and no temporary file may be left. `stepping.py` defines steps.
+In a play, the first driver runs to a step and is stopped (SIGSTOP). Its lease expires, and a second driver runs the
+same command to its end. Then the first driver resumes. In a crossed play, both drivers are stopped several times, in
+turns. Finally, the command is run once more. Every id must then be in exactly one row or dead letter, the report and
+export must be correct, and no temporary file may be left. `stepping.py` defines the steps.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from tests.chaos.ray_nodes import ROOT
 from tests.chaos.stepping import Driver, Steps, forked
 
 _NUM_ROWS = 10
-_REFUSED = frozenset({1, 6})
+_REFUSED = frozenset({1, 6})  # rows that become dead letters
 _FLAGS = (
     "--engine", "fake", "--rows-per-unit", "4", "--usd-per-hour", "1", "--max-num-seqs", "4",
     "--output-format", "jsonl",
 )  # fmt: skip
 _RETRY = "--retry-failed"
-_STOPPED_AT = 35  # between the first and the last unit on disk; a third of that on S3
+_STOPPED_AT = 35  # a step between the commits of the first and the last unit on disk; on S3, it is a third of this
 _MAX_STEPS = 400
 
 
@@ -52,9 +52,9 @@ class Scene:
     """A situation in which a driver is stopped.
 
     Attributes:
-        before: state of the run: nothing exists, it was killed midway, or it is finished with dead letters.
-        flags: extra flags of the first and the second driver.
-        of_renewals: stop at the steps of the lease's renewal.
+        before: state of the run before the play: `nothing`, `killed` midway, or `finished` with dead letters.
+        flags: additional flags of the first and the second driver.
+        of_renewals: whether the driver is stopped at the steps of the lease's renewal.
     """
 
     before: str
@@ -74,7 +74,7 @@ SCENES = {
 
 @dataclass(kw_only=True)
 class Plays:
-    """The plays of a scene, and their problems."""
+    """The results of a scene's plays."""
 
     scene: str
     num_plays: int = 0
@@ -87,10 +87,10 @@ class Plays:
 
 
 class Stage:
-    """Plays in one folder, each with its own run directory.
+    """Plays scenes in a folder. Each play has its own run directory.
 
     Args:
-        bucket: parent of the run directories, as `s3://bucket/folder`; if None, they are on disk.
+        bucket: S3 prefix of the run directories; if None, they are on disk.
     """
 
     def __init__(self, folder: Path, bucket: str | None = None) -> None:
@@ -102,7 +102,7 @@ class Stage:
         self._corpus.write_text("".join(json.dumps({"prompt": f"Say {row}."}) + "\n" for row in range(_NUM_ROWS)))
 
     def each_step(self, name: str, steps: range) -> Plays:
-        """Play the scene at each of these steps that it has."""
+        """Play the scene once per step, until the run has fewer steps."""
         plays = Plays(scene=name)
         for step in steps:
             if not self._play(plays, [(frozenset({step}), 0), (frozenset(), 1)]):
@@ -150,7 +150,7 @@ class Stage:
         return ("generate", "--input", str(self._corpus), "--output", output, *_FLAGS)
 
     def _prepare(self, scene: Scene, output: str, folder: Path) -> None:
-        """Bring the run into the scene's first state."""
+        """Bring the run into the state in which the scene begins."""
         if scene.before == "nothing":
             return
         under = f"/{folder.name}" if self._bucket else output
@@ -177,12 +177,12 @@ _REFUSALS = ("is in use by", "was taken over by another driver", "has planned re
 
 
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
-    """Check that each driver finished, or reported that another one is running."""
+    """Check that each driver finished, or was refused because another driver is running."""
     for driver in [*drivers, last]:
         output = driver.read_output()
         if "Traceback" in output:
             yield f"a traceback: {output[-600:]}"
-        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in output for words in _REFUSALS)):
+        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(text in output for text in _REFUSALS)):
             yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
         yield f"no driver finished the run: {[driver.read_output()[-200:] for driver in drivers]}"
@@ -196,17 +196,17 @@ def _wrong(output: str) -> list[str]:
     audit = audit_files(run, run.manifest())
     problems = [f"{finding.where}: {finding.kind}, {finding.message}" for finding in audit.findings]
     rows = [row["id"] for unit in sorted(run.committed()) for row in _rows(run, unit)]
-    letters = [letter["id"] for letter in run.dead_letters()]
-    for number, count in Counter(map(int, [*rows, *letters])).items():
+    failed = [dead_letter["id"] for dead_letter in run.dead_letters()]
+    for number, count in Counter(map(int, [*rows, *failed])).items():
         problems += [f"row {number} occurs {count} times"] * (count > 1)
-    if len(rows) + len(letters) != _NUM_ROWS:
-        problems.append(f"{len(rows)} rows and {len(letters)} dead letters of {_NUM_ROWS} rows")
+    if len(rows) + len(failed) != _NUM_ROWS:
+        problems.append(f"{len(rows)} rows and {len(failed)} dead letters of {_NUM_ROWS} rows")
     report = json.loads((run.root / "report.json").read_bytes())
     if not (report["run"]["complete"] and report["account"]["num_units"] == audit.num_units):
-        problems.append("the report is of another state of the run")
-    if report["account"]["num_failed_rows"] != len(letters):
-        problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(letters)}")
-    problems += _wrong_export(run, rows, letters)
+        problems.append("the report describes another state of the run")
+    if report["account"]["num_failed_rows"] != len(failed):
+        problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(failed)}")
+    problems += _wrong_export(run, rows, failed)
     problems += [f"{path} was left behind" for path in _unfinished(storage_path(output))]
     if (last := read_lease(run.root)) is None or last.outcome != "ended":
         problems.append(f"the lease says {last and last.outcome}")
@@ -219,18 +219,18 @@ def _rows(run: RunDirectory, unit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _wrong_export(run: RunDirectory, rows: list[str], letters: list[str]) -> Iterator[str]:
+def _wrong_export(run: RunDirectory, rows: list[str], failed: list[str]) -> Iterator[str]:
     folder = run.root / "export" / "jsonl"
-    for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", letters)):
+    for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", failed)):
         result = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
         if result != ids:
             yield f"export/jsonl/{name} has the rows {result}, not {ids}"
     before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
     description = json.loads((folder / "export.json").read_bytes())
     if description["commits"] != export(run, "jsonl", again=True).commits:
-        yield "export/jsonl/export.json is of other units"
+        yield "export/jsonl/export.json describes other units"
     if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
-        yield "export/jsonl was of another state of the run"
+        yield "export/jsonl was of an earlier state of the run"
 
 
 def _unfinished(root: Any) -> Iterator[str]:
@@ -240,7 +240,7 @@ def _unfinished(root: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def store(folder: Path) -> Iterator[str]:
-    """Run an S3 server in a process, set the AWS variables, and return a bucket."""
+    """Run an S3 server in a process, set the AWS variables, and yield the URL of a bucket."""
     address_file = folder / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     server = os.fork()
@@ -288,14 +288,14 @@ def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
 
 
 def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
-    """Play a scene in a separate process, which forks."""
+    """Play a scene in a separate process, because playing forks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     result = folder.with_suffix(".result")
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.chaos.pauses", str(folder), str(result), "--scenes", scene, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.exists():
-        return {"scene": scene, "plays": [], "problems": [f"the plays broke off: {done.stderr[-2000:]}"]}
+        return {"scene": scene, "plays": [], "problems": [f"the plays crashed: {done.stderr[-2000:]}"]}
     plays = json.loads(result.read_text())
     result.unlink()
     return {"scene": scene, "plays": plays, "problems": [problem for play in plays for problem in play["problems"]]}
@@ -307,8 +307,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--every", type=int, default=1, help="stop at every Nth step; default 1")
-    parser.add_argument("--first", type=int, help="first step; default one of the first EVERY, by the seed")
-    parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; default all")
+    parser.add_argument("--first", type=int, help="first step; by default, a random one of the first EVERY steps")
+    parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; by default, the last one of the run")
     parser.add_argument("--crossed", type=int, default=0, help="number of crossed plays of each scene; default 0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))

@@ -1,4 +1,4 @@
-"""One run: started, killed by its schedule, continued with the same command until it is done, and audited."""
+"""Play one run: start it, kill its processes by a schedule, continue it until it is complete, and audit it."""
 
 import time
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from tests.chaos.driver import Driver, Job
 from tests.chaos.ray_nodes import RayNodes
 from tests.chaos.schedule import Kill
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _MAX_ATTEMPTS = 20
 _LEFT_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class CarriedOut:
     """A kill that was carried out."""
 
     kind: str
@@ -39,7 +39,7 @@ class Attempt:
 class Played:
     """What happened in a run."""
 
-    kills: list[Done] = field(default_factory=list)
+    kills: list[CarriedOut] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     wall_s: float = 0.0
     audit: Audit | None = None
@@ -53,14 +53,14 @@ class Player:
     """Plays one run.
 
     Args:
-        nodes: the cluster. If None, each driver starts a local cluster, and its raylet counts as the node.
-        limit_s: a run that takes longer has failed.
+        nodes: the cluster. If None, each driver starts a local cluster; to kill a node then means to kill its raylet.
+        limit_s: maximum duration; a longer run counts as hung.
     """
 
     def __init__(
         self, job: Job, kills: list[Kill], nodes: RayNodes | None, *, limit_s: float, say: Callable[[str], None]
     ) -> None:
-        self._job, self._left, self._nodes, self._say = job, list(kills), nodes, say
+        self._job, self._pending, self._nodes, self._say = job, list(kills), nodes, say
         self._started = time.monotonic()
         self._units_at_last = 0
         self._due_at: float | None = None
@@ -101,9 +101,9 @@ class Player:
 
     def _watch(self, driver: Driver) -> None:
         while driver.exit_code() is None and time.monotonic() < self._until:
-            if self._left and self._is_due(self._left[0]):
-                self._try(self._left[0], driver)
-            time.sleep(_LOOK_S)
+            if self._pending and self._is_due(self._pending[0]):
+                self._try(self._pending[0], driver)
+            time.sleep(_POLL_S)
 
     def _is_due(self, kill: Kill) -> bool:
         now = time.monotonic()
@@ -112,14 +112,14 @@ class Player:
         return self._due_at is not None and now >= self._due_at
 
     def _try(self, kill: Kill, driver: Driver) -> None:
-        """Carry out a kill if its target exists now; otherwise try again later."""
+        """Carry out a kill if its target exists now; otherwise leave it pending."""
         num_committed = self._num_committed()
         victim = self._carry_out(kill, driver)
         if victim is None:
             return
-        self._left.pop(0)
+        self._pending.pop(0)
         self._due_at, self._units_at_last = None, num_committed
-        done = Done(
+        done = CarriedOut(
             kind=kill.kind,
             victim=victim,
             at_s=round(time.monotonic() - self._started, 1),
@@ -154,7 +154,7 @@ class Player:
         return victim if lost else None
 
     def _survivors(self) -> list[str]:
-        """Return the engines that outlived the run."""
+        """Return a problem for each engine that outlived the run."""
         deadline = time.monotonic() + _LEFT_AFTER_S
         while pids := processes.actors(self._job.output):
             if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""The processes of a run, from /proc (Linux only).
+"""Find the processes of a run in /proc (Linux only).
 
-An engine actor and its children print into `OUT/logs/engine-SESSION.log`, so standard output identifies their run.
+The standard output of an engine actor and its children is `OUT/logs/engine-SESSION.log`, which identifies their run.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _CORE_NAMES = (CORE_NAME, "EngineCore")
 
 
 def actors(run_dir: Path) -> list[int]:
-    """Return the engine actors of a run: in the group of each log, the process with a parent outside the group."""
+    """Return the engine actors of a run: of the processes that share a log, the one whose parent does not share it."""
     groups = _by_log(run_dir).values()
     return [pid for group in groups for pid in group if _parent(pid) not in group]
 
@@ -26,19 +26,19 @@ def of_engines(run_dir: Path) -> list[int]:
 
 
 def cores(run_dir: Path) -> list[int]:
-    """Return the engines' own processes."""
+    """Return the engine core processes of a run."""
     return [pid for pid in of_engines(run_dir) if any(name in command_line(pid) for name in _CORE_NAMES)]
 
 
 def descendants(pid: int) -> list[int]:
-    """Return children, their children, and so on."""
+    """Return the children of a process, their children, and so on."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for other in _pids():
         children[_parent(other)].append(other)
     result, queue = [], [pid]
     while queue:
-        queue += (born := children[queue.pop()])
-        result += born
+        queue += (new := children[queue.pop()])
+        result += new
     return result
 
 

@@ -1,6 +1,6 @@
-"""A Ray cluster of several nodes on this machine, which can be killed and replaced.
+"""A Ray cluster with several nodes on this machine. Nodes can be killed and replaced.
 
-The head has no CPUs: drivers join it, and engines run on the other nodes.
+The head has no CPUs; drivers connect to it, and engines run on the other nodes.
 """
 
 import os
@@ -30,11 +30,10 @@ class RayNodes:
 
     Args:
         num_nodes: number of nodes, without the head.
-        num_cpus: logical CPUs of each.
+        num_cpus: logical CPUs of each node.
         logs: folder for the output of `ray start`.
-        environment: variables for each node.
-        has_jobs: start a job server, and give each node its own loopback address. Drivers are started by `ray job
-        submit`.
+        environment: additional environment variables of each node.
+        has_jobs: whether to start a job server, for `ray job submit`, and give each node its own loopback address.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class RayNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a driver that joins."""
+        """Environment variables of a driver that joins the cluster."""
         return {**self._environment, "RAY_ADDRESS": self.address}
 
     @property
     def jobs_environment(self) -> dict[str, str]:
-        """Variables for `ray job`."""
+        """Environment variables for `ray job`."""
         return {**self._environment, "RAY_API_SERVER_ADDRESS": f"http://{self._head_host}:{self._dashboard_port}"}
 
     def __enter__(self) -> Self:
@@ -101,9 +100,9 @@ class RayNodes:
         self._wait_for(self._nodes[-1])
 
     def replace_head(self) -> None:
-        """Kill the head and restart it on the same address.
+        """Kill the head, and start another one on the same address.
 
-        Ray refuses to start a head on the address in its file while another local node uses it.
+        Ray stores the address of a local cluster in a file, and refuses to start a head there while local nodes use it.
         """
         from ray._common.utils import reset_ray_address
 
@@ -111,7 +110,7 @@ class RayNodes:
         processes.kill(*tree)
         self._head.wait()
         deadline = time.monotonic() + _START_S
-        while any(map(processes.command_line, tree)):  # one of them holds the port until it ends
+        while any(map(processes.command_line, tree)):  # until the process that holds the port has ended
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the killed head still run")
             time.sleep(0.1)
@@ -120,16 +119,16 @@ class RayNodes:
         self._wait_for(self._head)
 
     def num_running(self) -> int:
-        """Return how many nodes run, without the head."""
+        """Return the number of running nodes, without the head."""
         return sum(node.poll() is None for node in self._nodes)
 
     def hosts_of(self, pids: list[int]) -> list[int]:
-        """Return the numbers of the nodes that run one of these processes."""
+        """Return the numbers of the nodes that run any of these processes."""
         trees = enumerate(set(_tree(node)) for node in self._nodes)
         return [number for number, tree in trees if tree.intersection(pids)]
 
     def lose(self, number: int) -> bool:
-        """Kill a node, raylet first, as if its machine had failed; return False if there is no such node."""
+        """Kill a node as if its machine had failed, its raylet first; return False if the node had already ended."""
         node = self._nodes[number]
         tree = _tree(node)
         first = processes.raylets(node.pid)
@@ -154,7 +153,7 @@ class RayNodes:
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         log = self._logs / f"ray-{time.monotonic_ns()}.log"
-        # Any free ports: another cluster of this machine may use Ray's defaults.
+        # Free ports, because another cluster on this machine may use Ray's defaults.
         command = [
             _RAY, "start", "--block", *arguments, "--min-worker-port=0", "--max-worker-port=0",
             f"--dashboard-agent-listen-port={free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",

@@ -20,16 +20,18 @@ _SUMS = (
     "num_sessions",
 )
 
-_WHAT = """\
-Each run is killed by its schedule, continued with the same command until it is done, and audited: every id is in one
-committed row or one dead letter, every row has its own prompt and (fake engine) the known answer, usage is the sum of
-the rows, no temporary file is left, the lease is free, and no engine is alive."""
+_RUNS = """\
+In each run, processes are killed by a schedule, and the same command is repeated until the run is complete. Then the
+run is audited: every id is in one committed row or one dead letter, every row has its own prompt and (with the fake
+engine) the expected answer, usage is the sum of the rows, no temporary file is left, the lease is released, and no
+engine is alive."""
 
 _PAUSES = """\
-A driver is stopped (SIGSTOP) before it changes the run directory. A second one runs the same command to its end; the
-first one resumes; the command is repeated. Crossed: both are stopped several times and resume in turns. Then every id
-is in one committed row or one dead letter, audit, report and export agree, and no temporary file is left. "1, 0": the
-first driver reports that another has taken over, and the second one has finished the run."""
+A driver is stopped (SIGSTOP) before it changes the run directory. A second driver runs the same command to its end, the
+first one resumes, and the command is run once more. In crossed plays, both drivers are stopped several times and resume
+in turns. Afterwards, every id is in one committed row or one dead letter, audit, report and export agree, and no
+temporary file is left. Exit codes "1, 0" mean that the first driver reported that another one had taken over, and the
+second one finished the run."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: str) -> Path:
@@ -61,11 +63,11 @@ def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
 def to_markdown(data: dict[str, Any]) -> str:
     parts = [f"# Chaos: {data['date']}, seed {data['seed']}", origin_text(data)]
     if runs := [result for result in data["results"] if result["engine"] in ("fake", "real")]:
-        parts += [_WHAT, _totals(data["engines"]), "## Runs", _runs(runs)]
+        parts += [_RUNS, _totals(data["engines"]), "## Runs", _runs(runs)]
     if faults := [result for result in data["results"] if result["engine"] == "fault"]:
         parts += ["## Faults without kills", _faults(faults)]
     if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
-        parts += ["## Stopped drivers", _PAUSES, _pauses(scenes)]
+        parts += ["## Paused drivers", _PAUSES, _pauses(scenes)]
     if problems := [f"- {entry['name']}: {problem}" for entry in data["results"] for problem in entry["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
@@ -81,7 +83,7 @@ def _totals(engines: dict[str, dict[str, Any]]) -> str:
         ("engine processes", lambda run: run["num_sessions"]),
         ("rows committed", lambda run: f"{run['num_rows']:,}"),
         ("rows lost", lambda run: run["num_lost"]),
-        ("rows doubled", lambda run: run["num_doubled"]),
+        ("rows duplicated", lambda run: run["num_doubled"]),
         ("dead letters", lambda run: run["num_dead_letters"]),
         ("tokens committed", lambda run: f"{run['num_output_tokens']:,}"),
         ("tokens generated again (from heartbeats)", lambda run: f"{run['num_regenerated_tokens']:,}"),
@@ -93,14 +95,14 @@ def _totals(engines: dict[str, dict[str, Any]]) -> str:
 
 
 def _runs(results: list[dict[str, Any]]) -> str:
-    rows = [("run", "cluster", "kills", "drivers ended with", "s", "rows", "lost", "doubled", "tokens again")]
+    rows = [("run", "cluster", "kills", "drivers ended with", "s", "rows", "lost", "duplicated", "tokens again")]
     for run in results:
         kills = ", ".join(f"{kill['kind']} {kill['at_s']:.0f} s" for kill in run["kills"])
         codes = ", ".join(str(attempt["exit_code"]) for attempt in run["attempts"])
         audit = run["audit"] or dict.fromkeys(_SUMS, "-")
-        figures = [str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")]
+        counts = [str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")]
         cluster = "the driver's" if run["own_cluster"] else "several nodes"
-        rows.append((run["name"], cluster, kills, codes, f"{run['wall_s']:.0f}", *figures))
+        rows.append((run["name"], cluster, kills, codes, f"{run['wall_s']:.0f}", *counts))
     return "\n".join(markdown(rows))
 
 
@@ -115,8 +117,8 @@ def _pauses(results: list[dict[str, Any]]) -> str:
 
 
 def _faults(results: list[dict[str, Any]]) -> str:
-    rows = [("fault", "what happens", "seen")]
+    rows = [("fault", "what happens", "observed")]
     for result in results:
-        seen = f"skipped: {result['skipped']}" if result.get("skipped") else "; ".join(result["facts"])
-        rows.append((result["fault"], result["what"], seen))
+        observed = f"skipped: {result['skipped']}" if result.get("skipped") else "; ".join(result["facts"])
+        rows.append((result["fault"], result["what"], observed))
     return "\n".join(markdown(rows))

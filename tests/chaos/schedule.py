@@ -1,4 +1,4 @@
-"""The schedule of kills, a function of the seed."""
+"""The schedule of kills, which depends only on the seed."""
 
 import random
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Kill:
     """One kill.
 
     Attributes:
-        kind: engine: the engine's own process (vLLM's EngineCore); actor: its Ray actor; node: a raylet
-            with all its workers; driver: `peagle generate`.
-        after_units: units committed since the previous kill; 0 also hits engines that still start.
-        wait_s: delay after that.
-        pick: which of the candidates, from 0 to 1.
+        kind: what is killed: the engine's core process (vLLM's EngineCore), its Ray actor, a node (a raylet with its
+            workers), or the driver (`peagle generate`).
+        after_units: units to commit after the previous kill; with 0, engines may still be starting.
+        wait_s: delay after these units.
+        pick: the position of the victim among the sorted candidates, from 0 to 1.
     """
 
     kind: Kind
@@ -31,7 +31,7 @@ class Kill:
 
 
 def schedule(seed: int, run: int, *, num_kills: int, max_wait_s: float) -> list[Kill]:
-    """Return the kills of a run: all kinds about equally often, in random order at random moments."""
+    """Return the kills of a run: all kinds equally often, in random order, at random times."""
     rng = random.Random(f"{seed}:{run}")
     kinds: list[Kind] = []
     while len(kinds) < num_kills:

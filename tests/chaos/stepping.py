@@ -1,8 +1,9 @@
-"""`peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps, with its engine.
+"""Run `peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps.
 
-A step is any change of the run directory. An audit hook of the interpreter sees every link, rename, deletion and new
-folder below it, and every PUT, POST and DELETE to S3, so new steps in the code are found automatically. Ray is left
-out: a driver is forked from this process, which has loaded everything, and takes part of a second.
+A step is any change of the run directory. Python's audit hook reports every link, rename, deletion and new folder in
+it, and every PUT, POST and DELETE to S3, so steps that are added to the code are noticed automatically. Drivers do not
+use Ray, and run the fake engine in their own process. They are forked from this process, which has imported everything,
+so a driver takes only a fraction of a second.
 """
 
 import asyncio
@@ -40,9 +41,10 @@ class Steps:
     """The steps at which a driver stops.
 
     Attributes:
-        under: part of the names of files in the run directory.
-        of_renewals: count only the steps of the thread that renews the lease, instead of all others.
-        log: file that gets each step at which it stopped.
+        at: numbers of the steps, from 1.
+        under: text that is in the path or URL of every file in the run directory.
+        of_renewals: whether to count only the steps of the lease's renewal and heartbeats, or only all others.
+        log: file to which each step is written at which a driver stopped.
     """
 
     at: frozenset[int]
@@ -51,7 +53,7 @@ class Steps:
     of_renewals: bool = False
 
     def install(self) -> None:
-        """Let this process stop at these steps from now on."""
+        """Make this process stop at these steps from now on."""
         sink = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         count, counting = 0, threading.Lock()
 
@@ -68,29 +70,29 @@ class Steps:
         sys.addaudithook(hook)
 
     def _step(self, event: str, arguments: tuple[Any, ...]) -> str | None:
-        """Return the step that an event is, or None."""
+        """Describe the step of an audit event; return None if the event is not a step."""
         if event in _CHANGES:
-            what, where = event.removeprefix("os."), os.fspath(arguments[event in ("os.link", "os.rename")])
+            action, path = event.removeprefix("os."), os.fspath(arguments[event in ("os.link", "os.rename")])
         elif event == "http.client.send" and bytes(arguments[1][:8]).startswith(_REQUESTS):
-            what, where = bytes(arguments[1]).decode(errors="replace").split(" ", 2)[:2]
+            action, path = bytes(arguments[1]).decode(errors="replace").split(" ", 2)[:2]
         else:
             return None
-        if self.under not in str(where) or self._is_renewal() != self.of_renewals:
+        if self.under not in str(path) or self._is_renewal() != self.of_renewals:
             return None
-        return f"{what} {_UNIQUE.sub('ID', str(where).partition(self.under)[2].partition('?')[0]) or '/'}"
+        return f"{action} {_UNIQUE.sub('ID', str(path).partition(self.under)[2].partition('?')[0]) or '/'}"
 
     def _is_renewal(self) -> bool:
-        """Whether this thread renews the lease or sends heartbeats. These steps come at random moments."""
+        """Return whether this thread renews the lease or sends heartbeats, whose steps occur at random times."""
         name = threading.current_thread().name
         return "(_renew)" in name or "(_keep_beating)" in name
 
 
 class Driver:
-    """A driver, forked from this process.
+    """A driver that was forked from this process.
 
     Args:
-        log: file for its output.
-        refused: ids of rows that its engine refuses.
+        log: file for the driver's output.
+        refused: ids of rows that the driver's engine refuses.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Driver:
         self.exit_code: int | None = None
 
     def wait(self) -> bool:
-        """Return True when it stops itself, False when it has ended."""
+        """Wait until the driver stops itself (return True) or has ended (return False)."""
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             return True
@@ -124,7 +126,7 @@ class Driver:
 
 
 def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: frozenset[int]) -> None:
-    """Run the driver; does not return."""
+    """Run the driver in the forked process, and exit."""
     code = 70
     try:
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -141,26 +143,26 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 
 
 def _replace_ray(refused: frozenset[int]) -> None:
-    """Run the engine actor and the stage before it in this process, with a short lease."""
-    taken = lease._take
+    """Make the driver run its stages in this process, with a short lease."""
+    take_lease = lease._take
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
     streaming._dataset = _InProcess
     session.redirect_output = lambda _: None
-    lease._take = lambda root, _, *rest: taken(root, LEASE_S, *rest)
+    lease._take = lambda root, _, *rest: take_lease(root, LEASE_S, *rest)
     answer = FakeEngine.generate
 
     async def generate(self: FakeEngine, request_id: str, *rest: Any) -> Any:
         if int(request_id.partition("-")[0]) in refused:
-            raise RequestRefused("not today")
+            raise RequestRefused("refused by the test")
         return await answer(self, request_id, *rest)
 
     FakeEngine.generate = generate
 
 
 class _InProcess:
-    """Replaces the dataset: prepares, generates and commits each unit in the driver's receipt thread."""
+    """A replacement for the Ray dataset: the thread that reads receipts prepares, generates and commits each unit."""
 
     def __init__(self, run: ResolvedRun, units: Sequence[WorkUnit]) -> None:
         self._units, self._run = units, run
@@ -179,13 +181,13 @@ class _InProcess:
 
 
 def forked(check: Callable[[], list[str]], answer: Path) -> list[str]:
-    """Return the result of `check` from a fork, so that this process never has threads or connections."""
+    """Run `check` in a fork and return its result, so that this process never has threads or connections."""
     pid = os.fork()
     if pid == 0:
         try:
             answer.write_text("\n".join(check()))
         except BaseException as error:
-            answer.write_text(f"the audit broke off: {type(error).__name__}: {error}")
+            answer.write_text(f"the audit crashed: {type(error).__name__}: {error}")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)

@@ -1,6 +1,6 @@
 """`python -m tests.faults`: kill each part under load, then overload the endpoint, and write the report.
 
-The exit code is 1 if a client got a wrong outcome, something was billed twice, or a slot was lost.
+The exit code is 1 if a request had a forbidden outcome or was billed twice, or if a slot was lost.
 """
 
 import argparse
@@ -38,7 +38,7 @@ async def _play(
     args: argparse.Namespace, endpoint: Endpoint, size: Size
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     if await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, args.start_s) is None:
-        raise SystemExit("the endpoint is not complete before the first kill")
+        raise SystemExit(f"not all processes of the endpoint were running after {args.start_s:g} s")
     results: list[dict[str, Any]] = []
     for fault in (name for name in (VANISHING, *PARTS) if name in args.only):
         say(fault)
@@ -67,19 +67,19 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=10, help="seconds of load before and after each kill; default 10"
     )
     parser.add_argument("--overload-s", type=float, default=120, help="seconds of twice the capacity; default 120")
-    parser.add_argument("--start-s", type=float, default=300, help="limit of a start; default 300")
+    parser.add_argument("--start-s", type=float, default=300, help="maximum seconds for a start; default 300")
     parser.add_argument("--only", nargs="+", choices=_FAULTS, default=_FAULTS, metavar="FAULT", help=", ".join(_FAULTS))
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="the endpoint's state")
-    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="folder for the endpoint's state")
+    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="folder for the report")
     return parser
 
 
 def _command(args: argparse.Namespace) -> str:
-    words = ["python -m tests.faults", f"--clients {args.clients}", f"--seconds {args.seconds:g}"]
-    words.append(f"--overload-s {args.overload_s:g}")
+    parts = ["python -m tests.faults", f"--clients {args.clients}", f"--seconds {args.seconds:g}"]
+    parts.append(f"--overload-s {args.overload_s:g}")
     if set(args.only) != set(_FAULTS):
-        words.append(f"--only {shlex.join(args.only)}")
-    return " ".join(words)
+        parts.append(f"--only {shlex.join(args.only)}")
+    return " ".join(parts)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ _TIMEOUT = httpx.Timeout(120.0, connect=30.0)
 
 
 async def overload(url: str, size: Size, *, factor: float, seconds: float, seed: int) -> dict[str, Any]:
-    """Send `factor` times the capacity; return the figures."""
-    rate, chance, tally = factor * size.capacity_per_s, random.Random(seed), Tally()
+    """Send requests at `factor` times the capacity; return the statistics."""
+    rate, rng, tally = factor * size.capacity_per_s, random.Random(seed), Tally()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http:
 
@@ -24,15 +24,15 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
             tally.requests.append(await ask(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
 
         tasks, started, next_at = [], time.monotonic(), 0.0
-        while (next_at := next_at + chance.expovariate(rate)) < seconds:
+        while (next_at := next_at + rng.expovariate(rate)) < seconds:
             await asyncio.sleep(max(0.0, started + next_at - time.monotonic()))
             tasks.append(asyncio.create_task(send(len(tasks))))
         sent_s = time.monotonic() - started
         await asyncio.gather(*tasks)
-    return figures(tally, size, factor=factor, seconds=sent_s)
+    return statistics(tally, size, factor=factor, seconds=sent_s)
 
 
-def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
+def statistics(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
     latencies = [request.latency_s for request in tally.requests if request.outcome == "answered"]
     refusals = [request.latency_s for request in tally.requests if request.outcome == "refused"]
     return {

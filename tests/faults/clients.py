@@ -1,6 +1,6 @@
 """Clients that send one request after another, half of them streamed, and record each outcome.
 
-An answer is complete only with its last byte and its usage.
+A request counts as answered only if the whole answer arrived, with its usage.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import httpx
 
 from tests.faults.endpoint import MODEL
 
-# In the order of the table: the first three are what a client may get.
+# In the order of the report's table. Only the first three are allowed in every scene.
 OUTCOMES = ("answered", "refused", "error event", "broken off", "no connection", "other")
 _REFUSALS = (429, 503, 504)
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
@@ -23,11 +23,11 @@ _RETRY_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentRequest:
-    """One request and its end, in seconds of `time.monotonic`.
+    """One request. Times are in seconds of `time.monotonic`.
 
     Attributes:
         outcome: one of `OUTCOMES`.
-        status: of the response; None without one.
+        status: HTTP status, or None without a response.
         seen: details of an unexpected outcome.
     """
 
@@ -46,7 +46,7 @@ class SentRequest:
 
 @dataclass
 class Tally:
-    """All requests of one load."""
+    """All requests of a load."""
 
     requests: list[SentRequest] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Tally:
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def longest_gap_s(self, since: float, until: float) -> float:
-        """Return the longest time without an answer."""
+        """Return the longest time between two answers."""
         ends = sorted(
             request.ended
             for request in self.requests
@@ -66,7 +66,7 @@ class Tally:
 
 
 def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> dict[str, Any]:
-    """Return a request for an answer of `num_tokens`."""
+    """Return the body of a request for an answer of `num_tokens`."""
     messages = [{"role": "user", "content": text}]
     return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
 
@@ -74,7 +74,7 @@ def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> 
 async def ask(
     http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL
 ) -> SentRequest:
-    """Send one request."""
+    """Send a request, and judge its outcome."""
     began, status, request_id = time.monotonic(), None, None
     try:
         request = body(text, num_tokens, is_stream=is_stream, model=model)
@@ -118,24 +118,24 @@ def _error_of(text: str) -> dict[str, Any] | None:
 
 
 class Clients:
-    """Concurrent clients, until `stop`.
+    """Concurrent clients, which send requests until `stop` is called.
 
     Args:
-        num_tokens: of each answer.
+        num_tokens: tokens of each answer.
     """
 
     def __init__(self, url: str, num_clients: int, num_tokens: int) -> None:
         self.tally = Tally()
         self._url, self._num_tokens = url, num_tokens
         self._is_stopped = False
-        self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(num_clients)]
+        self._tasks = [asyncio.create_task(self._send_requests(number)) for number in range(num_clients)]
 
     async def stop(self) -> None:
         """Stop sending requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 
-    async def _ask_on(self, client: int) -> None:
+    async def _send_requests(self, client: int) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT) as http:
             number = 0
             while not self._is_stopped:
@@ -148,7 +148,7 @@ class Clients:
 
 
 async def vanish(url: str, num_clients: int, num_tokens: int) -> list[str]:
-    """Start streams and disconnect at their first bytes; return the request ids."""
+    """Start streams and disconnect after their first bytes; return the request ids."""
 
     async def leave(client: int) -> str:
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:

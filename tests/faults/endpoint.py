@@ -1,4 +1,4 @@
-"""`peagle serve` with the fake engine as a process, and its parts (Linux only)."""
+"""`peagle serve` with the fake engine as a process, and the processes that it consists of (Linux only)."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.chaos.ray_nodes import ROOT
 
 MODEL = "fake"
 _END_S = 90.0
-# The parts that are killed, and the names of their processes.
+# The parts that are killed, and text in their command lines.
 PARTS = {
     "the engine's process": CORE_NAME,
     "a replica": f"ServeReplica:peagle:PeagleServer:{MODEL}",
@@ -52,12 +52,12 @@ class Size:
 
     @property
     def admitted(self) -> int:
-        """Requests that all engines accept concurrently."""
+        """Concurrent requests that all engines together accept."""
         return self.max_replicas * requests_in_flight(self.slots)
 
     @property
     def capacity_per_s(self) -> float:
-        """Requests per second that all engines can answer."""
+        """Requests per second that all engines together can answer."""
         return self.admitted / (self.tokens * self.token_s)
 
     def flags(self) -> list[str]:
@@ -72,7 +72,7 @@ class Size:
 
 
 class Endpoint:
-    """The process, which prints into `serve.log` in its folder."""
+    """A process of `peagle serve`. Its output is in `serve.log` in the folder."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Endpoint:
             )
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until it prints its address."""
+        """Wait until the endpoint prints its address."""
         deadline = time.monotonic() + timeout_s
         while f"{self.url}/v1" not in self._log.read_text(errors="replace"):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -100,7 +100,7 @@ class Endpoint:
         return sorted(pid for pid in descendants(self.process.pid) if PARTS[part] in command_line(pid))
 
     def load(self, model: str = MODEL) -> dict[str, Any] | None:
-        """Return the load in `/v1/live`, or None without an answer."""
+        """Return a model's load from `/v1/live`, or None if the endpoint does not answer."""
         try:
             answer = httpx.get(f"{self.url}/v1/live", timeout=10)
             load: dict[str, Any] = answer.raise_for_status().json()["load"][model]
@@ -109,7 +109,7 @@ class Endpoint:
         return load
 
     def wait_until_complete(self, num_replicas: int, timeout_s: float) -> float | None:
-        """Wait until every part and `num_replicas` engines run; return the seconds, or None after the timeout."""
+        """Wait until every part and `num_replicas` engines run; return the seconds, or None if they do not in time."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
             load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]
@@ -120,7 +120,7 @@ class Endpoint:
         return None
 
     def stop(self) -> None:
-        """Stop it with SIGTERM; kill it if that takes too long."""
+        """Stop the endpoint with SIGTERM; kill it if that takes too long."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -132,7 +132,7 @@ class Endpoint:
 
 @contextmanager
 def serving(folder: Path, flags: list[str], *, start_s: float) -> Iterator[Endpoint]:
-    """Run an endpoint."""
+    """Run an endpoint until the `with` block ends."""
     endpoint = Endpoint(folder, flags)
     try:
         endpoint.wait_until_up(start_s)

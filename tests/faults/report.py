@@ -8,10 +8,10 @@ from tests.faults.clients import OUTCOMES
 from tests.faults.scenes import VANISHING
 from tests.origin import origin, origin_text, write_report
 
-_WHAT = """\
+_METHOD = """\
 Clients send one request after another, half of them streamed. One process is killed with SIGKILL, and the clients
-continue until the endpoint is complete again. "Gap" is the longest time without an answer, "whole" the time until all
-parts ran again. Then all slots are used concurrently. Only the engine is fake, so its speed is not a measurement."""
+continue until all processes run again. "Gap" is the longest time between two answers, "recovery" the time until all
+processes ran again. Then every slot gets a request. Only the engine is fake, so its speed means nothing."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:
@@ -20,7 +20,7 @@ def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] 
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    parts = [f"# Faults of the endpoint under load: {data['date']}", origin_text(data), _WHAT]
+    parts = [f"# Faults of the endpoint under load: {data['date']}", origin_text(data), _METHOD]
     if data["faults"]:
         parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != VANISHING]))
     parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == VANISHING]
@@ -33,7 +33,16 @@ def to_markdown(data: dict[str, Any]) -> str:
 
 def _faults(results: list[dict[str, Any]]) -> str:
     rows = [
-        ["killed", "requests", *OUTCOMES, "gap, s", "whole, s", "billed twice", "answered, not billed", "slots free"],
+        [
+            "killed",
+            "requests",
+            *OUTCOMES,
+            "gap, s",
+            "recovery, s",
+            "billed twice",
+            "answered, not billed",
+            "slots free",
+        ],
     ]
     for result in results:
         cells = [
@@ -53,10 +62,9 @@ def _faults(results: list[dict[str, Any]]) -> str:
 def _vanished(fault: dict[str, Any]) -> str:
     return (
         f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected"
-        " immediately:"
-        f" {fault['cut']} of them are cut in the ledger, with at most {fault['most_tokens_made']} tokens;"
-        f" {fault['slots_answered']} of {fault['slots']} slots were free then,"
-        f" {fault['num_billed_twice']} requests billed twice."
+        f" immediately. The ledger has {fault['cut']} of them as cut, with at most {fault['most_tokens_made']} tokens."
+        f" Afterwards, {fault['slots_answered']} of {fault['slots']} slots were free, and"
+        f" {fault['num_billed_twice']} requests were billed twice."
     )
 
 

@@ -13,7 +13,7 @@ from tests.faults.endpoint import Endpoint, Size
 
 VANISHING = "clients that vanish"
 _ALLOWED = OUTCOMES[:3]
-# The proxy has the clients' sockets.
+# The proxy has the clients' sockets, so killing it also breaks connections.
 _ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
 _SETTLE_S = 30.0
 
@@ -21,15 +21,15 @@ _SETTLE_S = 30.0
 async def kill_part(
     endpoint: Endpoint, size: Size, part: str, *, num_clients: int, before_s: float, after_s: float, whole_s: float
 ) -> dict[str, Any]:
-    """Kill a part under load, and continue until `after_s` after the endpoint is complete again.
+    """Kill a part under load; continue the load until `after_s` after all parts run again.
 
     Args:
-        whole_s: limit until every part runs again.
+        whole_s: maximum seconds until all parts run again.
     """
     clients = Clients(endpoint.url, num_clients, size.tokens)
     await asyncio.sleep(before_s)
     (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
-    assert kill(victim), f"{part} was gone already"
+    assert kill(victim), f"{part} had already ended"
     await asyncio.sleep(1.0)  # a dead process may still count as running
     recovered_s = await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, whole_s)
     await asyncio.sleep(after_s)
@@ -51,12 +51,12 @@ async def kill_part(
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
     if recovered_s is None:
-        result["problems"].append(f"not complete again within {whole_s:g} s")
+        result["problems"].append(f"not all parts ran again within {whole_s:g} s")
     return result
 
 
 async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) -> dict[str, Any]:
-    """Disconnect clients from long streams; the ledger has what the engines generated."""
+    """Disconnect clients from long streams; check that the engines stopped, and what the ledger bills."""
     num_tokens = 20 * size.tokens
     ids = set(await vanish(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
@@ -81,14 +81,14 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
 
 
 async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str]) -> dict[str, Any]:
-    """Return what the ledger has of these requests, and whether every slot is free again."""
-    left = await asyncio.to_thread(_wait_until_idle, endpoint)
+    """Check the ledger for double and missing bills of these requests, and whether every slot is free again."""
+    num_running = await asyncio.to_thread(_wait_until_idle, endpoint)
     probe_s, num_probed = await _fill_slots(endpoint, size)
-    times = Counter(record.request_id for record in RequestReader(endpoint.state / "ledger").new())
+    bills = Counter(record.request_id for record in RequestReader(endpoint.state / "ledger").new())
     return {
-        "num_billed_twice": sum(n > 1 for n in times.values()),
-        "num_answered_unbilled": sum(request_id not in times for request_id in answered),
-        "num_left_under_way": left,
+        "num_billed_twice": sum(n > 1 for n in bills.values()),
+        "num_answered_unbilled": sum(request_id not in bills for request_id in answered),
+        "num_left_under_way": num_running,
         "slots": size.admitted,
         "slots_answered": num_probed,
         "slots_s": probe_s,
@@ -124,5 +124,5 @@ def _problems(result: dict[str, Any]) -> list[str]:
     if result["num_left_under_way"]:
         problems.append(f"{result['num_left_under_way']} requests are still running {_SETTLE_S:g} s later")
     if result["slots_answered"] < result["slots"]:
-        problems.append(f"of {result['slots']} slots {result['slots_answered']} answer")
+        problems.append(f"only {result['slots_answered']} of {result['slots']} slots answered")
     return problems

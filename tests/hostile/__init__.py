@@ -1,12 +1,12 @@
-"""One key attacks the endpoint while another key works; measure what the other one notices.
+"""One key attacks the endpoint while another key (the neighbour) sends normal requests; measure the effect on these.
 
-    make hostile                        every attack on a vLLM engine, and the report under benchmarks/online/
-    python -m tests.hostile --help      the fake engine, single attacks, shorter runs
+    make hostile                        every attack on a vLLM engine; writes a report under benchmarks/online/
+    python -m tests.hostile --help      options for the fake engine, single attacks and shorter runs
 
-    tenants.py    the endpoint with its keys, and the working key's clients
-    attacks.py    the attacks, with their limits
-    scenes.py     quiet, each attack, all together: latencies, memory, answers
-    report.py     the table, as Markdown and JSON
+    tenants.py    the endpoint with its keys, and the neighbour's clients
+    attacks.py    the attacks
+    scenes.py     the neighbour's latencies and the endpoint's memory: quiet, during each attack, during all attacks
+    report.py     the report, as Markdown and JSON
 
 `make test` does not run it.
 """

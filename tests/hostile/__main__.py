@@ -1,4 +1,4 @@
-"""`python -m tests.hostile`: attack the endpoint with one key while another works, and write the report.
+"""`python -m tests.hostile`: attack the endpoint with one key while another key is in use, and write the report.
 
 The exit code is 1 if an attack succeeded or slowed the other key too much.
 """
@@ -49,24 +49,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared-cores",
         action="store_true",
-        help="let other processes use the cores of the vLLM engine; by default it has exclusive use, like a GPU",
+        help="let other processes use the vLLM engine's cores; by default the engine has them exclusively, like a GPU",
     )
-    parser.add_argument("--start-s", type=float, default=300, help="limit of a start; default 300")
+    parser.add_argument("--start-s", type=float, default=300, help="maximum seconds for a start; default 300")
     parser.add_argument(
         "--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK", help=", ".join(ATTACKS)
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "hostile", help="the endpoint's state")
-    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "hostile", help="folder for the endpoint's state"
+    )
+    parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="folder for the report")
     return parser
 
 
 def _command(args: argparse.Namespace) -> str:
-    words = ["python -m tests.hostile", f"--engine {args.engine}", f"--seconds {args.seconds:g}"]
+    parts = ["python -m tests.hostile", f"--engine {args.engine}", f"--seconds {args.seconds:g}"]
     if args.shared_cores:
-        words.append("--shared-cores")
+        parts.append("--shared-cores")
     if list(args.only) != list(ATTACKS):
-        words.append(f"--only {shlex.join(args.only)}")
-    return " ".join(words)
+        parts.append(f"--only {shlex.join(args.only)}")
+    return " ".join(parts)
 
 
 if __name__ == "__main__":

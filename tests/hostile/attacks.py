@@ -1,7 +1,8 @@
-"""The attacks of a hostile key, with their limits.
+"""The attacks of a hostile key.
 
-An attack runs for a given time, as fast as its clients are answered. It counts statuses and notes problems;
-`scenes.py` measures what the neighbour notices. `integration/test_serve.py` attacks the prefix cache, and with media.
+An attack runs for a given time, as fast as its clients are answered. It counts HTTP statuses and records problems;
+`scenes.py` measures the effect on the neighbour. `integration/test_serve.py` has attacks on the prefix cache and with
+media.
 """
 
 import asyncio
@@ -21,18 +22,18 @@ from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, 
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
 WORK = "a second key works"
-_DELIBERATE = (503, 504)
+_ALLOWED_5XX = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
 _NUM_READERS = 12
 _MAX_REFUSAL_BYTES = 4096
 _NICE = 10
-_PAUSE_S = 0.02  # pause between requests of a client, because the load generator shares the machine
+_PAUSE_S = 0.02  # between two requests of a client, because the load generator shares the machine with the endpoint
 
 
 @dataclass
 class AttackResult:
-    """The result of an attack: answers by status, and problems."""
+    """The result of an attack: the number of answers by status, and problems."""
 
     statuses: Counter[int | str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -51,10 +52,10 @@ Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 async def _hammer(
     tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
 ) -> AttackResult:
-    """Send these requests in turn from several clients for some seconds."""
+    """Send these requests repeatedly, in turn, from several clients."""
     result, ends_at, turns = AttackResult(), time.monotonic() + seconds, cycle(sends)
 
-    async def go_on() -> None:
+    async def send_repeatedly() -> None:
         async with tenants.client(key) as http:
             while time.monotonic() < ends_at:
                 try:
@@ -65,14 +66,14 @@ async def _hammer(
                     _count(result, response, judge)
                 await asyncio.sleep(_PAUSE_S)
 
-    await asyncio.gather(*(go_on() for _ in range(num_clients)))
+    await asyncio.gather(*(send_repeatedly() for _ in range(num_clients)))
     return result
 
 
 def _count(result: AttackResult, response: httpx.Response, judge: Judge) -> None:
     result.statuses[response.status_code] += 1
     problem = judge(response)
-    if response.status_code >= 500 and response.status_code not in _DELIBERATE:
+    if response.status_code >= 500 and response.status_code not in _ALLOWED_5XX:
         problem = f"{response.status_code}: {response.text[:200]}"
     if problem:
         result.note(problem)
@@ -102,7 +103,7 @@ def _anything(_: httpx.Response) -> None:
 
 
 async def work(tenants: Tenants, seconds: float) -> AttackResult:
-    """Work like the neighbour, without an attack: the cost of sharing an engine."""
+    """Send normal requests, like the neighbour; this shows the effect of sharing an engine without an attack."""
     sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
 
@@ -111,7 +112,7 @@ async def work(tenants: Tenants, seconds: float) -> AttackResult:
 
 
 async def paths(tenants: Tenants, seconds: float) -> AttackResult:
-    """Use every spelling of the path with a key that is only allowed another model, with small and huge bodies."""
+    """Use many spellings of the path, with small and huge bodies, and a key that may only use another model."""
     marks = [
         "%0A",
         "%0D",
@@ -139,7 +140,7 @@ async def paths(tenants: Tenants, seconds: float) -> AttackResult:
 
 
 async def headers(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send headers that only the endpoint may set: another key's name, the operator's mark, a cheaper request."""
+    """Send headers that only the endpoint may set: another key's name, operator rights, a cheaper request."""
     context = Context(request_id="1", key=NEIGHBOUR, num_choices=0, cap_tokens=1, first_asked_at=0.0)
     forged = {
         **context.headers(), "x-peagle-key": NEIGHBOUR, "x-peagle-operator": "1", "x-vllm-priority": "9" * 31,
@@ -170,39 +171,42 @@ async def budget(tenants: Tenants, seconds: float) -> AttackResult:
                 _count(result, response, _anything)
             await asyncio.sleep(1.0)
     if result.statuses[200] > 1:
-        result.note(f"{result.statuses[200]} answers on a budget for less than one")
+        result.note(f"{result.statuses[200]} answers with a budget below the cost of one request")
     return result
 
 
 async def parallel(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send forty concurrent long streams with a key that may have few."""
-    result, under_way, most = AttackResult(), 0, 0
+    """Send forty concurrent long streams with a key that may have only a few."""
+    result, running, peak = AttackResult(), 0, 0
 
     async def stream(number: int) -> None:
-        nonlocal under_way, most
+        nonlocal running, peak
         body = _chat(tenants, f"long {number}", max_tokens=400, ignore_eos=True, stream=True)
         async with tenants.client(ATTACKER) as http, http.stream("POST", CHAT, json=body) as response:
             result.statuses[response.status_code] += 1
             if response.status_code != 200:
                 return
-            under_way += 1
-            most = max(most, under_way)
+            running += 1
+            peak = max(peak, running)
             async for _ in response.aiter_bytes():
                 if time.monotonic() > ends_at:
                     break
-            under_way -= 1
+            running -= 1
 
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
         await asyncio.gather(*(stream(number) for number in range(40)))
         await asyncio.sleep(0.5)
-    if most > PARALLEL_REQUESTS:
-        result.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
+    if peak > PARALLEL_REQUESTS:
+        result.note(f"{peak} concurrent requests, but only {PARALLEL_REQUESTS} are allowed")
     return result
 
 
 async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send bodies of a megabyte that are refused: wrong model, deep, broken. They count, and errors are short."""
+    """Send bodies of 1 MiB that are refused: a wrong model, deep nesting, broken JSON.
+
+    They must count toward the rate limit, and the errors must be short.
+    """
     name = "m" * (_MIB - 200)
     bodies: list[Any] = [
         _chat(tenants, model=name), {"model": tenants.model, "messages": name}, b"[" * (_MIB - 10),
@@ -217,11 +221,11 @@ async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
 
     result = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
     if sum(result.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not result.statuses[429]:
-        result.note("refused requests do not count")
+        result.note("refused requests do not count toward the rate limit")
     return result
 
 
-# --- what reaches an engine
+# --- requests that reach an engine
 
 
 def _constraints() -> Iterator[dict[str, Any]]:
@@ -288,7 +292,7 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
         content = b"x" * (_FILE_MIB * _MIB)
         try:
             uploaded = await http.post(FILES, files={"file": ("large.jsonl", content)}, data={"purpose": "batch"})
-        except httpx.HTTPError as error:  # refused and closed before everything was sent
+        except httpx.HTTPError as error:  # the endpoint refused the upload and closed the connection
             result.statuses[type(error).__name__] += 1
             return result
         _count(result, uploaded, _anything)
@@ -299,7 +303,7 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
             f"GET {FILES}/{file_id}/content HTTP/1.1\r\nhost: localhost\r\n"
             f"authorization: Bearer {tenants.keys[ATTACKER]}\r\n\r\n"
         )
-        sockets = [await _knock(tenants, request.encode()) for _ in range(_NUM_READERS)]
+        sockets = [await _send_raw(tenants, request.encode()) for _ in range(_NUM_READERS)]
         await asyncio.sleep(seconds)
         for writer in sockets:
             writer.close()
@@ -308,12 +312,11 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
 
 
 async def connections(tenants: Tenants, seconds: float) -> AttackResult:
-    """Open connections that send half a header, and send requests without a key."""
+    """Open connections that send half a header, and send requests with an invalid key."""
     half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
-    sockets = [await _knock(tenants, half) for _ in range(200)]
-    strangers = {**tenants.keys, ATTACKER: "pk-nobody"}
-    unknown = replace(tenants, keys=strangers)
-    result = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
+    sockets = [await _send_raw(tenants, half) for _ in range(200)]
+    without_valid_key = replace(tenants, keys={**tenants.keys, ATTACKER: "pk-nobody"})
+    result = await _hammer(without_valid_key, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
     for writer in sockets:
         writer.close()
     return result
@@ -335,13 +338,13 @@ async def batches(tenants: Tenants, seconds: float) -> AttackResult:
     async with tenants.client(NEIGHBOUR) as http:
         response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
         if response.status_code != 200:
-            result.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
+            result.note(f"the neighbour's batch was refused: {response.status_code} {response.text[:200]}")
     return result
 
 
-async def _knock(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
+async def _send_raw(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
     host, port = tenants.url.removeprefix("http://").split(":")
-    # A small window: unread bytes wait in the endpoint, not in the kernel.
+    # The limit keeps unread bytes in the endpoint instead of this process.
     reader, writer = await asyncio.open_connection(host, int(port), limit=1)
     del reader
     writer.write(data)
@@ -364,9 +367,9 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
-    """Run these attacks, or `WORK`, concurrently, at a low priority.
+    """Run these attacks (or `WORK`) concurrently, at a low priority.
 
-    A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
+    A real attacker has its own machine, so here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 

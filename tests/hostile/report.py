@@ -8,11 +8,12 @@ from tests.hostile.scenes import MAX_TIMES_QUIET
 from tests.origin import origin, origin_text, write_report
 
 _INTRODUCTION = """\
-One key works: two clients, one request after another. Another key attacks. A scene is one attack, or all of them;
-in "a second key works" it works like the first one, which shows the price of sharing an engine.
+One key has two clients, which send one request after another. Another key attacks. A scene is one attack, or all of
+them; in "a second key works", the second key also sends normal requests, which shows the effect of sharing an engine.
 Both load generators run on the endpoint's machine. The attacker's is a separate process at a low priority (nice 10).
-A vLLM engine has exclusive use of its cores, like a GPU; with --shared-cores other processes use them, too.
-"Statuses" are the attacker's. Memory is the peak resident size of the ingress and of Serve's proxy."""
+A vLLM engine has its cores exclusively, like a GPU; with --shared-cores, other processes use them, too. Latencies are
+those of the first key, "statuses" those of the attacker. Memory is the peak resident size of the ingress and of
+Serve's proxy."""
 
 
 def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str) -> Path:
@@ -41,9 +42,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
             [
                 row["scene"],
                 f"{row['num_answered']} of {row['num_requests']}",
-                _figure(row["latency_p50_s"]),
-                _figure(row["latency_p95_s"]),
-                _figure(row.get("times_quiet_p95")),
+                _two_decimals(row["latency_p50_s"]),
+                _two_decimals(row["latency_p95_s"]),
+                _two_decimals(row.get("times_quiet_p95")),
                 f"{row['peak_mib'].get('the ingress', 0):.0f}",
                 f"{row['peak_mib'].get('the proxy', 0):.0f}",
                 statuses or "-",
@@ -52,5 +53,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(markdown(cells))
 
 
-def _figure(value: float | None) -> str:
+def _two_decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"

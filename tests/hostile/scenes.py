@@ -1,4 +1,4 @@
-"""The neighbour without attacks, during each attack, and during all of them."""
+"""Measure the neighbour's requests without attacks, during each attack, and during all of them."""
 
 import asyncio
 import multiprocessing
@@ -24,15 +24,15 @@ _MAX_GROWTH_MIB = 512
 def play(
     endpoint: Endpoint, tenants: Tenants, names: list[str], seconds: float, *, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Play the scenes, with the attackers in a separate process; return a row for each."""
+    """Play the scenes, with the attackers in a separate process; return the results by scene."""
     scenes = {QUIET: [], WORK: [WORK], **{name: [name] for name in names}, **({ALL: names} if len(names) > 1 else {})}
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
         attack = partial(_attack, attackers)
         asyncio.run(_scene(endpoint, tenants, "warm-up", min(seconds, 10.0), attack(tenants, [], 0.0)))
         for name, attacks in scenes.items():
-            attacked = tenants if name == QUIET else tenants.attacked_by(name)
-            row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attacked, attacks, seconds)))
+            attackers_view = tenants if name == QUIET else tenants.attacked_by(name)
+            row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attackers_view, attacks, seconds)))
             rows.append(row)
             if name != QUIET:
                 _compare(row, rows[0], is_attack=name != WORK)

@@ -1,4 +1,4 @@
-"""An endpoint with keys, the clients of the working key, and the memory of the endpoint's processes."""
+"""An endpoint with keys, the neighbour's clients, and the memory of the endpoint's processes."""
 
 import asyncio
 import os
@@ -31,9 +31,9 @@ class Tenants:
     """The endpoint and its keys.
 
     Attributes:
-        model: its name for clients.
-        tokens: output tokens of each request of the neighbour.
-        keys: by name.
+        model: the served name of the model.
+        tokens: output tokens of each of the neighbour's requests.
+        keys: API keys by name.
     """
 
     url: str
@@ -42,7 +42,7 @@ class Tenants:
     keys: dict[str, str]
 
     def attacked_by(self, scene: str) -> Self:
-        """Return the tenants with a scene's own attacker key, so that no scene uses up another's limits."""
+        """Return the tenants with an attacker key for this scene, so that no scene uses up another scene's limits."""
         return replace(self, keys={**self.keys, ATTACKER: self.keys[attacker(scene)]})
 
     def client(self, name: str) -> httpx.AsyncClient:
@@ -53,7 +53,7 @@ class Tenants:
 
 
 def attacker(scene: str) -> str:
-    """Return the name of a scene's attacker."""
+    """Return the name of a scene's attacker key."""
     return f"{ATTACKER}-{scene.replace(' ', '-')}"
 
 
@@ -71,27 +71,27 @@ def tenants(
     """Run the endpoint with its keys: a neighbour, an attacker per scene, and two with tight limits.
 
     Args:
-        has_own_cores: keep all other processes off the cores of a vLLM engine. With batches, the endpoint's engine is
-            bound to its share of the cores, and the rest is reserved for the engine of the batches.
+        has_own_cores: whether to keep all other processes off the cores of a vLLM engine. The endpoint has batches, so
+            its engine is bound to only some cores; the others are reserved for the engine of batches.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key_file, keys = folder / "keys.json", {}
     limits = {"requests_per_min": REQUESTS_PER_MIN, "max_parallel_requests": PARALLEL_REQUESTS}
     with edit_keys(key_file, create=True) as records:
-        allowances: dict[str, dict[str, Any]] = {
+        limits_by_name: dict[str, dict[str, Any]] = {
             NEIGHBOUR: {},
             POOR: {"budget_usd": BUDGET_USD},
             TIED: {"models": (OTHER_MODEL,), "requests_per_min": 1},
             **{attacker(scene): limits for scene in scenes},
         }
-        for name, allowed in allowances.items():
-            keys[name], record = new_key(name, **allowed)
+        for name, key_limits in limits_by_name.items():
+            keys[name], record = new_key(name, **key_limits)
             records.append(record)
     flags = [
         "--engine", engine, "--max-num-seqs", "4", "--usd-per-hour", "1", "--heartbeat-s", "1",
         "--keys", str(key_file), "--batches", str(folder / "batches"),
     ]  # fmt: skip
-    # Short steps: a key's prompt delays others by a step, and one of 2,048 tokens takes seconds on CPUs.
+    # Short steps, because a prompt delays other requests by a step, and a step of 2,048 tokens takes seconds on CPUs.
     real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
     flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
@@ -102,12 +102,12 @@ def tenants(
 
 def _cores_of_engine() -> list[int]:
     """Return the cores that vLLM's worker is bound to."""
-    below = psutil.Process().children(recursive=True)
-    return next(process.cpu_affinity() for process in below if "VLLM::Worker" in " ".join(process.cmdline()))
+    descendants = psutil.Process().children(recursive=True)
+    return next(process.cpu_affinity() for process in descendants if "VLLM::Worker" in " ".join(process.cmdline()))
 
 
 class Neighbour:
-    """Two clients of the working key, one request after another, until `stop`."""
+    """The neighbour's two clients, which send one request after another until `stop` is called."""
 
     def __init__(self, tenants: Tenants, endpoint: Endpoint) -> None:
         self.tally = Tally()
@@ -115,7 +115,7 @@ class Neighbour:
         self.grown_mib: dict[str, float] = {}
         self._tenants, self._endpoint = tenants, endpoint
         self._is_stopped = False
-        self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(2)]
+        self._tasks = [asyncio.create_task(self._send_requests(number)) for number in range(2)]
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
@@ -123,7 +123,7 @@ class Neighbour:
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 
-    async def _ask_on(self, client: int) -> None:
+    async def _send_requests(self, client: int) -> None:
         async with self._tenants.client(NEIGHBOUR) as http:
             number = 0
             while not self._is_stopped:

@@ -1,4 +1,4 @@
-"""The `peagle` command as a process."""
+"""Fixtures that run the `peagle` command as a process."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.chaos.processes import command_line
 
 @pytest.fixture
 def peagle():
-    """Start `peagle ARGUMENTS` in its own process group; processes that remain after the test are killed."""
+    """Return a function that starts `peagle ARGUMENTS` in its own process group, and kills it after the test."""
     started = []
 
     def start(*arguments):
@@ -33,9 +33,10 @@ def peagle():
 
 @pytest.fixture
 def leftover_processes():
-    """Return command lines that mention a path, of processes that still exist 75 seconds later.
+    """Return a function that waits up to 75 s until no process has a path in its command line.
 
-    A Ray worker that starts while its raylet is killed tries for half a minute to reach it.
+    It returns the remaining command lines. The wait is long because a Ray worker that starts while its raylet is killed
+    tries to reach the raylet for half a minute.
     """
 
     def find(path):

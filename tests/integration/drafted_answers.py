@@ -1,8 +1,8 @@
 """Start one engine and write its complete answers: `drafted_answers.py JOB.json OUT.json`.
 
-The job has `spec` (of the engine), `bulk` (maps a name to token ids and sampling parameters) and
-`online` (maps a name to an API path and a body). `bulk` is answered as `peagle generate` does, `online` by vLLM's API
-server around the same engine, as in a replica of Ray Serve. A streamed answer is the list of its events.
+The job has the engine's `spec`, and two dictionaries of requests by name. Requests in `bulk` (token ids and sampling
+parameters) are answered as in `peagle generate`. Requests in `online` (API path and body) are answered by vLLM's API
+server with the same engine, as in a replica of Ray Serve. A streamed answer is the list of its events.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Panels of a Grafana dashboard as SVG, drawn from the answers of a Prometheus."""
+"""Draw the panels of a Grafana dashboard as SVG, from the query results of a Prometheus server."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from peagle.charts import (
 )
 from peagle.economics.report.plots import tick, usd_tick, vertical_axis
 
-COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, LETTERS = 3, 24, 26, 16, 56
-IN_WORDS = {
+COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, MAX_LETTERS = 3, 24, 26, 16, 56
+FORMATTERS = {  # by Grafana's unit
     "currencyUSD": usd_tick,
     "percentunit": lambda share: f"{tick(100 * share)}%",
     "s": lambda seconds: f"{tick(seconds)} s",
@@ -34,7 +34,7 @@ Query = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
 def rows_of(dashboard):
-    """Return the dashboard's rows: title and panels."""
+    """Yield the title and the panels of each row of the dashboard."""
     panels = dashboard["panels"]
     row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
     for begin, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
@@ -42,10 +42,10 @@ def rows_of(dashboard):
 
 
 def drawn(panels, query, begin):
-    """Return the panels as one file.
+    """Return the panels as one SVG file.
 
     Args:
-        query: returns an expression's series, like `/api/v1/query_range`.
+        query: returns the series of a PromQL expression, in the format of `/api/v1/query_range`.
         begin: Unix time at the start of the horizontal axis.
     """
     series = [_series(panel, query, begin) for panel in panels]
@@ -58,10 +58,10 @@ def drawn(panels, query, begin):
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
         f'<rect class="page" width="{width}" height="{height}"/>',
     ]
-    for number, (panel, own) in enumerate(zip(panels, series, strict=True)):
+    for number, (panel, curves) in enumerate(zip(panels, series, strict=True)):
         row, column = divmod(number, COLUMNS)
         x, y = GAP + column * (WIDTH + GAP), GAP + row * (cell + GAP)
-        parts.append(f'<g transform="translate({x},{y})">{_panel(panel, own, end_s)}</g>')
+        parts.append(f'<g transform="translate({x},{y})">{_panel(panel, curves, end_s)}</g>')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
@@ -77,14 +77,14 @@ def _series(panel, query, begin):
         for target in panel["targets"]
         for result in query(target["expr"])
     ]
-    return [fault_result for fault_result in curves if fault_result[1]][:MAX_SERIES]
+    return [(label, points) for label, points in curves if points][:MAX_SERIES]
 
 
 def _panel(panel, series, end_s):
-    words = IN_WORDS.get(panel["fieldConfig"]["defaults"]["unit"], tick)
-    most = max((value for _, points in series for _, value in points), default=0.0)
-    ticks, y = vertical_axis(most if most > 0 else 1.0)
-    plot = [grid_line(y(value), words(value)) for value in ticks]
+    format_value = FORMATTERS.get(panel["fieldConfig"]["defaults"]["unit"], tick)
+    highest = max((value for _, points in series for _, value in points), default=0.0)
+    ticks, y = vertical_axis(highest if highest > 0 else 1.0)
+    plot = [grid_line(y(value), format_value(value)) for value in ticks]
     for share, anchor in ((0.0, "start"), (1.0, "end")):
         plot.append(text(_x(share), HEIGHT - BOTTOM + 16, f"{share * end_s / 60:.0f} min", "tick", anchor))
     legend = []
@@ -93,9 +93,9 @@ def _panel(panel, series, end_s):
         plot.append(f'<polyline class="line-{index}" points="{path}"/>')
         top = NAME_HEIGHT + HEIGHT - TOP - 10 + LINE_HEIGHT * index
         legend.append(f'<rect class="series-{index}" x="{LEFT}" y="{top}" width="10" height="10" rx="3"/>')
-        last = f"{shortened(label, LETTERS)}: {words(points[-1][1])}"
+        last = f"{shortened(label, MAX_LETTERS)}: {format_value(points[-1][1])}"
         legend.append(text(LEFT + 16, top + 9, last, "label", "start"))
-    name = text(0, 14, shortened(panel["title"], LETTERS), "value", "start")
+    name = text(0, 14, shortened(panel["title"], MAX_LETTERS), "value", "start")
     return "".join([name, f'<g transform="translate(0,{NAME_HEIGHT - TOP})">{"".join(plot)}</g>', *legend])
 
 

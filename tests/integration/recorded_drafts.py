@@ -2,16 +2,16 @@
 `recorded_drafts.py JOBS.json OUT.pt`.
 
 A job has `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer has the
-`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`: for each call of the proposer for a
-request, the position of the last known token, that token, the target's states one position before it, and the
-`drafts` by K. An engine without a drafter has no contexts.
+`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`, one per request and call of the
+proposer. A context has the position of the last known token, that token, the target's states one position before it,
+and the `drafts` by K. An engine without a drafter has no contexts.
 
 With `sinks_in_bf16`, vLLM's kernel gets the attention sinks in bf16, the only dtype that it supports on CPUs.
-The answer of a job with `fails` is the `error` that ends it.
+A job with `fails` is expected to raise; its answer is the `error`.
 
-With `every_k`, each context is drafted for K from 1 to the engine's own, by the real `propose`: smaller K first, on a
-copy of what it changes, and the engine continues with its own K. What a parallel drafter allocates by K is set as its
-constructor would.
+With `every_k`, the real `propose` drafts each context for every K up to the engine's. Smaller K come first, with a copy
+of the metadata that `propose` changes. The engine then continues with its own K. Before each call, the fields of a
+parallel drafter that depend on K are set as its constructor sets them.
 """
 
 import copy
@@ -24,7 +24,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer must be acces
 
 
 class Recorder:
-    """Wraps `runner.drafter.propose`."""
+    """Wraps `runner.drafter.propose` and records each call."""
 
     def __init__(self, runner, *, every_k):
         self.contexts = []
@@ -32,34 +32,38 @@ class Recorder:
         self._propose, self._every_k = runner.drafter.propose, every_k
         runner.drafter.propose = self
 
-    def __call__(self, *, num_speculative_tokens, common_attn_metadata, **given):
+    def __call__(self, *, num_speculative_tokens, common_attn_metadata, **options):
         own_k = num_speculative_tokens
         drafts = {}
         for k in range(1, own_k) if self._every_k else ():
-            self._lay_out_for(k)
+            self._set_k(k)
             drafts[k] = self._propose(
-                num_speculative_tokens=k, common_attn_metadata=copy.deepcopy(common_attn_metadata), **given
+                num_speculative_tokens=k, common_attn_metadata=copy.deepcopy(common_attn_metadata), **options
             )
         if drafts:
-            self._lay_out_for(own_k)
-        last = given["token_indices_to_sample"]
+            self._set_k(own_k)
+        last = options["token_indices_to_sample"]
         if last is None:
             last = common_attn_metadata.query_start_loc[1:] - 1
-        last, places, states = last.clone(), given["target_positions"].clone(), given["target_hidden_states"].clone()
-        drafts[own_k] = self._propose(num_speculative_tokens=own_k, common_attn_metadata=common_attn_metadata, **given)
+        # `propose` changes these tensors.
+        last, positions = last.clone(), options["target_positions"].clone()
+        states = options["target_hidden_states"].clone()
+        drafts[own_k] = self._propose(
+            num_speculative_tokens=own_k, common_attn_metadata=common_attn_metadata, **options
+        )
         for row, (name, index) in enumerate(zip(self._runner.input_batch.req_ids, last.tolist(), strict=True)):
             self.contexts.append(
                 {
                     "request": name,
-                    "known": int(places[index]) + 1,
-                    "token": int(given["next_token_ids"][row]),
+                    "known": int(positions[index]) + 1,
+                    "token": int(options["next_token_ids"][row]),
                     "states": states[index].clone(),
                     "drafts": {k: tokens[row].tolist() for k, tokens in drafts.items()},
                 }
             )
         return drafts[own_k]
 
-    def _lay_out_for(self, k):
+    def _set_k(self, k):
         proposer = self._proposer
         if proposer.parallel_drafting:
             proposer.extra_slots_per_request = k

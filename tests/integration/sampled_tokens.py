@@ -1,10 +1,12 @@
 """Run one vLLM engine and write tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
-The job has a drafter's `method`, K, whether there is also a `lookup`, a `prompt` (token ids), `sampling` parameters,
-`num_samples`, the number of compared `tokens` of each, and `greedy` (texts). Half of the samples are drawn
-with no other requests, half while the greedy texts run repeatedly. The answer has the tokens of both halves,
-`separate` and `concurrent`; every answer to the greedy texts, the first without other requests; and how many drafts
-were accepted (null without a drafter), and how many of those in sampled answers came from the lookup.
+The job has a drafter's `method`, `k`, whether the drafter also uses a `lookup`, a `prompt` (token ids), `sampling`
+parameters, `num_samples`, the number of `tokens` to compare per sample, and texts for `greedy` requests. Half of the
+samples are drawn without other requests (`separate`), half while the greedy requests run repeatedly (`concurrent`).
+
+The answer has the tokens of both halves; every answer to the greedy texts, of which the first ran without other
+requests; the number of accepted draft tokens (null without a drafter); and how many of those in sampled answers came
+from the lookup.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 PER_REQUEST, NUM_CONCURRENT, NUM_GREEDY = 16, 2, 24
-FREE_SLOTS = 4  # for greedy requests, which would otherwise wait for all samples
+GREEDY_SLOTS = 4  # without their own slots, greedy requests would wait for all samples
 
 
 def main():
@@ -27,7 +29,7 @@ def main():
     from peagle.engine.vllm import start_engine
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    model, slots = resolve_model(job["model"]), PER_REQUEST * NUM_CONCURRENT + FREE_SLOTS
+    model, slots = resolve_model(job["model"]), PER_REQUEST * NUM_CONCURRENT + GREEDY_SLOTS
     spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=slots, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
@@ -60,7 +62,7 @@ async def _sample(engine, job):
 
 
 async def _draw(engine, job, looked_up):
-    # One more token than is compared, so that drafts cover all compared tokens.
+    # One more token than needed, because the last token of an answer is never drafted.
     params = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
     turns = asyncio.Semaphore(NUM_CONCURRENT)
@@ -92,7 +94,7 @@ async def _ask(engine, prompt, sampling, looked_up=None):
 
     from peagle.engine.vllm_internals import drafts_of
 
-    # Non-streaming: a streamed output contains only the samples that have just grown.
+    # Not streamed, because a streamed output contains only the samples with new tokens.
     params = SamplingParams(**sampling, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
     (last,) = [answer async for answer in answers]

@@ -1,4 +1,4 @@
-"""`import peagle`: a bulk run inside an existing Ray, its rows and cost, and an endpoint; with the fake engine."""
+"""The Python API with the fake engine: a bulk run in an existing Ray cluster, its rows and cost, and an endpoint."""
 
 import pytest
 

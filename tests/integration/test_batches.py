@@ -32,7 +32,7 @@ WAIT_S = 120
 
 
 class Endpoint:
-    """The routes behind the gate, in this process, until it is closed."""
+    """A server with the batch routes behind the gate, in this process."""
 
     def __init__(self, folder, keys):
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
@@ -94,7 +94,7 @@ def order(client, requests):
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     uploaded = client.files.create(file=("requests.jsonl", lines.encode()), purpose="batch")
     return client.batches.create(
-        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "test"}
+        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"suite": "test"}
     )
 
 
@@ -114,7 +114,7 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     first = start()
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
         batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
-        assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
+        assert (batch.status, batch.metadata) == ("validating", {"suite": "test"})
         wait(client, batch, lambda result: result.request_counts.completed > 0)
     first.close()
 
@@ -123,7 +123,7 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
         check_restarted(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
         assert [listed.id for listed in client.batches.list()] == [cancelled.id, batch.id]
-        check_forgotten(client, (batch, cancelled), tmp_path)
+        check_prompts_are_deleted(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
         check_hidden(stranger, batch)
     charged = RequestReader(tmp_path / "ledger").new()
@@ -131,7 +131,7 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charged)
 
 
-def test_invalid_batches_share_one_process(start, keys):
+def test_validations_share_one_process(start, keys):
     before, seen = batch_actors(), set()
     with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
@@ -165,8 +165,8 @@ def check_restarted(client, batch, run):
         client.files.content(done.output_file_id)
 
 
-def check_forgotten(client, batches, folder):
-    """After deleting the inputs, no prompt is left in runs or logs."""
+def check_prompts_are_deleted(client, batches, folder):
+    """Delete the inputs; check that no prompt is left in runs or logs."""
     for batch in batches:
         client.files.delete(batch.input_file_id)
         run = RunDirectory(folder / "batches" / "runs" / batch.id)

@@ -1,10 +1,10 @@
-"""`peagle bench` with the real engine: no speculation against the shipped head."""
+"""`peagle bench` with the real engine, without speculation and with the shipped head."""
 
 import json
 
 import pytest
 
-pytestmark = pytest.mark.soak  # two engines; unit/bench tests the rest
+pytestmark = pytest.mark.soak  # starts two engines; tests/unit/bench tests the rest
 
 COMMAND = [
     "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",

@@ -1,4 +1,4 @@
-"""Short runs of `make chaos`: kills of a node, an engine and the driver; drivers that are stopped and replaced."""
+"""Short versions of `make chaos`: kills of a node, an engine and the driver; drivers that pause and are replaced."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, either with a prompt
-lookup, and without a drafter.
+"""Above temperature 0, text follows the target's own distribution, whatever the drafter.
 
-Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
-compared with that of the same target in transformers. The first token comes from the prompt, the others are drafted and
-verified. Half of the samples are drawn with no other requests, half with concurrent greedy requests, whose answers
-must not change.
+The drafters are P-EAGLE and EAGLE-3, with and without a prompt lookup, and none. A real engine in float32 draws
+several thousand samples of one prompt. The joint distribution of their first four tokens is compared with the
+distribution that the same target has in Transformers. The first token is never drafted; the others are drafted and
+verified. Half of the samples are drawn without other requests, half with concurrent greedy requests, whose answers must
+not change.
 """
 
 import functools
@@ -20,11 +20,11 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# A lookup finds `self, size` and its continuation by the last five tokens or two; the target may continue differently.
+# The lookup matches the last tokens and drafts the continuation `, size`; the target may continue differently.
 REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
-LEVEL = 1e-4  # for each of thirty comparisons: one run in three hundred fails by chance
+LEVEL = 1e-4  # significance level of each of thirty comparisons: one run in three hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -44,8 +44,11 @@ def tokens_of(embedded_target):
 
 
 @pytest.fixture(scope="module")
-def chances(target, tokens_of):
-    """Return the probability of each sequence of four tokens that is expected in the samples, with this top-p."""
+def expected(target, tokens_of):
+    """Return a function that returns the probabilities of the sequences of four tokens.
+
+    It omits sequences that are too rare for the chi-square test.
+    """
 
     @functools.cache
     def of(text, top_p):
@@ -54,33 +57,33 @@ def chances(target, tokens_of):
     return of
 
 
-def joint(target, prompt, top_p, least):
+def joint(target, prompt, top_p, min_probability):
     result = {(): 1.0}
     for _ in range(NUM_JOINT):
         batch = torch.tensor([[*prompt, *tokens] for tokens in result])
         with torch.inference_mode():
             rows = torch.cat([target(part).logits[:, -1] for part in batch.split(32)]).double().softmax(-1)
         result = {
-            (*tokens, token): chance * share
-            for (tokens, chance), row in zip(result.items(), rows, strict=True)
-            for token, share in nucleus(row, top_p)
-            if chance * share >= least
+            (*tokens, token): prefix_probability * probability
+            for (tokens, prefix_probability), row in zip(result.items(), rows, strict=True)
+            for token, probability in nucleus(row, top_p)
+            if prefix_probability * probability >= min_probability
         }
     return result
 
 
 def nucleus(row, top_p):
-    """Return the likeliest tokens up to `top_p`, normalised, without those below a ten-thousandth."""
+    """Return the likeliest tokens up to `top_p` with their normalised probabilities, if these exceed 1e-4."""
     values, tokens = row.sort(descending=True)
     is_likely = values.cumsum(0) - values < top_p
     values, tokens = values[is_likely] / values[is_likely].sum(), tokens[is_likely]
-    few = values > 1e-4
-    return list(zip(tokens[few].tolist(), values[few].tolist(), strict=True))
+    is_frequent = values > 1e-4
+    return list(zip(tokens[is_frequent].tolist(), values[is_frequent].tolist(), strict=True))
 
 
 @pytest.fixture
 def sampled(tokens_of, tmp_path):
-    """Return the answer of `sampled_tokens.py` for a drafter."""
+    """Return a function that returns the answer of `sampled_tokens.py` for a drafter."""
 
     def run(method, text, top_p, *, lookup, verify):
         job = {
@@ -110,20 +113,20 @@ def sampled(tokens_of, tmp_path):
         ("peagle", False, "auto"),
     ],
 )
-def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, sampled, chances):
+def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, sampled, expected):
     text = REPEATS if lookup else TEXT
-    result, known = sampled(method, text, top_p, lookup=lookup, verify=verify), chances(text, top_p)
+    result, probabilities = sampled(method, text, top_p, lookup=lookup, verify=verify), expected(text, top_p)
     assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
     assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
     assert len(result["greedy"]) > 2
-    assert len(set(map(str, result["greedy"]))) == 1, "concurrent sampled requests do not change greedy answers"
+    assert len(set(map(str, result["greedy"]))) == 1, "concurrent sampled requests changed greedy answers"
     separate, concurrent = (Counter(map(tuple, result[half])) for half in ("separate", "concurrent"))
     assert separate.total() == concurrent.total() == NUM_SAMPLES // 2
-    values = [p_value(seen, known) for seen in (separate, concurrent, separate + concurrent)]
+    values = [p_value(seen, probabilities) for seen in (separate, concurrent, separate + concurrent)]
     assert min(values) > LEVEL, (
         values,
         (separate + concurrent).most_common(10),
-        sorted(known.items(), key=lambda k: -k[1]),
+        sorted(probabilities.items(), key=lambda k: -k[1]),
     )
     # Power: a sampler at a temperature of 0.8 is nearly always detected.
-    assert power(known, sharpened(known, 0.8), NUM_SAMPLES, LEVEL) > 0.98
+    assert power(probabilities, sharpened(probabilities, 0.8), NUM_SAMPLES, LEVEL) > 0.98

@@ -1,14 +1,14 @@
-"""The served drafter equals the trained one: our drafts equal those of vLLM's proposers, token by token, in float32.
+"""The drafter drafts the same when served as in training: our drafts equal vLLM's, token by token, in float32.
 
-Served: real vLLM engines with the 135M-parameter target and a head folder, whose proposer is recorded
-(recorded_drafts.py): in batches, from the prefix cache, with rejected drafts after the last token. Ours: the states
-that transformers computes for the finished text (like feature extraction before it rounds them to bf16), the head as
-loaded by `load_head`, and the forward passes of training and of the offline estimate.
+vLLM's drafts come from real engines with the 135M-parameter target and a head folder. recorded_drafts.py records their
+proposers: in batches, with prefix-cache hits, with rejected drafts after the last token. Our drafts come from the
+states that Transformers computes for the finished text (as in feature extraction, before rounding to bf16), the head
+that `load_head` loads, and the forward passes of training and of the offline estimate.
 
-Each context of an engine with K=10 is drafted for every K from 1 to 10 by the real `propose`. Engines started with a
-smaller K then show that their own layout drafts the same, with chunked prompts: there vLLM 0.29 gives its head the
-prompt's last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row. Training
-has no such row; the comparison reads it like the proposer, so that everything else is compared.
+In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K then
+show that they draft the same, and that chunked prompts do. At the end of a chunk, vLLM 0.29 gives its head the prompt's
+last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row in the KV cache.
+Training has no such row, so the comparison imitates the proposer in this one respect.
 """
 
 import functools
@@ -29,15 +29,15 @@ from peagle.engine.environment import environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
 
 MAX_K = 10
-LONG_PROMPT = 320  # maximum tokens: two cache blocks, of which one is a cache hit the second time
+LONG_PROMPT = 320  # maximum tokens: two cache blocks, of which one is a cache hit when the prompt is repeated
 CHUNK = 128  # tokens per step in the engines with a smaller K
-MAX_STATE_ERROR = 1e-4  # relative to the norm; 3e-6 was measured
+MAX_STATE_ERROR = 1e-4  # relative to the norm; the measured error is 3e-6
 MAX_NUM_SEQS = 4
-# Prompts for the engine of each head that drafts every K: five fill a batch of four and find the first in the cache.
+# Number of prompts for the engine that drafts every K. Five fill a batch of four; the last is then in the prefix cache.
 EVERY_K = {"peagle": 5, "eagle3": 5}
 EVERY_K_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
-# Tokens of each answer: a head whose drafts are accepted passes over contexts. Of 25 prompts 200 are left at 3.5 tokens
-# a step.
+# Tokens of each answer. The shipped head needs more, because accepted drafts skip contexts: at 3.5 tokens a step, 25
+# prompts have 200 contexts.
 NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
 OWN_K = [("peagle", 4), ("eagle3", 1)]
 CASES = [*EVERY_K.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in EVERY_K_SOAK.items())]
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def prompts(embedded_target):
-    """A long prompt first and last (the second time from the prefix cache), with the shortest ones between."""
+    """A long prompt first and last (then from the prefix cache), with the shortest prompts of HumanEval between."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
@@ -60,7 +60,7 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def heads(embedded_target, shipped_head, tmp_path_factory):
-    """Folders: the shipped head (five layers, nine KV heads), a P-EAGLE head of one layer, an EAGLE-3 head."""
+    """Folders of the shipped head (five layers, nine KV heads), a P-EAGLE head with one layer, and an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("heads")
     vocabulary = vocabulary_of_head(shipped_head, [], target_size=49_152)
     shapes = {
@@ -69,14 +69,14 @@ def heads(embedded_target, shipped_head, tmp_path_factory):
     }
     for name, shape in shapes.items():
         head = build_head(embedded_target, shape, vocabulary)
-        _stir(head)
+        _add_noise(head)
         save_head(head, folder / name, verifier="embedded")
     return {"peagle": shipped_head, **{name: folder / name for name in shapes}}
 
 
 @torch.no_grad()
-def _stir(head):
-    """Add noise to every trained weight, because a warm start ignores some states."""
+def _add_noise(head):
+    """Add noise to every trainable weight, because a freshly initialised head ignores some states."""
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         if parameter.requires_grad:
@@ -86,9 +86,9 @@ def _stir(head):
 
 @pytest.fixture(scope="module")
 def recorded(embedded_target, heads, prompts, tmp_path_factory):
-    """Return answers of recorded_drafts.py by (head, K, prompts); the largest K also drafts every smaller one.
+    """Return a function that returns the answer of recorded_drafts.py for a head, a K and a number of prompts.
 
-    The engines of the default suite run together on first use, and so do all others.
+    The first call runs all engines of the default suite, or all others, in one process.
     """
     here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
 
@@ -127,7 +127,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document_of(embedded_target):
-    """Return a text with the states that the head reads, computed by transformers and cached."""
+    """Return a function that makes a document from tokens, with the states that the head reads."""
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
@@ -141,7 +141,7 @@ def own_heads(heads, embedded_target):
 
 
 def _some(prompts, number):
-    """Return `number` prompts: the long one first and last, short ones between; without the first if few are needed."""
+    """Return `number` prompts: long, short ones, long. If at most three are needed, omit the first long one."""
     return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
 
 
@@ -160,10 +160,10 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
     assert result.drafts.keys() == set(range(1, MAX_K + 1))
     assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
     assert result.num_chunks == 0
-    if number > MAX_NUM_SEQS:  # the first batch holds these and the long prompt
+    if number > MAX_NUM_SEQS:  # the repeated long prompt is not in the first batch
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
     assert result.max_state_error < MAX_STATE_ERROR
-    for depth in range(MAX_K):  # constant drafts would match trivially
+    for depth in range(MAX_K):  # constant drafts would match without proving anything
         assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= 5, depth
 
 
@@ -181,9 +181,9 @@ def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_comparison_detects_shifted_states(name, number, recorded, prompts, own_heads, document_of):
-    def late(tokens, num_prompt_tokens):
+    def shifted(tokens, num_prompt_tokens):
         document = document_of(tokens, num_prompt_tokens)
         return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))
 
     with pytest.raises(AssertionError, match="apart"):
-        _compare(name, MAX_K, number, recorded, prompts, own_heads, late)
+        _compare(name, MAX_K, number, recorded, prompts, own_heads, shifted)

@@ -1,13 +1,14 @@
 """Every field of an answer is the same with and without a drafter, for each parameter that can end an answer.
 
-Real engines in float32, where greedy text has no ties. Not compared are times, request names, drafts, and two fields in
-which vLLM's answers differ: `system_fingerprint` (it identifies the engine's settings) and, in streams with `stop`, the
-`text_offset` of legacy completions (vLLM counts the text sent so far, and holds back what may become a stop string; how
-much depends on the tokens per step). `num_cached_tokens` is compared for prompts that are not in the cache: with a
-drafter vLLM computes the last cached block again, and reports that.
+The engines are real and use float32, where greedy text has no ties. Not compared are times, request ids, drafts, and
+two fields in which vLLM's answers differ. `system_fingerprint` identifies the engine's settings. In streams with
+`stop`, `text_offset` of legacy completions counts the text sent so far; vLLM holds back text that may become a stop
+string, and how much depends on the tokens per step. `num_cached_tokens` is compared only for prompts that are not in
+the cache, since with a drafter, vLLM computes the last cached block again and reports fewer cached tokens.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from peagle.engine.spec import EngineSpec
 
 pytestmark = pytest.mark.timeout(600)
 
-# Nearly all drafts of the first two are accepted, several per step; the third ends with EOS.
+# For the first two prompts, nearly all drafts are accepted, several per step. The answer to the third ends with EOS.
 PROMPTS = {
     "repeat": "Repeat: the cat sat on the mat.\nRepeat: the cat sat on the mat.\nRepeat: the cat sat",
     "count": "one two three four five one two three four five one two three",
@@ -32,13 +33,13 @@ PROMPTS = {
 }
 CONTEXT, K = 512, 5
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
-# vLLM cannot draft for these requests, which run in the same steps as others with drafts.
+# vLLM cannot draft for these requests. They run in the same steps as requests with drafts.
 UNDRAFTED = {
     "bias": {"logit_bias": {"253": 7.5, "28": -100.0, "198": -4.0}, "logprobs": 1},
     "forced token": {"logit_bias": {"253": 100.0}},
     "min_p": {"temperature": 1.0, "min_p": 1.0},  # only the likeliest token remains, which equals greedy
 }
-DIFFER = {"id", "created", "request_id", "ttft_s", "latency_s", "speculation", "metrics", "system_fingerprint"}
+NOT_COMPARED = {"id", "created", "request_id", "ttft_s", "latency_s", "speculation", "metrics", "system_fingerprint"}
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +92,16 @@ def online_cases():
         "echo": {"stop": "mat", "echo": True, "logprobs": 1},
     }
     cases = {}
-    for (prompt, text), (name, more) in ((p, e) for p in PROMPTS.items() for e in ends.items()):
-        body = {"temperature": 0, "max_tokens": 20, **more}
+    for (prompt, text), (name, sampling) in itertools.product(PROMPTS.items(), ends.items()):
+        body = {"temperature": 0, "max_tokens": 20, **sampling}
         chat = body | {"messages": [{"role": "user", "content": text}]}
         if "logprobs" in body:
             chat |= {"logprobs": True, "top_logprobs": body["logprobs"]}
         chat.pop("echo", None)
-        for way, options in {"whole": {}, "streamed": usage}.items():
-            if way == "whole" or name.startswith("stop"):
-                cases[f"{prompt}: {name}, {way}"] = ("/v1/completions", {**body, "prompt": text, **options})
-                cases[f"{prompt}: {name}, {way} chat"] = ("/v1/chat/completions", {**chat, **options})
+        for mode, options in {"whole": {}, "streamed": usage}.items():
+            if mode == "whole" or name.startswith("stop"):
+                cases[f"{prompt}: {name}, {mode}"] = ("/v1/completions", {**body, "prompt": text, **options})
+                cases[f"{prompt}: {name}, {mode} chat"] = ("/v1/chat/completions", {**chat, **options})
     return cases
 
 
@@ -178,7 +179,7 @@ def _whole(answer):
 
 def differences(a, b, where=""):
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b} - DIFFER):
+        for key in sorted({*a, *b} - NOT_COMPARED):
             yield from differences(a.get(key), b.get(key), f"{where}.{key}")
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         if len(a) != len(b):

@@ -1,4 +1,4 @@
-"""Features by Ray Data actors compared with those of one process, on the tiny target."""
+"""Ray Data actors extract the same features as one process, with the tiny target."""
 
 import json
 
@@ -42,7 +42,7 @@ def contents(folder):
 
 
 @pytest.mark.soak
-def test_two_actors_write_the_same_missing_shards_as_one_process(job, target, tmp_path):
+def test_two_actors_write_the_same_shards_as_one_process(job, target, tmp_path):
     extract(job(tmp_path / "one-process"), lambda done, total: None)
     seen = []
     together = job(tmp_path / "together")

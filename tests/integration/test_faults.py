@@ -20,5 +20,5 @@ def test_faults_have_only_allowed_outcomes(tmp_path):
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     (report,) = (tmp_path / "report").glob("*.json")
     result = json.loads(report.read_text())["faults"]
-    assert [fault_result["fault"] for fault_result in result] == list(FAULTS)
+    assert [row["fault"] for row in result] == list(FAULTS)
     assert result[1]["outcomes"]["answered"] > 0

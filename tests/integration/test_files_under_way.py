@@ -21,7 +21,7 @@ DATA = bytes(range(256)) * (48 * MIB // 256)
 
 @pytest.fixture
 def endpoint(peagle, tmp_path):
-    """The process, its address and two keys."""
+    """The process of an endpoint, its port and two keys."""
     keys = {name: new_key(name) for name in ("alice", "bob")}
     write_keys(tmp_path / "keys.json", [record for _, record in keys.values()])
     port = free_port()
@@ -51,7 +51,7 @@ def upload(client):
 
 
 def memory_mib(process):
-    """Return the memory of ingress and proxy; shared memory counts twice."""
+    """Return the memory of ingress and proxy together; memory that they share counts twice."""
     pids = [pid for pid in descendants(process.pid) if any(n in command_line(pid) for n in ("PeagleIngress", "Proxy"))]
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1024
@@ -72,7 +72,7 @@ def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
         before = memory_mib(process)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             sent = [answer.raise_for_status().json()["id"] for answer in pool.map(upload, [alice] * NUM_CLIENTS)]
-        # Per upload, two megabytes in transit and one of the temporary file, instead of 12 x 48.
+        # Each upload needs 2 MiB in transit and 1 MiB of its temporary file. Unlimited uploads need 12 x 48 MiB.
         assert memory_mib(process) - before < 250
 
         mine, theirs = f"/files/{sent[0]}/content", f"/files/{upload(bob).json()['id']}/content"
@@ -81,7 +81,7 @@ def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
         for _ in range(NUM_CLIENTS):
             stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
         time.sleep(5)
-        assert memory_mib(process) - before < 200  # instead of 2 x 12 x 48
+        assert memory_mib(process) - before < 200  # unlimited downloads need 2 x 12 x 48 MiB
         part = bob.get(theirs, headers={"range": "bytes=1000-1999"})
         assert (part.status_code, part.content) == (206, DATA[1000:2000])
         assert bob.get(theirs).content == DATA

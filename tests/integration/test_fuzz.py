@@ -1,6 +1,6 @@
 """Fuzzing of every route from the OpenAPI schema, and slow, huge and broken requests.
 
-The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that may use no
+The endpoint runs in this process (`tests/in_process.py`). It has a key without limits, and one that may not use any
 engine. `make soak` also sends the schema's cases to `peagle serve` with vLLM. The cases are the same in each run.
 """
 
@@ -18,9 +18,9 @@ from pipelines.online.wire import FILES_URL
 from tests.faults.endpoint import serving
 from tests.in_process import Served, serve_in_process
 
-DELIBERATE = (503, 504)
-NUM_CASES = {"positive": 25, "negative": 25}  # of each route
-# The second key may use no engine at all.
+ALLOWED_5XX = (503, 504)
+NUM_CASES = {"positive": 25, "negative": 25}  # per route
+# The second key may not use any engine.
 KEYS = {
     "alice": {},
     "mallory": {"models": ["another"], "requests_per_min": 10_000, "output_tokens_per_min": 1, "budget_usd": 1e-9},
@@ -61,7 +61,7 @@ def served(request):
 
 @pytest.fixture(scope="module")
 def http(endpoint):
-    """Requests of a key without limits."""
+    """An HTTP client with the key without limits."""
     with endpoint.client("alice") as client:
         yield client
 
@@ -69,9 +69,9 @@ def http(endpoint):
 FORM = "content-type: multipart/form-data; boundary=b"
 
 
-def head_of(endpoint, path, *more):
+def head_of(endpoint, path, *headers):
     key = f"authorization: Bearer {endpoint.keys['alice']}"
-    return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", key, FORM, *more, "", ""]).encode()
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", key, FORM, *headers, "", ""]).encode()
 
 
 def connect(endpoint):
@@ -79,10 +79,10 @@ def connect(endpoint):
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def wrong_with(response):
-    """Return a server error or an error that is not in OpenAI's format, or None."""
+def problem_of(response):
+    """Return None if the response is allowed, or what is wrong: a server error, or an error not in OpenAI's format."""
     status = response.status_code
-    if status >= 500 and status not in DELIBERATE:
+    if status >= 500 and status not in ALLOWED_5XX:
         return f"{status} {response.content[:300]!r}"
     if status >= 400:
         try:
@@ -98,11 +98,11 @@ def wrong_with(response):
 
 def test_schema_has_the_bodies_of_routes(http):
     paths = http.get("/openapi.json").json()["paths"]
-    takes = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
-    assert takes == {CHAT_URL, COMPLETIONS_URL, FILES_URL, "/v1/batches"}
+    with_body = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert with_body == {CHAT_URL, COMPLETIONS_URL, FILES_URL, "/v1/batches"}
 
 
-# Hypothesis blames a strategy when the state of `random` changes while it draws; threads of this process change it.
+# Hypothesis warns if the state of `random` changes while a strategy draws. Here, other threads change it.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", NUM_CASES)
@@ -115,7 +115,7 @@ def test_schema_cases_cause_no_server_error(served, mode):
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=alice)
     routes = [result.ok() for result in schema.get_all_operations()]
     assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT_URL), ("POST", FILES_URL)}
-    wrong = []
+    problems = []
     for route in routes:
 
         @settings(
@@ -125,12 +125,12 @@ def test_schema_cases_cause_no_server_error(served, mode):
         @given(case=route.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
         def ask(case):
             for headers in (alice, mallory):
-                if what := wrong_with(case.call(base_url=served.url, headers=headers, timeout=30)):
-                    wrong.append(f"{case.method} {case.path} {case.body!r:.200}: {what}")
+                if problem := problem_of(case.call(base_url=served.url, headers=headers, timeout=30)):
+                    problems.append(f"{case.method} {case.path} {case.body!r:.200}: {problem}")
 
         with contextlib.suppress(Unsatisfiable):  # routes without input have no negative cases
             ask()
-    assert not wrong, "\n".join(wrong)
+    assert not problems, "\n".join(problems)
     assert {request.key for request in served.answered()} <= {"alice"}
 
 
@@ -143,7 +143,7 @@ def test_schema_cases_cause_no_server_error(served, mode):
 )  # fmt: skip
 def test_invalid_bodies_are_refused(http, path, content):
     response = http.post(path, content=content, headers={"content-type": "application/json"})
-    assert wrong_with(response) is None
+    assert problem_of(response) is None
     assert 400 <= response.status_code < 500
 
 
@@ -167,7 +167,7 @@ def test_fields_that_crash_vllms_validators_are_refused(served, changes):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **changes}
     with served.client("alice") as http:
         response = http.post(CHAT_URL, content=json.dumps(body))
-    assert wrong_with(response) is None
+    assert problem_of(response) is None
 
 
 @pytest.mark.parametrize("has_length", [True, False])
@@ -202,7 +202,7 @@ def test_slow_sender_gets_408(endpoint, path):
             with contextlib.suppress(TimeoutError):
                 answer = client.recv(65_536)
             if path != FILES_URL and not answer:
-                client.sendall(b"x")  # an upload has a timeout per piece, other bodies a total one
+                client.sendall(b"x")  # the timeout of an upload is per piece; that of other bodies is in total
     assert b" 408 " in answer.splitlines()[0]
     assert b"request_timeout" in answer
     assert time.monotonic() - started < 10

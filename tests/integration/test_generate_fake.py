@@ -1,4 +1,4 @@
-"""Bulk runs on a real Ray cluster with the fake engine: every row exactly once."""
+"""Bulk runs on a real Ray cluster with the fake engine, which commit every row exactly once."""
 
 import gzip
 import json
@@ -41,14 +41,14 @@ def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
     assert all(row["num_accepted_tokens"] == row["num_drafts"] for row in done)
     assert all(row["finish_reason"] in ("stop", "length") and row["response"] for row in done)
 
-    letters = sorted(RunDirectory(output).dead_letters(), key=lambda letter: letter["id"])
-    assert [(letter["id"], letter["reason"]) for letter in letters] == [
+    dead_letters = sorted(RunDirectory(output).dead_letters(), key=lambda dead_letter: dead_letter["id"])
+    assert [(dead_letter["id"], dead_letter["reason"]) for dead_letter in dead_letters] == [
         ("000000020", "invalid_row"),
         ("000000021", "invalid_prompt"),
         ("000000022", "prompt_too_long"),
     ]
-    assert letters[0]["row"] == "{not json"
-    assert letters[1]["row"]["prompt"] == 7
+    assert dead_letters[0]["row"] == "{not json"
+    assert dead_letters[1]["row"]["prompt"] == 7
 
     report = json.loads(result.read_text())
     assert report == json.loads((output / "report.json").read_text())
@@ -117,7 +117,7 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "difference"),
     [
         (["--temperature", "0.7"], "sampling.temperature: was 0.0, now 0.7"),
         (["--limit", "1"], "corpus.limit"),
@@ -125,11 +125,11 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
         (["--prompt-template", "{{ prompt }}!"], "prompts.template"),
     ],
 )
-def test_other_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, named):
+def test_other_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, difference):
     corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
     assert generate(corpus, output) == 0
     assert generate(corpus, output, *flags) == 2
-    assert named in capsys.readouterr().err
+    assert difference in capsys.readouterr().err
 
 
 def test_engines_scale_within_their_range(write_jsonl, tmp_path):
@@ -220,8 +220,8 @@ def test_csv_to_jsonl_with_template_and_row_parameters(tmp_path):
     exported = [json.loads(line) for line in (output / "export" / "jsonl" / "output.jsonl").read_text().splitlines()]
     assert [row["word"] for row in exported] == ["one", "two\nlines"]
     assert exported[1]["num_output_tokens"] == 1
-    (letter,) = RunDirectory(output).dead_letters()
-    assert (letter["reason"], letter["row"]["word"]) == ("invalid", "three")
+    (dead_letter,) = RunDirectory(output).dead_letters()
+    assert (dead_letter["reason"], dead_letter["row"]["word"]) == ("invalid", "three")
 
 
 def test_report_compares_runs(write_jsonl, tmp_path, capsys):

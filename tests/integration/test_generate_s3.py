@@ -1,4 +1,4 @@
-"""A run with its corpus and directory on a faulty S3 server: kill -9, continue, every id once."""
+"""A run with its corpus and directory on a faulty S3 server is killed and resumed; every id occurs once."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The real engine, drafter and target: priced, audited, and resumable after kill -9."""
+"""Bulk runs with the real engine, drafter and target: their rows and report, the audit, and resuming after kill -9."""
 
 import json
 import signal
@@ -86,7 +86,7 @@ def test_killed_run_resumes_without_loss(tmp_path, peagle, arguments, leftover_p
 
 
 def audited(peagle, run):
-    """Audit the run without the drafter after changing a word in a response."""
+    """Add a word to a response, then audit the run; return the audit's JSON."""
     path = run.unit_path(0)
     table = pq.read_table(path)
     texts = table["response"].to_pylist()
@@ -102,7 +102,7 @@ def audited(peagle, run):
 
 @pytest.mark.soak
 def test_tool_calls_of_rows(tmp_path, peagle):
-    """Required and named tools are constraints, so that even this model calls them; without a choice it answers."""
+    """Required and named tools constrain the output, so even this small model calls them. With "none", it answers."""
     parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     choices = {"required": "required", "named": {"type": "function", "function": {"name": "weather"}}, "none": "none"}

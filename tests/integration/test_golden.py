@@ -1,7 +1,8 @@
-"""A stopped run and an endpoint's ledger, written on 2026-11-27 at c8525b2, still resume and cost the same.
+"""A stopped run can still be resumed, and its ledger and an endpoint's ledger still cost the same.
 
-Written by `peagle generate --engine fake --fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...`,
-stopped after two of four units, and by `peagle serve --engine fake`, which answered three requests.
+They were written on 2026-11-27 at commit c8525b2. The run is from `peagle generate --engine fake
+--fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...` and was stopped after two of four units.
+The endpoint is from `peagle serve --engine fake` and answered three requests.
 """
 
 import json
@@ -26,7 +27,7 @@ FLAGS = {
     "usd-per-hour": "1",
     "tag": "team=search",
 }
-RESUME = ["generate", "--engine", "fake", *(word for name, value in FLAGS.items() for word in (f"--{name}", value))]
+RESUME = ["generate", "--engine", "fake", *(part for name, value in FLAGS.items() for part in (f"--{name}", value))]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One key attacks the endpoint with the fake engine while another works: no attack succeeds, and there is no 5xx."""
+"""One key attacks an endpoint with the fake engine while another key is in use. No attack succeeds or causes a 5xx."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A batch in idle slots of `peagle serve` with the fake engine, interactive requests and a crash."""
+"""A batch runs in idle slots of `peagle serve` with the fake engine, despite interactive requests and a crash."""
 
 import asyncio
 import json
@@ -44,13 +44,13 @@ def wait(client, batch, condition):
 
 async def ask_during_batch(endpoint, client, batch):
     """Send interactive requests during the batch, and kill the engine once."""
-    people = Clients(endpoint.url, 3, SIZE.tokens)
+    clients = Clients(endpoint.url, 3, SIZE.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
     os.kill(core, signal.SIGKILL)
     await asyncio.to_thread(wait, client, batch, lambda result: result.status != "in_progress")
-    await people.stop()
-    return people.tally.outcomes()
+    await clients.stop()
+    return clients.tally.outcomes()
 
 
 def test_batch_in_idle_slots(tmp_path):
@@ -59,7 +59,7 @@ def test_batch_in_idle_slots(tmp_path):
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
             batch = order(client)
             wait(client, batch, lambda result: result.request_counts.completed > 0)
-            assert endpoint.load()["num_running_replicas"] == 1, "rows start no engine"
+            assert endpoint.load()["num_running_replicas"] == 1, "rows of a batch must not start engines"
             outcomes = asyncio.run(ask_during_batch(endpoint, client, batch))
             done = wait(client, batch, lambda result: result.status in ("completed", "failed"))
             answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
@@ -76,9 +76,9 @@ def test_batch_in_idle_slots(tmp_path):
 
 
 def check_paid_once(cost, records, batch):
-    (whole,) = [record for record in records if record.is_batch]
+    (batch_record,) = [record for record in records if record.is_batch]
     rows = [record for record in records if record.request_id.startswith(batch.id) and not record.is_batch]
-    assert (whole.request_id, whole.usd, whole.usage.num_output_tokens) == (batch.id, 0.0, 0)
+    assert (batch_record.request_id, batch_record.usd, batch_record.usage.num_output_tokens) == (batch.id, 0.0, 0)
     generated = sum(record.usage.num_output_tokens for record in rows)
     assert generated >= NUM_ROWS * ROW_TOKENS
     assert cost["total"]["usd"] == pytest.approx(sum(record.usd for record in records))

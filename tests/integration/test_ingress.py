@@ -1,4 +1,4 @@
-"""The ingress on real Ray Serve, in front of a deployment that only waits."""
+"""The ingress on real Ray Serve, with a deployment that answers only when the test lets it."""
 
 import asyncio
 import threading
@@ -22,8 +22,8 @@ CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_request
 
 
 @serve.deployment(max_ongoing_requests=1)
-class Waits:
-    """Answers when a file exists; a stream has its first event immediately. Records cancelled requests as files."""
+class WaitingEngine:
+    """Answers once a file exists; a stream sends its first event immediately. Creates a file per cancelled request."""
 
     def __init__(self, path):
         self._path = Path(path)
@@ -42,7 +42,7 @@ class Waits:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of the file for which the engines wait."""
+    """The folder for `go`, the file that the engines wait for, and for the files of cancelled requests."""
     return tmp_path_factory.mktemp("ingress")
 
 
@@ -57,7 +57,7 @@ def url(ray_cluster, folder):
         request_timeout_s=TIMEOUT_S,
     )
     ingress = serve.deployment(make_ingress(settings)).bind(
-        llm_deployments={"m": Waits.bind(str(folder / "go"))},
+        llm_deployments={"m": WaitingEngine.bind(str(folder / "go"))},
         model_cards={"m": CARD},
         settings=settings,
         price=Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2),
@@ -101,7 +101,7 @@ def test_page_and_live_load(url, folder):
         assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
 
 
-def test_timed_out_request_leaves_its_engine(url, folder):
+def test_timed_out_request_is_cancelled_in_its_engine(url, folder):
     (folder / "go").unlink(missing_ok=True)
     with httpx.Client(base_url=url, timeout=60) as http:
         for is_stream in (True, False, True):  # each request needs the engine's only slot

@@ -1,6 +1,6 @@
-"""An INT8 target in vLLM's classes, on CPU: what is loaded in INT8, and what its kernels compute.
+"""An INT8 target in vLLM's model classes, on a CPU: which layers are loaded in INT8, and what the kernels compute.
 
-In a separate process, because vLLM's distributed state is global. No engine is started.
+The tests run vLLM in a separate process, because its distributed state is global. They start no engine.
 """
 
 import json
@@ -39,7 +39,7 @@ for folder, quantization in zip(sys.argv[1:], (None, "compressed-tensors"), stri
         schemes.append([type(getattr(part, "scheme", None)).__name__ for part in (*parts, model.lm_head)])
         states = torch.randn(8, config.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(0))
         outputs.append(layer.mlp(states.bfloat16()).float())  # AMX supports only 16-bit floats
-largest, scales = torch.full((32, 64), 127, dtype=torch.int8), torch.full((32, 1), 1 / 127)  # read by a handler later
+largest, scales = torch.full((32, 64), 127, dtype=torch.int8), torch.full((32, 1), 1 / 127)  # the handler keeps no copy
 handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 32)
 levels, scale, _ = ops.onednn_scaled_int8_quant(torch.ones(1, 64))
 product = torch.empty(1, 32)
@@ -71,5 +71,5 @@ def test_int8_outputs_are_close_to_the_target(loaded):
 
 @pytest.mark.skipif(detect().supports_int8, reason="the CPU has VNNI")
 def test_int8_products_are_wrong_without_vnni(loaded):
-    """If this fails, such CPUs can be supported: decision 0016."""
+    """If this fails, CPUs without VNNI can be supported; see decision 0016."""
     assert loaded["product"] != pytest.approx(64, rel=0.05)

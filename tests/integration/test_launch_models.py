@@ -1,11 +1,12 @@
-"""The models announced with P-EAGLE in vLLM's CPU engine: real architectures and head layout, tiny random weights.
+"""The models for which P-EAGLE was announced, in vLLM's CPU engine, with tiny random weights.
 
-Targets have the configurations of tests/rehearsal/shapes.py with small sizes: the experts of Qwen3-Coder; the sinks,
-windows, biases, experts and YaRN of gpt-oss; Gemma 4's two widths of attention heads, its windows, and shared keys
-and values; Llama. Each head has `ptd_token_id`, embeddings and an lm_head of its own for the whole vocabulary.
+Targets have the real architectures of tests/rehearsal/shapes.py in small sizes. They cover the experts of Qwen3-Coder;
+the sinks, windows, biases, experts and YaRN of gpt-oss; the two head sizes, windows, and shared keys and values of
+Gemma 4; and Llama. Heads have the published layout: `ptd_token_id`, and their own embeddings and lm_head for the whole
+vocabulary.
 
-Everything is compared with transformers in float32. A few tokens are far likelier than the others, so that some drafts
-of a head that was never trained are accepted.
+Everything is compared with Transformers in float32. The targets make a few tokens far likelier than the others, so that
+some drafts of an untrained head are accepted.
 """
 
 import json
@@ -35,7 +36,7 @@ VOCABULARY, NUM_LAYERS, K, NUM_TOKENS = 320, 12, 4, 32
 AUX_LAYERS = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
 STD = 0.5  # of the weights: sharp attention makes texts and drafts vary
 NUM_BOOSTED_TOKENS, LM_HEAD_BOOST = 4, 8  # the factor applies to these tokens' rows of lm_head
-PROMPT_LENGTHS = (3, 6, 9, 14, 20, 27, 33, 40)  # tokens; the sliding windows have 8
+PROMPT_LENGTHS = (3, 6, 9, 14, 20, 27, 33, 40)  # tokens; the sliding windows have 8 tokens
 MAX_STATE_ERROR = 1e-4  # relative to the norm
 
 _SIZES = {"hidden_size": 64, "num_layers": NUM_LAYERS, "vocab_size": VOCABULARY, "context_tokens": 512}
@@ -65,7 +66,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def _tiny(name):
-    """`config.json` of a target; unquantised, since random weights have no MXFP4."""
+    """Return the `config.json` of a target. It is not quantised, since the random weights are not MXFP4."""
     if name == "llama":
         return _LLAMA | _MORE_SIZES
     card = load_catalog().get(name)
@@ -113,11 +114,11 @@ def _write_head(config, target, folder):
         parameter.copy_(parameter.bfloat16())  # bf16 values, as they are saved
     save_head(head, folder, verifier="the target")
     layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
-    own = {
+    tiny = {
         name: value for name, value in layers.items() if name in published and name not in ("architectures", "dtype")
     }
     del published["rope_theta"]
-    write_json(folder, published | own | {"rope_parameters": layers["rope_parameters"]})
+    write_json(folder, published | tiny | {"rope_parameters": layers["rope_parameters"]})
     return head.eval()
 
 
@@ -133,19 +134,19 @@ def _spec(target, head):
     )
 
 
-def _job(target, head, **more):
+def _job(target, head, **options):
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     engine = engine_args(_spec(target, head), hardware.detect()) | {"skip_tokenizer_init": True}
-    return {"engine": engine, "prompts": prompts, "max_tokens": NUM_TOKENS, "every_k": False, **more}
+    return {"engine": engine, "prompts": prompts, "max_tokens": NUM_TOKENS, "every_k": False, **options}
 
 
 @dataclass(kw_only=True)
 class Served:
     """A transformers target, its head as a training module, and the output of recorded_drafts.py.
 
-    `drafted` is generated with the head, `plain` without.
-    `failed` holds the error of an engine that passes float32 sinks to vLLM's kernel.
+    `drafted` was generated with the head, `plain` without. `failed` has the error of an engine that passes float32
+    sinks to vLLM's kernel.
     """
 
     target: Any
@@ -201,7 +202,7 @@ def test_head_reads_inputs_of_aux_layers_and_drafts_as_in_training(name, served,
     )
     assert len(result.contexts) >= 80
     assert result.max_state_error < MAX_STATE_ERROR
-    for depth in range(K):  # constant drafts would match trivially
+    for depth in range(K):  # constant drafts would match without proving anything
         assert len({draft[depth] for draft in result.drafts[K]}) >= 3, depth
 
 
@@ -224,7 +225,7 @@ def test_vllm_still_requires_bf16_sinks(served):
     assert error in load_catalog().get(SINKS).precision.source
 
 
-# Stub so that transformers can import these names; text-only requests call none.
+# A stub from which Transformers can import any name. Requests with only text call none of them.
 _TORCHVISION = """
 __version__ = "0.28.0"
 
@@ -265,8 +266,8 @@ def _write_target_with_images(folder, text):
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, as on GPUs")
 def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
-    """Without torchvision vLLM does not load the class; a stub is enough for text."""
-    config, folders = _tiny(GEMMA), {name: tmp_path / name for name in ("text", "target", "head", "stand_in")}
+    """Without torchvision, vLLM cannot load the class; for text, a stub of torchvision is enough."""
+    config, folders = _tiny(GEMMA), {name: tmp_path / name for name in ("text", "target", "head", "stub")}
     text = _write_target(config, folders["text"])
     head = _write_head(config, folders["text"], folders["head"])
     target = _write_target_with_images(folders["target"], text)
@@ -285,10 +286,10 @@ def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
         "transforms/v2/__init__",
         "transforms/v2/functional",
     ):
-        file = folders["stand_in"] / "torchvision" / f"{module}.py"
+        file = folders["stub"] / "torchvision" / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_TORCHVISION)
-    path = ":".join(filter(None, [str(folders["stand_in"]), os.environ.get("PYTHONPATH")]))
+    path = ":".join(filter(None, [str(folders["stub"]), os.environ.get("PYTHONPATH")]))
     drafted = run_jobs([job], variables | {"PYTHONPATH": path}, tmp_path)[0]
     _assert_greedy(drafted["tokens"], target)
     result = compare(drafted, PROMPT_LENGTHS, head, document_reader(text, AUX_LAYERS))

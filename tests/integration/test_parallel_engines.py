@@ -1,4 +1,4 @@
-"""One engine in two ranks: tensor or pipeline parallel, on one node or on two."""
+"""One engine with two ranks, with tensor or pipeline parallelism, on one node or on two."""
 
 import os
 import time
@@ -23,8 +23,8 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def own_answers(chat_target):
-    """Return the target's greedy answers in transformers."""
+def expected_answers(chat_target):
+    """The target's greedy answers according to Transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,10 +42,10 @@ def own_answers(chat_target):
 
 @pytest.fixture
 def generate(peagle, chat_target, write_jsonl, tmp_path):
-    """Start a run with `repeats` copies of the prompts; return its process and directory."""
+    """Return a function that starts a run with copies of the prompts; it returns the process and the directory."""
 
-    def start(*flags, times=1):
-        corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * times), tmp_path / "run"
+    def start(*flags, repeats=1):
+        corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * repeats), tmp_path / "run"
         run = peagle(
             "generate", "--model", chat_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
             "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
@@ -65,8 +65,8 @@ def require_answers(run, output, expected):
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_answer_like_the_target(generate, own_answers, flags):
-    require_answers(*generate(*flags), own_answers)
+def test_two_ranks_answer_like_the_target(generate, expected_answers, flags):
+    require_answers(*generate(*flags), expected_answers)
 
 
 @pytest.fixture(scope="module")
@@ -86,27 +86,27 @@ def followers(output):
 
 def require_end_of_engines(output):
     deadline = time.monotonic() + 60
-    while left := processes.of_engines(output):
-        assert time.monotonic() < deadline, [processes.command_line(pid) for pid in left]
+    while remaining := processes.of_engines(output):
+        assert time.monotonic() < deadline, [processes.command_line(pid) for pid in remaining]
         time.sleep(0.5)
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_on_two_nodes_answer_like_the_target(two_nodes, generate, own_answers, flags):
+def test_two_ranks_on_two_nodes_answer_like_the_target(two_nodes, generate, expected_answers, flags):
     run, output = generate("--nodes-per-engine", 2, *flags)
-    require_answers(run, output, own_answers)
+    require_answers(run, output, expected_answers)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 1
     require_end_of_engines(output)
 
 
-def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes, generate, own_answers):
+def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes, generate, expected_answers):
     flags = ("--tensor-parallel-size", 2, "--enforce-eager", "--rows-per-unit", 2)
-    run, output = generate("--nodes-per-engine", 2, *flags, times=20)
+    run, output = generate("--nodes-per-engine", 2, *flags, repeats=20)
     while not list((output / "data").glob("*.parquet")):
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.1)
     (follower,) = followers(output)
     assert processes.kill(follower)
-    require_answers(run, output, own_answers * 20)
+    require_answers(run, output, expected_answers * 20)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 2
     require_end_of_engines(output)

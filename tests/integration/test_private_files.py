@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def permissive(tmp_path, monkeypatch):
-    """No umask, a home without a token, and a world-writable temporary folder."""
-    shared = Path("/tmp") / f"shared-{os.getpid()}"  # a short path, because it contains Ray's sockets
+    """Set no umask, a home without a token, and a world-writable temporary folder, which is the value."""
+    shared = Path("/tmp") / f"shared-{os.getpid()}"  # short, because paths of Ray's sockets have a maximum length
     shared.mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
@@ -113,10 +113,10 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
 
 
 def use(url, key, trusted):
-    """Send a request, a stream and a batch with a trusted certificate."""
+    """Send a request, a stream and a batch with the SSL context `trusted`, which trusts the certificate."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        httpx.get(f"{url}/health")  # without the certificate
+        httpx.get(f"{url}/health")  # the default trust store does not have the certificate
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{url.replace('https', 'http')}/health")
     with httpx.stream(
@@ -144,10 +144,10 @@ def use(url, key, trusted):
 def own_address():
     """Return a non-loopback address of this machine if there is one."""
     addresses = [
-        nic_address
-        for some in psutil.net_if_addrs().values()
-        for nic_address in some
-        if nic_address.family == socket.AF_INET
+        address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET
     ]
     return next((address.address for address in addresses if not address.address.startswith("127.")), "127.0.0.1")
 
@@ -156,7 +156,7 @@ def reachable(pid):
     """Return the ports of a process and its children that other machines can reach."""
     sockets = []
     for child in [pid, *descendants(pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
             sockets += psutil.Process(child).net_connections("tcp")
     listening = [socket.laddr for socket in sockets if socket.status == "LISTEN"]
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}

@@ -1,6 +1,6 @@
-"""A real Prometheus scrapes an endpoint and a bulk run with real engines.
+"""A real Prometheus server scrapes an endpoint and a bulk run with real engines.
 
-Debian's package prometheus has it. With WRITE_DOCS=1 the dashboard's panels are drawn from its answers for the docs.
+It needs Debian's package `prometheus`. With WRITE_DOCS=1, the test also draws the dashboard's panels for the docs.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RU
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 START_S, DATA_S, SCRAPE_S = 600, 420, 5
-# Compiled and in bf16, like the catalog's step times, from which the break-even follows.
+# Compiled and in bf16, because the break-even comes from the catalog's step times, which were measured like this.
 ENGINE = [
     *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16"),
     *("--max-num-seqs", 2, "--max-model-len", 512),
@@ -45,17 +45,17 @@ pytestmark = [
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a command, and wait for this output."""
+    """Return a function that starts a command and waits for a text in its output."""
     started = []
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
-    named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    documented = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
-    def run(*command, until, **more):
+    def run(*command, until, **variables):
         log = tmp_path / f"{len(started)}.log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                list(map(str, command)), env={**os.environ, **named, **own, **more}, stdout=sink, stderr=sink
+                list(map(str, command)), env={**os.environ, **documented, **own, **variables}, stdout=sink, stderr=sink
             )
         started.append(process)
         deadline = time.monotonic() + START_S
@@ -78,7 +78,7 @@ class PrometheusApi:
 
     def has_number(self, expression):
         series = self._get("query", query=expression)["result"]
-        return any(math.isfinite(float(fault_result["value"][1])) for fault_result in series)
+        return any(math.isfinite(float(sample["value"][1])) for sample in series)
 
     def during(self, expression, begin):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
@@ -121,7 +121,7 @@ def start_ray(start, port, metrics_port):
 
 
 def start_prometheus(start, folder, metrics_port):
-    """Our configuration with another port and scrape interval."""
+    """Start Prometheus with our configuration, but another port and scrape interval."""
     port, config = free_port(), yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(PROMETHEUS / "rules.yml")]
@@ -136,11 +136,11 @@ def start_prometheus(start, folder, metrics_port):
 
 
 def start_endpoint(start, folder, address):
-    """Return the URL, and a key with a budget."""
+    """Start an endpoint; return its URL and a key with a budget."""
     port, keys = free_port(), folder / "keys.json"
     peagle = [sys.executable, "-m", "jobs.cli", "serve"]
-    added = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
-    key = subprocess.run(added, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]
+    add_key = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
+    key = subprocess.run(add_key, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]
     url = f"http://127.0.0.1:{port}/v1"
     start(
         *peagle, *ENGINE, *PRICE, "--keys", keys, "--port", port, "--state", folder / "state",
@@ -183,7 +183,7 @@ def requesting(url, key):
                     return
                 messages = [{"role": "user", "content": question(problem)}]
                 answer = client.post("/chat/completions", json=body | {"messages": messages})
-                # A key with a budget has one running request until the first answer determines the token price.
+                # Until the first answer determines the token price, a key with a budget may run only one request.
                 if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
                     time.sleep(float(answer.headers["retry-after"]))
                 else:
@@ -201,14 +201,14 @@ def requesting(url, key):
 
 
 def wait_for_data(prometheus):
-    """Wait until each query and each series used by an alert has data.
+    """Wait until each query of the dashboard, and each series that an alert uses, has data.
 
-    An alert's own expression has data only while it fires; `rules_test.yml` tests that.
+    An alert's own expression has data only while the alert fires; `rules_test.yml` tests these expressions.
     """
     alerts = {f"rule {number}" for number, rule in enumerate(RULES) if "alert" in rule}
-    wanted = {expression for where, expression in EXPRESSIONS.items() if where not in alerts}
-    wanted |= {name for where in alerts for name in names_in(EXPRESSIONS[where])}
+    missing = {expression for where, expression in EXPRESSIONS.items() if where not in alerts}
+    missing |= {name for where in alerts for name in names_in(EXPRESSIONS[where])}
     deadline = time.monotonic() + DATA_S
-    while wanted := {expression for expression in wanted if not prometheus.has_number(expression)}:
-        assert time.monotonic() < deadline, wanted
+    while missing := {expression for expression in missing if not prometheus.has_number(expression)}:
+        assert time.monotonic() < deadline, missing
         time.sleep(2)

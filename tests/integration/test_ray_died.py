@@ -1,4 +1,4 @@
-"""Parts of Ray are killed while a command runs: the message names the part, what was lost, and how to continue."""
+"""A process of Ray is killed while a command runs: the message names the process, the loss, and how to continue."""
 
 import contextlib
 import json
@@ -15,17 +15,17 @@ import pytest
 from peagle.ports import free_port
 
 SLOW = '{"token_s": 0.05}'
-FAST_S = 40.0
+MAX_EXIT_S = 40.0
 
 
 @contextlib.contextmanager
-def command(tmp_path, words, ready):
-    """Return a command that has printed `ready`, and a function that returns its output."""
+def command(tmp_path, arguments, ready):
+    """Start a command, wait until it has printed `ready`, and yield it with a function that returns its output."""
     log = tmp_path / "log"
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            [sys.executable, "-m", "jobs.cli", *words], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "jobs.cli", *arguments], stdout=output, stderr=subprocess.STDOUT
         ) as process,
     ):
         try:
@@ -40,11 +40,12 @@ def wait_until(condition, process, timeout_s=90):
     until = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, "the command has ended"
-        assert time.monotonic() < until, "it takes too long"
+        assert time.monotonic() < until, f"the condition is not met after {timeout_s} s"
         time.sleep(0.2)
 
 
 def find(process, name):
+    """Return the descendant process with this name or start of its command line."""
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if child.name() == name or " ".join(child.cmdline()).startswith(name):
@@ -52,49 +53,49 @@ def find(process, name):
     raise AssertionError(f"there is no {name}")
 
 
-def generating(tmp_path):
+def generate_arguments(tmp_path):
     rows = "".join(json.dumps({"prompt": f"row {index}"}) + "\n" for index in range(4000))
     (tmp_path / "in.jsonl").write_text(rows)
-    words = ["generate", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--rows-per-unit", "8"]
-    words += ["--max-num-seqs", "2", "--max-tokens", "200"]
-    return [*words, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
+    arguments = ["generate", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--rows-per-unit", "8"]
+    arguments += ["--max-num-seqs", "2", "--max-tokens", "200"]
+    return [*arguments, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
 
 
-def serving(tmp_path, port):
-    words = ["serve", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--port", str(port)]
-    return [*words, "--state", str(tmp_path / "state")]
+def serve_arguments(tmp_path, port):
+    arguments = ["serve", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--port", str(port)]
+    return [*arguments, "--state", str(tmp_path / "state")]
 
 
 @pytest.mark.parametrize(
     ("name", "message"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
 )
-@pytest.mark.parametrize("what", ["generate", "serve"])
-def test_command_reports_which_part_of_ray_died(tmp_path, what, name, message):
-    words, ready = (
-        (generating(tmp_path), "output tokens/s")
-        if what == "generate"
-        else (serving(tmp_path, free_port()), "http://127")
+@pytest.mark.parametrize("subcommand", ["generate", "serve"])
+def test_command_reports_which_part_of_ray_died(tmp_path, subcommand, name, message):
+    arguments, ready = (
+        (generate_arguments(tmp_path), "output tokens/s")
+        if subcommand == "generate"
+        else (serve_arguments(tmp_path, free_port()), "http://127")
     )
-    with command(tmp_path, words, ready) as (process, printed):
-        if what == "generate":
+    with command(tmp_path, arguments, ready) as (process, printed):
+        if subcommand == "generate":
             wait_until(lambda: any((tmp_path / "run").rglob("unit-*")), process)
         others = psutil.Process(process.pid).children(recursive=True)
         find(process, name).kill()
         began = time.monotonic()
-        assert process.wait(FAST_S) == 1
-        assert time.monotonic() - began < FAST_S
-        assert f"peagle {what}: Ray's {message}" in printed() or f"peagle: Ray's {message}" in printed()
+        assert process.wait(MAX_EXIT_S) == 1
+        assert time.monotonic() - began < MAX_EXIT_S
+        assert f"peagle {subcommand}: Ray's {message}" in printed() or f"peagle: Ray's {message}" in printed()
         assert "safe to" in printed()
         _, alive = psutil.wait_procs(others, timeout=30)
-        assert [left_process.cmdline() for left_process in alive if left_process.status() != psutil.STATUS_ZOMBIE] == []
-    if what == "generate":
-        faster = [word.replace("0.05", "0") for word in words]
+        assert [remaining.cmdline() for remaining in alive if remaining.status() != psutil.STATUS_ZOMBIE] == []
+    if subcommand == "generate":
+        faster = [argument.replace("0.05", "0") for argument in arguments]
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0
 
 
 def test_endpoint_reports_crashes_and_restarts_of_serve(tmp_path):
     port = free_port()
-    with command(tmp_path, serving(tmp_path, port), "http://127") as (process, printed):
+    with command(tmp_path, serve_arguments(tmp_path, port), "http://127") as (process, printed):
         for name, kind in (("ray::ServeController", "controller"), ("ray::ProxyActor", "proxy")):
             find(process, name).kill()
             wait_until(lambda kind=kind: f"Serve's {kind} died: " in printed(), process, 15)

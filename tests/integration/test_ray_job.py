@@ -1,4 +1,4 @@
-"""`ray job submit` of the jobs to a real local cluster with Ray's job server."""
+"""`ray job submit` of a run and a training to a local cluster, directly and as KubeRay does."""
 
 import json
 import os
@@ -19,27 +19,27 @@ from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
 from tests.ray_jobs import RAY, ROOT, RayJobs
 
-# Ray 2.60 turns token authentication on for a cluster; head, client and job need the same token.
+# Ray 2.60 requires a token by default; head, client and job need the same one.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def answers(url):
+def is_up(url):
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
     except urllib.error.HTTPError:
-        return True  # it requires a token, so it is up
+        return True  # the server refuses the request without a token, so it is up
     except OSError:
         return False
 
 
 @pytest.fixture(scope="module")
 def job_server():
-    """The job server of a cluster that ends with its head process.
+    """The job server of a separate cluster.
 
-    It has its own ports, because the agent of the session's cluster (`conftest.py`) may use Ray's default port.
+    Its ports are not Ray's defaults, which the agent of the `ray_cluster` fixture may use.
     """
     port, dashboard, agent = free_port(), free_port(), free_port()
     head = subprocess.Popen(
@@ -49,7 +49,7 @@ def job_server():
     )  # fmt: skip
     address = f"http://127.0.0.1:{dashboard}"
     deadline = time.monotonic() + 120
-    while not answers(f"{address}/api/version"):
+    while not is_up(f"{address}/api/version"):
         assert head.poll() is None, head.stdout.read()
         assert time.monotonic() < deadline, "the job server did not come up"
         time.sleep(0.5)
@@ -88,16 +88,19 @@ def test_submitted_training_runs_on_the_cluster(job_server, chat_target, write_j
 
 @pytest.fixture
 def kuberay_job(job_server, write_jsonl, tmp_path):
-    """Submit a run like KubeRay: with the files that `peagle deploy kuberay` puts into the head's pod."""
+    """Return a function that submits a run like KubeRay, with the files of `peagle deploy kuberay` in the head's pod.
+
+    It returns a function that waits for the job's end.
+    """
     options = PodOptions(image="i", claim="c", env_secrets=[], service_account=None, token_secret="t")
     corpus = write_jsonl([{"prompt": str(n)} for n in range(40)])
     path = tmp_path / "run.yaml"
-    # In a pod, these are not paths of this machine.
+    # A pod's workload cannot have paths of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
     config, _ = manifests(
         read_workload(path, None, max_name_length=MAX_NAME_LENGTH), KubeRayOptions(pods=options, env={})
     )
-    here = {
+    replacements = {  # from the pod to this machine
         "/etc/peagle": tmp_path,
         "/tmp/peagle.pid": tmp_path / "pid",
         "http://127.0.0.1:8265": job_server.environment["RAY_API_SERVER_ADDRESS"],
@@ -105,9 +108,10 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
 
     def submitted(name, **keys):
         for script in ("run.sh", "stop.sh"):
-            text = config["data"][script].replace("peagle-run", name)  # KubeRay's cluster has one job
-            for target, ours in here.items():
-                text = text.replace(target, str(ours))
+            # KubeRay's cluster has one job with a fixed name, but this cluster has several.
+            text = config["data"][script].replace("peagle-run", name)
+            for in_pod, here in replacements.items():
+                text = text.replace(in_pod, str(here))
             (tmp_path / script).write_text(text)
         values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
@@ -125,7 +129,7 @@ def test_bad_configuration_stops_the_kuberay_job(kuberay_job, tmp_path):
 
 
 @pytest.mark.soak
-def test_run_of_an_ended_pod_commits_units_and_is_retried(kuberay_job, tmp_path):
+def test_run_of_an_evicted_pod_commits_units_and_is_retried(kuberay_job, tmp_path):
     ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
     run = RunDirectory(tmp_path / "run")
     while not (run.exists and run.committed()):

@@ -1,6 +1,6 @@
-"""A cluster of several nodes on this machine, used through `ray job`: runs stop, nodes leave and join, heads restart.
+"""Jobs on a cluster of several nodes on this machine: runs stop, nodes leave and join, and the head is replaced.
 
-Each node has its own loopback address. Engines of bulk runs are fake; a training and a benchmark have the real one.
+Each node has its own loopback address. Bulk runs use fake engines; the training and the benchmark use real ones.
 """
 
 import json
@@ -20,15 +20,15 @@ from tests.chaos.ray_nodes import ROOT, RayNodes
 from tests.ray_jobs import RayJobs
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
-_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows how long each thing took
+_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows durations
 GRACE_S = 5
 NUM_ROWS, NUM_UNITS = 1200, 300
-# Logical CPUs of a node: an engine, its tasks, and a second engine when a node is lost.
+# Logical CPUs of a node: enough for an engine with its tasks, and for a second engine when the other node is lost.
 NUM_CPUS = max(2, hardware.detect().num_cpus) + 1
 
 
 def node_environment():
-    """The variables in deploy/ray.env, as in the documentation."""
+    """Return the variables in deploy/ray.env, which the documentation recommends."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -51,7 +51,7 @@ def bulk(tmp_path):
 
 
 def wait_for(what, condition, *, limit_s=180):
-    """Wait until a condition holds; return the seconds."""
+    """Wait until a condition holds, and return the seconds; `what` describes the failure."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, what
@@ -59,13 +59,13 @@ def wait_for(what, condition, *, limit_s=180):
     return time.monotonic() - began
 
 
-def start(jobs, name, job, *flags, least=8):
-    """Submit a run, and wait until it has committed more units."""
+def start(jobs, name, job, *flags, num_units=8):
+    """Submit a run, and wait until it has committed `num_units` more units."""
     run = RunDirectory(job.output)
     before = len(run.committed()) if run.exists else 0
     jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
-    took = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + least)
-    _log.info(f"{name}: {least} units after {took:.1f} s")
+    took = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + num_units)
+    _log.info(f"{name}: {num_units} units after {took:.1f} s")
     return run
 
 
@@ -80,7 +80,7 @@ def test_stopped_job_can_be_continued(cluster, bulk):
     run = start(jobs, "stopped", bulk)
     began = time.monotonic()
     jobs.call("stop", "stopped")
-    _log.info(f"`ray job stop` came back after {time.monotonic() - began:.1f} s")
+    _log.info(f"`ray job stop` returned after {time.monotonic() - began:.1f} s")
     assert "Job 'stopped' was stopped" in jobs.ended("stopped")
     output = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
@@ -102,7 +102,7 @@ def test_nodes_can_leave_and_join(cluster, bulk):
     took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the other node: 4 units {took:.1f} s after the loss")
     nodes.add()
-    nodes.lose(1)  # the original node: now all engines are on the node that joined
+    nodes.lose(1)  # from now on, all engines are on the node that joined
     num_committed = len(run.committed())
     took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
@@ -115,8 +115,8 @@ def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "lost", bulk)
     nodes.replace_head()
-    took = wait_for("nodes outlive their head", lambda: not nodes.num_running())
-    _log.info(f"the nodes had ended {took:.1f} s after the new head was there")
+    took = wait_for("nodes did not end with their head", lambda: not nodes.num_running())
+    _log.info(f"the nodes had ended {took:.1f} s after the new head was up")
     assert "does not exist" in jobs.call("status", "lost").stderr
     nodes.replace_lost()
     assert len(run.committed()) < NUM_UNITS

@@ -1,4 +1,4 @@
-"""Ray as the documentation starts it, accessed without the token: its ports and what they expose."""
+"""Which ports Ray opens when started as documented, and what they expose without the token."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ START_S = 150
 
 pytestmark = pytest.mark.timeout(2 * START_S + 60)
 
-# A part of the command line or the title of each of Ray's processes, and its name in docs/security.md.
+# Part of the command line or title of each Ray process, and its name in docs/security.md.
 PROCESSES = {
     "gcs_server": "GCS",
     "raylet/raylet": "raylet",
@@ -40,7 +40,7 @@ PROCESSES = {
 
 
 def environment_of(home, *, with_token=True):
-    """Return the variables in deploy/ray.env."""
+    """Return this process's environment with another home and no Ray variables, or with tokens disabled."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**environment, "HOME": str(home), "PATH": f"{BIN}:{environment['PATH']}", "PYTHONPATH": str(ROOT)} | (
         {} if with_token else {"RAY_AUTH_MODE": "disabled"}
@@ -48,20 +48,20 @@ def environment_of(home, *, with_token=True):
 
 
 class Node:
-    """A head node with its own ports."""
+    """A head node on free ports, started with the commands in deploy/ray.env."""
 
     def __init__(self, home, *, with_token):
         self.environment = environment_of(home, with_token=with_token)
         self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
-        first, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
-        if not with_token:  # as before tokens were required
-            first, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
+        create_token, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
+        if not with_token:
+            create_token, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
         own = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
             f" --dashboard-agent-listen-port={self.ports['agent']} --ray-client-server-port={self.ports['client']}"
             " --min-worker-port=0 --max-worker-port=0 --object-store-memory=100000000 --disable-usage-stats"
         )
-        script = f"{first.split('#')[0]} && {start} {own}"
+        script = f"{create_token.split('#')[0]} && {start} {own}"
         self._log = home / "ray.log"
         with self._log.open("wb") as sink:
             self._shell = subprocess.Popen(
@@ -96,7 +96,7 @@ class Node:
         return f"http://127.0.0.1:{self.ports['dashboard']}/api/jobs/"
 
     def answer(self, url, body=None):
-        """Return the status of an HTTP request without a token, or None without an answer."""
+        """Return the status of an HTTP request without a token, or None if there is no answer."""
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
@@ -154,8 +154,8 @@ def documented():
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
     result = {}
     for line in table:
-        process, _, addresses, asks, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        kind = "metrics" if asks.startswith("no: metrics") else asks
+        process, _, addresses, required, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        kind = "metrics" if required.startswith("no: metrics") else required
         result.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
     return result
 
@@ -187,7 +187,7 @@ def test_commands_need_the_token(node, tmp_path):
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """Shows that the test above can fail."""
+    """This shows that the previous test can fail."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60
@@ -209,8 +209,8 @@ def test_cluster_without_a_token_is_refused_unless_allowed(open_node, write_json
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert f"{open_node.address} requires no token" in refused.stderr
     assert not output.exists()
-    wanted = generate(open_node.address, environment_of(tmp_path, with_token=False), corpus, output)
-    assert wanted.returncode == 0, wanted.stdout + wanted.stderr
+    allowed = generate(open_node.address, environment_of(tmp_path, with_token=False), corpus, output)
+    assert allowed.returncode == 0, allowed.stdout + allowed.stderr
 
 
 def test_run_sends_the_users_token(node, write_jsonl, tmp_path):
@@ -232,9 +232,9 @@ from pipelines.cluster.ray import ray_cluster
 with ray_cluster():
     import ray
     ray.get(ray.remote(lambda: None).remote())
-    mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    sockets = [one for process in mine for one in process.net_connections("tcp") if one.status == "LISTEN"]
-    print(json.dumps([one.laddr.ip for one in sockets]))
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [socket for process in processes for socket in process.net_connections("tcp")]
+    print(json.dumps([socket.laddr.ip for socket in sockets if socket.status == "LISTEN"]))
 """
 
 

@@ -1,4 +1,4 @@
-"""A replica whose vLLM is replaced by the test: errors before and during its answers, and their ledger records."""
+"""A replica with a fake vLLM: errors before and during its answers, and their ledger records."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def replica(tmp_path):
 
 @pytest.fixture
 def ask(replica, monkeypatch):
-    """Return a function that appends the replica's answer to a list. vLLM yields `items` and then raises `error`."""
+    """Return a function that appends the replica's answer to a list, if vLLM yields `items` and then raises `error`."""
 
     def read(answer, *items, error=None, health_error=None):
         yielded = []
@@ -93,7 +93,7 @@ def test_python_errors_have_vllms_status_without_their_text(ask, tmp_path, error
     assert (end.text, end.reported["usage"]["completion_tokens"]) == ("", 0)
     assert (refusal.error.code, refusal.error.type, refusal.error.message) == (code, kind, HIDDEN)
     assert [request.outcome for request in RequestReader(tmp_path / "ledger").new()] == ["failed"]
-    raised = OpenAIHTTPException(code, refusal.error.message, kind)  # by Ray's ingress
+    raised = OpenAIHTTPException(code, refusal.error.message, kind)  # what Ray's ingress raises
     assert (from_exception(raised).status, from_exception(raised).message) == (code, HIDDEN)
 
 

@@ -1,4 +1,4 @@
-"""A SageMaker container: ENTRYPOINT ["peagle"], the command `serve`, variables, and its two routes."""
+"""The contract of a SageMaker container: `peagle serve`, configured by variables, with /ping and /invocations."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.ports import free_port
 
-_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows it
+_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows the stopping time
 START_S = 240
 MAX_PING_S = 2.0
 MAX_STOP_S = 30.0
-# The walk-through's request ("Parallelize speculative decoding with P-EAGLE on Amazon SageMaker AI", AWS, 2026-06-16).
+# The request in "Parallelize speculative decoding with P-EAGLE on Amazon SageMaker AI" (AWS blog, 2026-06-16).
 REQUEST = {
     "model": "qwen3-coder",
     "messages": [{"role": "user", "content": "What is deep learning?"}],
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 @pytest.fixture
 def container(peagle, tmp_path, monkeypatch):
-    """Imitate `docker run IMAGE serve` with these variables in a process."""
+    """Return a function that imitates `docker run IMAGE serve` with these variables, in a process."""
 
     def run(variables):
         port = free_port()
@@ -65,7 +65,7 @@ def ping_s(client):
 
 
 def wait_until_healthy(process, client):
-    """Wait until a ping returns 200. Returns the earlier statuses."""
+    """Wait until a ping returns 200; return the earlier statuses."""
     before = set()
     until = time.monotonic() + START_S
     while (status := ping(client)) != 200:
@@ -83,7 +83,7 @@ def invoke(client, body, **attributes):
 
 
 def stopped(process, client):
-    """Stop it during a stream. Return the duration in seconds and the last event."""
+    """Stop the container during a stream; return the duration, the exit code and the stream's last event."""
     with client.stream("POST", "/invocations", json=REQUEST | {"stream": True, "ignore_eos": True}) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
@@ -113,9 +113,8 @@ def test_container_contract(container, tmp_path):
         events = invoke(client, short | {"stream": True}).text
         assert (events.startswith("data: "), events.endswith("data: [DONE]\n\n")) == (True, True)
         assert invoke(client, {}, route="/v1/cost", method="GET").json()["total"]["num_requests"] == 4
-        assert (
-            min(ping_s(client) for _ in range(5)) < MAX_PING_S
-        )  # the minimum, because other processes use the machine
+        # The minimum, because other processes use the machine.
+        assert min(ping_s(client) for _ in range(5)) < MAX_PING_S
         check_engine_crash(process, client)
         end = stopped(process, client)
     assert json.loads(end.last[6:])["error"]["type"] == "overloaded_error"  # drain_s has expired
@@ -131,7 +130,7 @@ def check_engine_crash(process, client):
     assert refused.status_code == 503
     until = time.monotonic() + 60
     while ping(client) == 200:
-        assert time.monotonic() < until, "a dead engine is well"
+        assert time.monotonic() < until, "the health check passes although the engine is dead"
         time.sleep(0.1)
     wait_until_healthy(process, client)
     invoke(client, REQUEST | {"max_tokens": 1}).raise_for_status()
@@ -147,7 +146,7 @@ def send(connection, address, body):
 
 @pytest.mark.soak
 def test_container_stops_in_time_despite_hanging_clients(container):
-    """With the maximum `drain_s`, a client that does not read, a silent client and a silent engine."""
+    """`drain_s` has its maximum. One client does not read, one sends nothing, and one waits for a hanging engine."""
     process, client = container(
         {
             "SM_VLLM_MODEL": "any",
@@ -162,18 +161,18 @@ def test_container_stops_in_time_despite_hanging_clients(container):
         wait_until_healthy(process, client)
         address = (client.base_url.host, client.base_url.port)
         connections.enter_context(socket.create_connection(address))
-        deaf = connections.enter_context(socket.socket())
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        send(deaf, address, {"prompt": "count", "max_tokens": 8000, "n": 16, "ignore_eos": True, "stream": True})
+        non_reader = connections.enter_context(socket.socket())
+        non_reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        send(non_reader, address, {"prompt": "count", "max_tokens": 8000, "n": 16, "ignore_eos": True, "stream": True})
         time.sleep(15)  # until all buffers between the engine and the client are full
         unanswered = connections.enter_context(socket.socket())
         send(unanswered, address, {"prompt": "silence", "max_tokens": 8, "stream": True})
-        time.sleep(2)  # until the engine has the request: no byte of the response arrives
+        time.sleep(2)  # until the engine has the request, which it never answers
         began_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * MAX_STOP_S) == 0
         took_s = time.monotonic() - began_at
-    _log.info(f"gone {took_s:.1f} s after SIGTERM")
+    _log.info(f"the container ended {took_s:.1f} s after SIGTERM")
     assert took_s < MAX_STOP_S
 
 
@@ -199,7 +198,7 @@ def test_jumpstart_variables_with_the_embedded_model(container, embedded_target,
         assert "Paris" in invoke(client, {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).text
         end = stopped(process, client)
     assert (end.code, end.took_s < MAX_STOP_S) == (0, True), end
-    whole, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
-    assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
+    answered, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
+    assert (answered.outcome, answered.usage.speculation.num_drafts > 0) == ("ok", True)
     # Serve kills an engine with unfinished requests after `drain_s`, so their usage is lost.
     assert [record.outcome for record in last] in ([], ["ok"], ["cut"])

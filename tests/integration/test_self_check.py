@@ -1,4 +1,4 @@
-"""A real engine passes its self-check, and one with a wrong sampler does not."""
+"""A real engine passes its self-check; an engine with a wrong kernel fails it."""
 
 import json
 import subprocess

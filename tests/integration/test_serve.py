@@ -1,4 +1,4 @@
-"""`peagle serve` on real Ray Serve and a real vLLM engine, used by OpenAI's own client."""
+"""`peagle serve` on real Ray Serve with a real vLLM engine, used through OpenAI's own client."""
 
 import json
 import math
@@ -25,11 +25,10 @@ MODEL = "smollm2-135m"
 START_S = 240
 NUM_SAMPLED = 8
 NUM_IN_BATCH = 32
-NUM_ANSWERED = (
-    7 + 7 + 1 + 2 * NUM_SAMPLED + 4
-)  # requests: seven, one and the sampled ones in check_sampling, four in check_cache
+# Answered requests: seven before check_sampling, eight and the sampled ones in it, four in check_cache.
+NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED + 4
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
-# The third likeliest token is much less likely than the second here, and after each of these.
+# After this prompt, and after its two likeliest next tokens, the third likeliest token is far behind the second.
 CODE = "class Stack:\n    def __init__(self"
 SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_token_ids": True}}
 
@@ -78,7 +77,10 @@ def bodies():
 
 
 def compared(bulk, online):
-    """Compare the first tokens that differ; bf16 has ties, since requests do not share steps."""
+    """Return whether two answers are the same, differ first at a tie, or are different.
+
+    Ties in bf16 may be broken differently, since the two requests ran in different steps.
+    """
     choices = [answer["choices"][0] for answer in (bulk, online)]
     both = [choice["logprobs"]["content"] for choice in choices]
     assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
@@ -92,7 +94,7 @@ def compared(bulk, online):
 
 
 def check_ledger_of_batch(folder):
-    """The endpoint's own engine has not answered anything yet."""
+    """Check the batch's record; the endpoint's own engine has not answered anything yet."""
     (batch,) = RequestReader(folder).new()
     assert (batch.outcome, batch.key, batch.model) == ("ok", "alice", MODEL)
     (session,) = read_sessions(folder)
@@ -127,7 +129,7 @@ def test_killed_vllm_engine_is_replaced(peagle, embedded_target, tmp_path):
 
 
 def served(peagle, folder, *, is_eager=True):
-    """Start an endpoint. Returns the process, the addresses of the API and the Prometheus exporter, and two keys."""
+    """Start an endpoint; return its process, the URLs of the API and of the Prometheus exporter, and two keys."""
     (key, alice), (other_key, bob) = new_key("alice", is_operator=True), new_key("bob")
     write_keys(folder / "keys.json", [alice, bob])
     port = free_port()
@@ -148,7 +150,7 @@ def stop(process):
 
 
 def wait_until_up(process):
-    """Addresses of the API and of the Prometheus exporter."""
+    """Wait until the endpoint is up; return the URLs of the API and of the Prometheus exporter."""
     messages = []
     for line in process.stdout:
         messages.append(line)
@@ -192,7 +194,7 @@ def check_streams(client):
 
 
 def check_formats(client):
-    """Answers with a schema, a tool call and logprobs."""
+    """Check answers with a schema, a tool call and logprobs."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip
     params = {"model": MODEL, "messages": QUESTION, "temperature": 0}
@@ -214,14 +216,14 @@ def check_formats(client):
 
 
 def check_sampling(client, tokenizer):
-    """Sampled tokens have the target's probabilities, and do not change concurrent greedy answers."""
+    """Check that sampled tokens have the target's probabilities and do not change concurrent greedy answers."""
     prompt, greedy = tokenizer.encode(CODE), {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
-    chances = {(): 1.0}
+    probabilities = {(): 1.0}
     for _ in range(3):
-        chances = {
-            (*so_far, token): chance * share
-            for so_far, chance in chances.items()
-            for token, share in next_tokens(client, [*prompt, *so_far]).items()
+        probabilities = {
+            (*prefix, token): prefix_probability * probability
+            for prefix, prefix_probability in probabilities.items()
+            for token, probability in next_tokens(client, [*prompt, *prefix]).items()
         }
     expected = client.chat.completions.create(**greedy).choices[0].message.content
     sampled = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "n": 16, "logprobs": 0, **SAMPLING}
@@ -232,10 +234,10 @@ def check_sampling(client, tokenizer):
         ]
     assert {concurrent.result().choices[0].message.content for _, concurrent in calls} == {expected}
     seen = Counter(token_ids(choice) for answer, _ in calls for choice in answer.result().choices)
-    assert sum(seen[tokens] for tokens in chances) > 0.95 * seen.total(), (seen, chances)
-    for tokens, chance in chances.items():  # five standard deviations, and 0.05 for the rounding of bf16
-        expected, deviation = seen.total() * chance, math.sqrt(seen.total() * chance * (1 - chance))
-        assert seen[tokens] == pytest.approx(expected, abs=5 * deviation + 0.05 * seen.total()), (seen, chances)
+    assert sum(seen[tokens] for tokens in probabilities) > 0.95 * seen.total(), (seen, probabilities)
+    for tokens, p in probabilities.items():  # tolerance: five standard deviations, and 0.05 for the rounding of bf16
+        expected, deviation = seen.total() * p, math.sqrt(seen.total() * p * (1 - p))
+        assert seen[tokens] == pytest.approx(expected, abs=5 * deviation + 0.05 * seen.total()), (seen, probabilities)
 
 
 def next_tokens(client, prompt):
@@ -253,11 +255,11 @@ def token_ids(choice):
 
 
 def check_cache(client, other):
-    """The prefix cache is separate per key, even if another key sends a salt."""
+    """Check that the prefix cache is separate per key, even if another key sends a salt."""
     body = {"model": MODEL, "prompt": "word " * 400, "max_tokens": 1, "temperature": 0}
 
-    def num_cached(asking, **more):
-        details = asking.completions.create(**body, **more).usage.prompt_tokens_details
+    def num_cached(client, **options):
+        details = client.completions.create(**body, **options).usage.prompt_tokens_details
         return (details and details.cached_tokens) or 0
 
     assert num_cached(client) == 0
@@ -283,11 +285,11 @@ def check_errors(client, url):
 
 
 def check_constraints(client):
-    """Constraints within all size limits that are too slow to compile."""
+    """Check that constraints within all size limits are refused if they are too slow to compile."""
     lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
     repeated = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
     tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
-    # Fast ones first: after 10 s of slow trials a key gets 429.
+    # The fast ones come first, because after 10 s of slow compilations a key gets 429.
     attacks = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
         {"extra_body": {"structured_outputs": {"grammar": 'root ::= root "a"'}}},
@@ -314,7 +316,7 @@ def check_constraints(client):
 
 
 def check_batch(client):
-    """Run a batch on its own engine. Returns the answers in the order of `bodies`."""
+    """Run a batch on its own engine; return the answers in the order of `bodies`."""
     lines = [
         json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body})
         for n, body in enumerate(bodies())
@@ -354,11 +356,11 @@ def check_page(client, url):
 
 
 def check_metrics(client, url):
-    """Prometheus has the figures of the ledger after Ray's reports, and vLLM's metrics."""
+    """Check that, after a while, the Prometheus exporter has the ledger's totals, and also vLLM's metrics."""
     headers = {"authorization": f"Bearer {client.api_key}"}
     deadline = time.monotonic() + 60
     while True:
-        # The metrics lag behind by a heartbeat and a report of Ray's, 15 s in all.
+        # The metrics lag behind by up to 15 s: a heartbeat and a report of Ray.
         counted = samples(url)
         report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
         usd = (counted.get("ray_peagle_engine_usd_total"), report["account"]["usd"]["total"])
@@ -374,7 +376,7 @@ def check_metrics(client, url):
 
 
 def samples(url):
-    """Return sums over labels; only answered requests count."""
+    """Return each metric's sum over its labels; with a label `outcome`, only "ok" counts."""
     sums = {}
     for line in httpx.get(url, timeout=30).text.splitlines():
         is_answered = "outcome=" not in line or 'outcome="ok"' in line
@@ -395,5 +397,5 @@ def check_ledger(folder):
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
-    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # not billed to any request:
+    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # which are not billed:
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

@@ -24,16 +24,16 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * START_S + 60)]
 
 @pytest.fixture
 def environment():
-    """deploy/ray.env, as the documentation recommends."""
+    """An environment with the variables in deploy/ray.env, as the documentation recommends."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
-    named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    documented = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    return {**os.environ, **named, **token, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **documented, **token, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
 def cluster(environment, tmp_path):
-    """Start a Ray node; return the addresses of the node and its dashboard."""
+    """A Ray node: its address, and that of its dashboard."""
     port, dashboard = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """Write deploy/serve.yaml with another port and models; return the file and the API's address."""
+    """A copy of deploy/serve.yaml with another port and other models, and the API's URL."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
     (application,) = content["applications"]
@@ -69,7 +69,7 @@ def config(tmp_path):
 
 
 def answers(url):
-    """Wait for the endpoint and send a request to each model."""
+    """Wait for the endpoint, send a request to each model, and return the numbers of answered tokens by model."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         deadline = time.monotonic() + START_S
         while True:

@@ -1,4 +1,4 @@
-"""`peagle serve` on a cluster with another Serve application."""
+"""`peagle serve` on a cluster where Serve already runs."""
 
 import pytest
 from ray import serve
@@ -31,7 +31,7 @@ def test_running_endpoint_is_not_replaced(address, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"host": "0.0.0.0"}, {"port": 1}])
-def test_address_must_be_serves(address, tmp_path, other):
+def test_address_must_be_that_of_the_running_serve(address, tmp_path, other):
     config = ServeConfig(state=tmp_path, **(address | other))
     address_text = f"{address['host']}:{address['port']}"
     with pytest.raises(ConfigError, match=f"listens on {address_text}, not on {config.host}:{config.port}"):

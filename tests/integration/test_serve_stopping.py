@@ -1,4 +1,4 @@
-"""`peagle serve` is stopped while it answers, with the fake engine on real Ray Serve."""
+"""`peagle serve`, with the fake engine on real Ray Serve, is stopped during a stream."""
 
 import contextlib
 import json
@@ -29,19 +29,19 @@ def served(peagle, tmp_path):
         for line in process.stdout:
             if line.startswith("http://"):
                 return process, line.strip()
-        raise AssertionError("it did not start")
+        raise AssertionError("the endpoint did not start")
 
     return start
 
 
 def lines_of(answer):
-    """Return the lines of a stream without empty ones."""
+    """Return the non-empty lines of a stream."""
     return (line for line in answer.iter_lines() if line)
 
 
 @contextlib.contextmanager
 def stopped_during_stream(process, url):
-    """Start a stream and then stop the endpoint. Yields the first line and the remaining ones."""
+    """Start a stream, then stop the endpoint; yield the first line and an iterator of the others."""
     body = {"model": "fake", "messages": QUESTION, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
         lines = lines_of(answer)
@@ -57,16 +57,16 @@ def test_running_stream_finishes_during_shutdown(served):
         while (refused := httpx.get(f"{url}/models")).status_code == 200:
             assert time.monotonic() < until
             time.sleep(0.1)
-        whole = [first, *lines]
+        all_lines = [first, *lines]
     assert refused.status_code == 503  # OpenAI's client retries it after Retry-After
     assert int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "overloaded"
-    assert whole[-1] == "data: [DONE]"
-    words = [choice["delta"]["content"] for line in whole[:-1] for choice in json.loads(line[6:])["choices"]]
-    assert len("".join(words).split()) == NUM_TOKENS
+    assert all_lines[-1] == "data: [DONE]"
+    texts = [choice["delta"]["content"] for line in all_lines[:-1] for choice in json.loads(line[6:])["choices"]]
+    assert len("".join(texts).split()) == NUM_TOKENS
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    # Without output of Ray.
+    # Ray's own output must not appear.
     assert stdout == "stopping: waiting for running requests; repeat to stop immediately\n"
 
 

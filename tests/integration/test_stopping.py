@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and kill -9 on a run with its own cluster: exit code 3, no loss, no process left."""
+"""Runs with their own cluster are stopped by Ctrl-C, SIGTERM or kill -9: nothing is lost, and no process is left."""
 
 import os
 import signal
@@ -34,8 +34,8 @@ def wait_for_units(run, process, count):
         time.sleep(0.05)
 
 
-def ray_processes_of(pid):
-    """Return the processes of the local cluster that `pid` started, by its session directory."""
+def ray_session_of(pid):
+    """Return the session directory of the cluster that `pid` started; its processes have it in their command lines."""
     sessions = [p for p in (temporary_folder() / "ray").glob(f"session_*_{pid}") if p.is_dir()]
     assert sessions, "the run started no cluster"
     return sessions[-1]
@@ -64,7 +64,7 @@ def test_stopped_run_continues_with_the_same_command(
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     wait_for_units(run, first, 3)
-    if whole_group:  # as a terminal's Ctrl-C and `timeout` do
+    if whole_group:  # Ctrl-C in a terminal and `timeout` signal the whole process group
         os.killpg(first.pid, number)
         time.sleep(0.2)
     first.send_signal(number)
@@ -76,7 +76,7 @@ def test_stopped_run_continues_with_the_same_command(
         assert "the same command continues the run: peagle generate --engine fake" in output
         assert f"{NUM_ROWS - len(run.committed())} of {NUM_ROWS} rows are left" in output
         assert StatusReader(run).read().state == "stopped"
-    assert not leftover_processes(ray_processes_of(first.pid))
+    assert not leftover_processes(ray_session_of(first.pid))
     before = run.committed()
     assert 3 <= len(before) < NUM_ROWS
 
@@ -110,4 +110,4 @@ def test_second_driver_is_refused_and_second_ctrl_c_stops_immediately(peagle, le
     assert "stopped immediately" in output
     assert "continues the run: peagle generate" in output
     assert StatusReader(run).read().state == "silent"
-    assert not leftover_processes(ray_processes_of(process.pid))
+    assert not leftover_processes(ray_session_of(process.pid))

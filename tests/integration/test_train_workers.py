@@ -1,4 +1,4 @@
-"""Two workers under Ray Train compared with one process, on the tiny target in float32."""
+"""Two workers under Ray Train train like one process, with the tiny target in float32."""
 
 import json
 import os
@@ -52,12 +52,12 @@ def test_two_workers_train_like_one(ray_cluster, config, tmp_path):
     single = train_head(config(tmp_path / "single"), Listener())
     together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
 
-    one_worker, two = curve(tmp_path / "single"), curve(tmp_path / "together")
-    assert len(one_worker) == len(two) >= NUM_STEPS - 4
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one_worker], abs=1e-4)
-    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one_worker]
-    assert [step.step for step in steps] == [line["step"] for line in two]
-    assert signal.getsignal(signal.SIGINT) is on_interrupt  # otherwise Ray Train would keep it
+    one_worker, two_workers = curve(tmp_path / "single"), curve(tmp_path / "together")
+    assert len(one_worker) == len(two_workers) >= NUM_STEPS - 4
+    assert [line["loss"] for line in two_workers] == pytest.approx([line["loss"] for line in one_worker], abs=1e-4)
+    assert [line["num_tokens"] for line in two_workers] == [line["num_tokens"] for line in one_worker]
+    assert [step.step for step in steps] == [line["step"] for line in two_workers]
+    assert signal.getsignal(signal.SIGINT) is on_interrupt  # Ray Train would replace the handler
     assert together["finished"]
     assert together["tokens_seen"] == single["tokens_seen"]
     assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
@@ -77,16 +77,16 @@ def test_non_finite_loss_stops_the_workers_and_saves_a_head(ray_cluster, config,
 
 
 def train_workers(of=None):
-    """Return the process ids of the Ray Train workers of a process's own cluster; this one's by default."""
+    """Return the process ids of the Ray Train workers that descend from a process (by default, from this one)."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     processes = {
         int(pid): (int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listing.splitlines())
     }
 
-    def is_ours(pid):
-        return pid == (of or os.getpid()) or (pid in processes and is_ours(processes[pid][0]))
+    def is_descendant(pid):
+        return pid == (of or os.getpid()) or (pid in processes and is_descendant(processes[pid][0]))
 
-    return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_ours(pid)]
+    return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_descendant(pid)]
 
 
 @pytest.mark.soak
@@ -95,19 +95,19 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
     settings = tmp_path / "train.yaml"
     settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
     command = [sys.executable, "-m", "jobs.train", "--config", str(settings)]
-    with (tmp_path / "said").open("w+") as output_file:
+    with (tmp_path / "output").open("w+") as output_file:
         process = subprocess.Popen(command, stdout=output_file, stderr=output_file, text=True, start_new_session=True)
         try:
             metrics = output / "training" / "metrics.jsonl"
             while not (metrics.exists() and metrics.read_bytes()):
-                assert process.poll() is None, (tmp_path / "said").read_text()
+                assert process.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.2)
             workers = train_workers(of=process.pid)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 3
         finally:
             process.kill()
-    assert "interrupted" in (tmp_path / "said").read_text().splitlines()[-1]
+    assert "interrupted" in (tmp_path / "output").read_text().splitlines()[-1]
     assert len(workers) == 2
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in workers):
         time.sleep(0.2)

@@ -17,10 +17,10 @@ def generate(corpus, output, *flags):
 
 
 def outcomes(output):
-    """Return where each id is: in a row, or in a dead letter with its reason; every id must occur once."""
+    """Return the outcome of each id: "done", or the reason of its dead letter. Every id must occur once."""
     table = ds.dataset(output / "data", format="parquet").to_table(columns=["id"])
     result = [(int(row["id"]), "done") for row in table.to_pylist()]
-    result += [(int(letter["id"]), letter["reason"]) for letter in RunDirectory(output).dead_letters()]
+    result += [(int(failed["id"]), failed["reason"]) for failed in RunDirectory(output).dead_letters()]
     assert len(dict(result)) == len(result)
     return dict(result)
 

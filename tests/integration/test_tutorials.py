@@ -1,6 +1,6 @@
-"""Each tutorial of docs/tutorials, block by block, in an empty folder and with the real engine.
+"""Run each code block of the pages in docs/tutorials, in an empty folder and with the real engine.
 
-`pytest -m soak -s tests/integration/test_tutorials.py` prints the outputs, for the pages' text blocks.
+`pytest -m soak -s tests/integration/test_tutorials.py` prints the outputs, from which the pages quote.
 """
 
 import json
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def commands(page):
-    """Return the commands of a page: each is a list for `subprocess.run`."""
+    """Return the commands of a page as argument lists for `subprocess.run`."""
     shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": ["python", "-c"]}
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     return [[*shells[language], source] for language, source in blocks if language in shells]
@@ -32,7 +32,7 @@ def commands(page):
 
 @pytest.fixture
 def environment():
-    """The environment of a shell whose PATH has this interpreter's commands, and a free port for endpoints."""
+    """Environment variables: PATH has this interpreter's commands, and PEAGLE_PORT is free."""
     port = str(free_port("127.0.0.1"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     yield os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PEAGLE_PORT": port}

@@ -1,4 +1,4 @@
-"""`peagle up` and `peagle down`: an endpoint in the background, with the fake engine, that stops when idle."""
+"""`peagle up` and `peagle down`: background endpoints with the fake engine, one of which stops when idle."""
 
 import json
 import time
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def run(peagle, tmp_path, monkeypatch):
-    """Run a command. Returns its JSON and its output."""
+    """Return a function that runs a command and returns its JSON and its output."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
     def run(*arguments):

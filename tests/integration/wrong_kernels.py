@@ -1,6 +1,7 @@
-"""An engine whose worker has a wrong kernel, and the results of its self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
+"""Break a kernel of a real engine, and write the results of its self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
 
-There are three: at the start, repeated, and with the fault. It is a separate process, because vLLM leaves sockets open.
+There are three checks: at the start, repeated, and with the fault. This is a separate script, because vLLM leaves
+sockets open.
 """
 
 import json
@@ -10,10 +11,10 @@ from pathlib import Path
 
 
 class Wrong:
-    """`worker_extension_cls` of an engine; each method is called by `collective_rpc`."""
+    """The `worker_extension_cls` of the engine. `collective_rpc` calls one of its methods."""
 
     def break_verification(self):
-        """Drafts are verified against logits of other tokens."""
+        """Make the verification return wrong tokens."""
         import vllm.v1.sample.rejection_sampler as sampler
 
         original = sampler.rejection_sample
@@ -25,7 +26,7 @@ class Wrong:
         sampler.rejection_sample = rejection_sample
 
     def break_sampling(self):
-        """A token without a draft is never the likeliest one."""
+        """Make greedy sampling choose the second likeliest token."""
         from vllm.v1.sample.sampler import Sampler
 
         Sampler.greedy_sample = staticmethod(lambda logits: logits.topk(2, dim=-1).indices[:, 1].view(-1))

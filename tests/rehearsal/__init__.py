@@ -1,16 +1,18 @@
-"""The GPU configurations, checked on a machine without a GPU.
+"""Check the GPU configurations on a machine without a GPU.
 
     make rehearsal                              # the full grid; writes benchmarks/rehearsal.md
     python -m tests.rehearsal --cards H100 L4   # some cards, to the terminal
 
-Every model of the catalog with P-EAGLE, EAGLE-3 and no drafter, on every card, for 1 to 256 concurrent requests: our
-own `resolve` decides, and vLLM's `create_engine_config` accepts or refuses the result. vLLM's own code then says which
-attention back ends and CUDA graphs this gives, and how much KV cache a request needs. Nothing is computed or measured.
+The grid has every model of the catalog with P-EAGLE, EAGLE-3 and no drafter, on every card, for 1 to 256 concurrent
+requests. Our own `resolve` chooses the configuration, and vLLM's `create_engine_config` accepts or refuses it. vLLM's
+own code then says which attention back ends and CUDA graphs it would use, and how much KV cache a request needs. No
+model is run and nothing is measured.
 
     cards.py     the cards
     shapes.py    config.json of the models and heads, in a cache of Hugging Face's client
-    pretend.py   makes vLLM believe in a card; the process is unusable afterwards, so each card has its own
-    cell.py      one model, drafter and number of requests on the card of the process
+    pretend.py   makes vLLM believe that it runs on a card; each card has its own process, which is unusable afterwards
+    cell.py      one cell: a model, a drafter and a number of requests on the card of the process
     queued.py    the commands of benchmarks/GPU_QUEUE.md
-    table.py     the page
+    table.py     writes the page
+    child.py     the process of a card
 """

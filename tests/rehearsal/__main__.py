@@ -1,4 +1,4 @@
-"""`make rehearsal`: the grid, with a process for each card, and its page."""
+"""`make rehearsal`: rehearse the grid, with a process per card, and write the page."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def grid(card: Card, concurrency: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the cells of a card: every model, and 16-bit models again in INT8 where the card supports it."""
+    """Return the cells of a card: every model, and 16-bit models also in INT8 if the card supports it."""
     models = [(model.name, {}) for model in load_catalog()]
     if card.hardware.supports_int8:
         in_16_bits = [model.name for model in load_catalog() if model.precision.native_quantization is None]
@@ -40,13 +40,13 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
     """Rehearse some cells in a process that imitates eight of these cards.
 
     Args:
-        cells: `model`, `drafter` and `concurrency` of each, or `queue` for the commands of the GPU queue.
+        cells: `model`, `drafter` and `concurrency` of each cell, or `queue` for the commands of the GPU queue.
 
     Returns:
         The cells with their `outcome`: accepted, refused, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        jobs_file, results_file = Path(folder, "asked.json"), Path(folder, "told.json")
+        jobs_file, results_file = Path(folder, "cells.json"), Path(folder, "results.json")
         jobs_file.write_text(json.dumps(cells))
         path = os.pathsep.join((str(_ROOT), str(_ROOT / "tests")))
         environment = os.environ | {
@@ -64,7 +64,7 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Rehearse, print the failures, and write the page if the grid is complete."""
+    """Rehearse, print the failures, and write the page if the whole grid was rehearsed."""
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
@@ -74,7 +74,7 @@ def main() -> None:
         result[name] = rehearse_card(name, grid(CARDS[name], args.concurrency))
         counts = {outcome: sum(cell["outcome"] == outcome for cell in result[name]) for outcome in _OUTCOMES}
         say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    failed = [(name, cell) for name, some in result.items() for cell in some if cell["outcome"] == "failed"]
+    failed = [(name, cell) for name, cells in result.items() for cell in cells if cell["outcome"] == "failed"]
     for name, cell in failed:
         say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['concurrency']} {cell['more']}: {cell['message']}")
     text = page(result, datetime.date.today())

@@ -22,7 +22,7 @@ class Card:
 
     @property
     def hardware(self) -> Hardware:
-        """Return a node with eight of them."""
+        """A node with eight of these cards."""
         return Hardware(
             platform="cuda",
             accelerator=self.name,

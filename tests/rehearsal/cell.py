@@ -1,9 +1,9 @@
-"""One cell of the rehearsal: our decision, and vLLM's configuration for it.
+"""Rehearse one cell: choose its configuration as `peagle generate` would, and let vLLM accept or refuse it.
 
-A cell is a model, a drafter and a number of concurrent requests on the card of this process; call `pretend` first.
+A cell is a model, a drafter and a number of concurrent requests on the card of this process. Call `pretend` first.
 
-What vLLM decides in its workers after loading (attention back ends, KV cache groups, CUDA graphs) comes from the same
-functions, with descriptions of layers instead of loaded ones.
+vLLM's workers choose attention back ends, KV cache groups and CUDA graphs only after loading. Here, the same vLLM
+functions choose them, but from descriptions of the layers instead of loaded layers.
 """
 
 import re
@@ -33,7 +33,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A kind of attention layers: their number and shape."""
+    """The attention layers of one kind: their number and shape."""
 
     name: str
     count: int
@@ -50,13 +50,14 @@ class Accepted:
     """vLLM's configuration of a cell.
 
     Attributes:
-        flags: flags that it needed to fit, in addition to model, drafter and requests.
-        back_ends, draft_back_ends: names, each once.
-        verify, draft: how the widest steps run: FULL, PIECEWISE, NONE (eagerly), or - without such a step.
-        graphs_to: concurrent requests up to which both run as graphs.
-        kv_cache_gib: of one request of full length, computed by vLLM; `estimated_gib` by us.
-        cache_requests: requests of full length in the KV cache, by vLLM's arithmetic on the memory that our estimate
-            leaves for it.
+        flags: flags without which the model would not fit, in addition to model, drafter and requests.
+        back_ends, draft_back_ends: names of attention back ends, without duplicates.
+        verify, draft: how the widest steps run: FULL, PIECEWISE or NONE (eagerly); "-" if there is no such step.
+        graphs_to: the highest concurrency at which both run as CUDA graphs.
+        kv_cache_gib: KV cache of one request of full length according to vLLM.
+        estimated_gib: KV cache of one request of full length according to our estimate.
+        cache_requests: how many requests of full length fit, according to vLLM, into the memory that our estimate
+            leaves for the KV cache.
     """
 
     flags: list[str]
@@ -83,17 +84,17 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Our refusal of a cell, and its hint."""
+    """A cell that `peagle` refuses, with the message and hint."""
 
     message: str
     hint: str
 
 
 def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
-    """Rehearse one cell; if it is refused for lack of memory, also what the hint suggests.
+    """Rehearse one cell. If it is refused for lack of memory, retry with the flag that the hint suggests.
 
     Raises:
-        Exception: vLLM refuses our decision, or the hint does not help.
+        Exception: vLLM refuses the configuration that we chose.
     """
     flags: list[str] = []
     while True:
@@ -104,19 +105,19 @@ def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **m
         try:
             run = resolve_run(config, machine=hardware)
         except PeagleError as error:
-            way_out = _first_flag(error.hint or "")
-            if way_out is None or way_out[0] in {flag.partition(" ")[0] for flag in flags}:
+            suggested = _first_flag(error.hint or "")
+            if suggested is None or suggested[0] in {flag.partition(" ")[0] for flag in flags}:
                 return Refused(message=error.message, hint=error.hint or "")
-            flags.append(" ".join(way_out))
+            flags.append(" ".join(suggested))
             continue
         return accept(run.spec, run.model, hardware, flags)
 
 
 def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
-    """Return vLLM's configuration of an engine, and what follows from it.
+    """Return vLLM's configuration of an engine, and what vLLM would choose with it.
 
     Raises:
-        Exception: vLLM refuses it.
+        Exception: vLLM refuses the engine's arguments.
     """
     from vllm import AsyncEngineArgs
     from vllm.config import set_current_vllm_config
@@ -181,13 +182,13 @@ def _keys(flags: list[str]) -> dict[str, Any]:
 
 
 def _target_layers(config: Any) -> Iterator[Layer]:
-    """Return the attention layers of a target, each kind once."""
+    """Yield the attention layers of a target by kind."""
     text = config.model_config.hf_text_config
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
     is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
     for kind in dict.fromkeys(kinds):
         is_full = kind == "full_attention"
-        # Gemma's global layers have other heads, so its configuration is read per layer.
+        # Gemma's global layers have attention heads of another size, so its configuration is read per layer.
         layer = text.per_layer_config[kinds.index(kind)] if is_gemma else text
         yield Layer(
             name=f"model.layers.{kinds.index(kind)}",
@@ -225,7 +226,7 @@ def _draft_config(config: Any) -> Any:
 
 
 def _dtype(layer: Layer, config: Any) -> str:
-    """Return the dtype of a layer's KV cache (`Attention.__init__`)."""
+    """Return the dtype of a layer's KV cache, as vLLM's `Attention.__init__` chooses it."""
     cache = config.cache_config
     skips = layer.window is not None and "sliding_window" in cache.kv_cache_dtype_skip_layers
     return "auto" if skips else cache.cache_dtype
@@ -247,7 +248,7 @@ def _backend(layer: Layer, config: Any) -> Any:
 
 
 def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's KV cache spec of each layer (`Attention.get_kv_cache_spec`)."""
+    """Return the KV cache spec of each layer, like vLLM's `Attention.get_kv_cache_spec`."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
@@ -278,10 +279,10 @@ def _cache(
     draft_backends: dict[str, Any],
     need: Any,
 ) -> tuple[int, float]:
-    """Return the bytes of one request of full length on all cards, and how many requests fit into the cache.
+    """Return the KV cache of one request of full length on all cards, in bytes, and how many such requests fit.
 
     Raises:
-        ValueError: not even one fits, by vLLM's arithmetic on the memory that our estimate leaves.
+        ValueError: according to vLLM, not even one request fits into the memory that our estimate leaves.
     """
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
@@ -297,7 +298,7 @@ def _cache(
 
 
 def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
-    """Return how the widest verify and draft steps run, and up to how many requests as graphs, by vLLM's code."""
+    """Return how vLLM runs the widest verify and draft steps, and the highest concurrency at which both are graphs."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -324,7 +325,7 @@ def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple
 
 
 def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
-    """Return how a step with `concurrency` decoding requests runs in model runner V1: target and drafter."""
+    """Return how model runner V1 runs the target and the drafter in a step with `concurrency` decoding requests."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
@@ -341,7 +342,10 @@ def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
 
 
 def _dispatch_v2(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
-    """Return the same for model runner V2, whose drafter handles a request's last token after its first pass."""
+    """Return how model runner V2 runs the target and the drafter in a step with `concurrency` decoding requests.
+
+    After its first pass, the V2 drafter processes only one token per request.
+    """
     width = 1 + config.num_speculative_tokens
     verify = _v2_mode(config, mode, width, concurrency)
     return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, concurrency)

@@ -28,13 +28,12 @@ def main(name: str, jobs_file: Path, results_file: Path) -> None:
             cells += queued.rehearse_queue(CARDS[name].hardware, hub.parent)
             continue
         drafter = cell["drafter"]
-        own = shapes.head_folder(folders, cell["model"], drafter)
+        unpublished_head = shapes.head_folder(folders, cell["model"], drafter)
         try:
             more = cell.get("more", {})
-            result = rehearse(
-                cell["model"], str(own) if own.exists() else drafter, cell["concurrency"], CARDS[name].hardware, **more
-            )
-        except Exception as error:  # vLLM raises whatever its parts raise, and a cell that fails is a finding
+            head = str(unpublished_head) if unpublished_head.exists() else drafter
+            result = rehearse(cell["model"], head, cell["concurrency"], CARDS[name].hardware, **more)
+        except Exception as error:  # vLLM raises errors of any type, and a failed cell is a result
             cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})
             continue
         outcome = "accepted" if isinstance(result, Accepted) else "refused"

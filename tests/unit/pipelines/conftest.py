@@ -1,4 +1,4 @@
-"""A replacement for Ray's metrics."""
+"""A fake of `ray.util.metrics`."""
 
 import pytest
 

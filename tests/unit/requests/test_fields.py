@@ -143,7 +143,7 @@ def test_page_has_the_table():
         "refused": ("no", "no"),
     }
     routes = {CHAT_URL: "chats", COMPLETIONS_URL: "completions"}
-    rows = [("field", "of", "online", "bulk, batches", "taken everywhere", "note")]
+    rows = [("field", "of", "online", "bulk, batches", "always accepted", "note")]
     for name, field in sorted(FIELDS.items()):
         routes_of_field = "both" if len(field.urls) == 2 else routes[field.urls[0]]
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)

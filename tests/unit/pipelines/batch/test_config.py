@@ -49,7 +49,7 @@ def test_output_is_a_folder_or_s3(tmp_path, monkeypatch):
             GenerateConfig(input="i", output=output)
 
 
-FLOATS = [name for name, key in GenerateConfig.model_fields.items() if "float" in str(key.annotation)]
+FLOATS = [name for name, field in GenerateConfig.model_fields.items() if "float" in str(field.annotation)]
 
 
 @pytest.mark.parametrize("name", FLOATS)

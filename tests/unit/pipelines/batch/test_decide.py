@@ -26,7 +26,7 @@ def request_of(config):
     ],
 )
 def test_accelerators_are_requested_before_inspection(monkeypatch, tmp_path, keys, expected):
-    done = []
+    calls = []
     keys = {"engines": "3:9"} | keys
     config = GenerateConfig(
         input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, usd_per_hour=1, **keys
@@ -36,33 +36,33 @@ def test_accelerators_are_requested_before_inspection(monkeypatch, tmp_path, key
     monkeypatch.setattr(
         module.ray,
         "require_capacity",
-        lambda p, n, *, wait_s, check, announce: done.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
+        lambda p, n, *, wait_s, check, announce: calls.append(("require", p.num_gpus, p.accelerator_type, n, wait_s)),
     )
     monkeypatch.setattr(
         module.inspection,
         "inspect",
-        lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: done.append(
+        lambda *, accelerators_per_engine, nodes_per_engine, accelerator_type: calls.append(
             ("inspect", accelerators_per_engine // nodes_per_engine, accelerator_type)
         ),
     )
     hardware_for(request_of(config), RunDirectory(tmp_path), print)
-    assert done == expected
+    assert calls == expected
 
 
 @pytest.mark.parametrize("kind", ["H100", "any"])
 def test_nodes_without_price_are_not_requested(monkeypatch, tmp_path, kind):
     config = GenerateConfig(input="i", output=tmp_path, engines="2", accelerator_type=kind)
-    done = []
+    calls = []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(module.ray, "require_capacity", lambda *_, **__: done.append("require"))
-    monkeypatch.setattr(module.inspection, "inspect", lambda **_: done.append("inspect"))
+    monkeypatch.setattr(module.ray, "require_capacity", lambda *_, **__: calls.append("require"))
+    monkeypatch.setattr(module.inspection, "inspect", lambda **_: calls.append("inspect"))
     monkeypatch.setattr(module.ray, "room_for", lambda placement: 1)
     with pytest.raises(PriceError, match="without an instance type"):
         hardware_for(request_of(config), RunDirectory(tmp_path), print)
-    assert done == []
+    assert calls == []
     monkeypatch.setattr(module.ray, "room_for", lambda placement: 2)
     hardware_for(request_of(config), RunDirectory(tmp_path), print)
-    assert done == ["require", "inspect"]
+    assert calls == ["require", "inspect"]
 
 
 def test_run_describes_its_price(resolved_run):

@@ -1,4 +1,4 @@
-"""The leader's view of follower nodes, without Ray: tests script the followers' replies."""
+"""Tests of an engine that spans several nodes: the leader and its followers, with fake Ray actors."""
 
 import importlib
 import queue
@@ -29,7 +29,7 @@ def engine_run(run_dir="run"):
 
 
 class Cluster:
-    """Two fake follower actors. `end` sets how the second one ends; `killed` counts kills of the leader's children."""
+    """Two fake follower actors. `end` ends the second one; `killed` counts kills of the leader's child processes."""
 
     def __init__(self, monkeypatch):
         self.joined, self.killed, self.leaders = [], threading.Semaphore(0), []
@@ -130,17 +130,17 @@ def test_released_followers_do_not_end_the_engine(cluster):
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced):
-    done = []
-    here = SimpleNamespace(
+    removed = []
+    leader = SimpleNamespace(
         get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
     )
-    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: leader)
     module = importlib.import_module("ray.util.placement_group")  # a function has the same name
-    monkeypatch.setattr(module, "get_placement_group", lambda name: f"that of {name}")
-    monkeypatch.setattr(module, "remove_placement_group", done.append)
+    monkeypatch.setattr(module, "get_placement_group", lambda name: f"group {name}")
+    monkeypatch.setattr(module, "remove_placement_group", removed.append)
     monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))
     bundles, keys = multinode._group(PART, 2)
-    assert done == (["that of peagle-a1"] if is_replaced else [])
+    assert removed == (["group peagle-a1"] if is_replaced else [])
     assert bundles == [PART, PART]
     assert (keys["strategy"], keys["name"]) == ("STRICT_SPREAD", "peagle-a1")
     assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2

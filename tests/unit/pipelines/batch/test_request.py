@@ -11,16 +11,16 @@ COMMAND = ["peagle", "generate", "--output", "runs/a", "--retry-failed"]
 
 
 @pytest.fixture
-def ask(tmp_path):
+def make_request(tmp_path):
     def make(**keys):
         return RunRequest(config=GenerateConfig(input="in.csv", output=tmp_path, **keys), command=COMMAND)
 
     return make
 
 
-def test_deadline_is_fixed_at_the_start(monkeypatch, ask):
+def test_deadline_is_fixed_at_the_start(monkeypatch, make_request):
     soon = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=90)
-    request = ask(deadline=f"{soon:%H:%M:%S}", grace_s=1)
+    request = make_request(deadline=f"{soon:%H:%M:%S}", grace_s=1)
     request.require_time()
     monkeypatch.setattr(request_module.time, "time", lambda: soon.timestamp() + 1)
     with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as stopped:
@@ -28,8 +28,8 @@ def test_deadline_is_fixed_at_the_start(monkeypatch, ask):
     assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
 
 
-def test_stop_ends_the_wait_for_a_cluster(ask):
-    request, other = ask(), ask()
+def test_stop_ends_the_wait_for_a_cluster(make_request):
+    request, other = make_request(), make_request()
     request.require_time()
     request.stop.set()
     with pytest.raises(StoppedEarly, match="stopped by a signal"):
@@ -37,5 +37,5 @@ def test_stop_ends_the_wait_for_a_cluster(ask):
     other.require_time()
 
 
-def test_last_message_has_the_resume_command(ask):
-    assert ask().killed_message.endswith("the same command continues the run: peagle generate --output runs/a")
+def test_last_message_has_the_resume_command(make_request):
+    assert make_request().killed_message.endswith("the same command continues the run: peagle generate --output runs/a")

@@ -47,9 +47,9 @@ def test_served_name_is_stored(resolved_run):
 
 def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
     request, run = resolved_run()
-    older = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))
-    assert begin_or_continue(request, replace(run, plan=older)) == older
-    assert begin_or_continue(request, run) == older
+    old_plan = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))  # version 1
+    assert begin_or_continue(request, replace(run, plan=old_plan)) == old_plan
+    assert begin_or_continue(request, run) == old_plan
     (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*corpus\.content"):
         begin_or_continue(request, run)
@@ -94,10 +94,12 @@ def test_finished_run_needs_no_accelerators(run_without_accelerators):
 
 def test_retry_waits_for_accelerators_only_with_failed_rows(run_without_accelerators):
     run, restart = run_without_accelerators
-    assert restart(retry_failed=True).was_already_finished  # none failed
+    assert restart(retry_failed=True).was_already_finished  # no row failed
     run.unit_path(0).unlink()
-    letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
-    run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
+    dead_letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
+    run.commit(
+        0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [dead_letter]
+    )
     assert restart().was_already_finished
     with pytest.raises(CapacityError, match="no nodes arrived"):
         restart(retry_failed=True)
@@ -132,7 +134,7 @@ def test_price_of_a_run_cannot_change(resolved_run):
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
         begin_or_continue(*resolved_run(usd_per_hour=2))
     request, batch = resolved_run(usd_per_hour=2)
-    begin_or_continue(request, replace(batch, slot_group="endpoint"))
+    begin_or_continue(request, replace(batch, slot_group="endpoint"))  # a batch has the price of its endpoint
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_failed_observation_abandons_ray(monkeypatch, error):
 
 @pytest.mark.parametrize(("ending", "ends_quietly"), [(StoppedEarly, True), (EngineError, False), (None, False)])
 def test_stream_error_while_stopping_is_treated_as_stop(monkeypatch, ending, ends_quietly):
-    """A signal to all processes of a machine also ends Ray."""
+    """A signal that reaches all processes on the machine also ends Ray, which breaks the stream."""
 
     def receipts():
         yield "usage"

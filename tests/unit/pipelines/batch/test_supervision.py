@@ -27,7 +27,7 @@ def usage(num_rows, num_failed_rows):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run of four units of three rows; the first is committed, with two dead letters, for about a cent."""
+    """Start a run of four units with three rows each. The first is committed, with two dead letters, for a cent."""
 
     def make(*command, output="run", allowance=None, draw=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
@@ -35,11 +35,11 @@ def start(tmp_path):
         run = resolved.directory
         run.create({"price": resolved.price.to_dict()}, resolved.plan)
         run.write_session(session("earlier"))
-        letters = [
+        dead_letters = [
             {"id": "000000001", "reason": "refused", "message": "too odd"},
             {"id": "000000002", "reason": "refused", "message": "odder"},
         ]
-        run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
+        run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), dead_letters)
         request = RunRequest(config=config, command=[*COMMAND, *command], allowance=allowance)
         return run, Supervisor(request, resolved, draw)
 
@@ -75,8 +75,8 @@ def test_stop_signal_is_retried(start, monkeypatch, error):
     def fail(_):
         raise error
 
-    with monkeypatch.context() as full:
-        full.setattr(run.stop, "request", fail)
+    with monkeypatch.context() as failing_storage:
+        failing_storage.setattr(run.stop, "request", fail)
         supervisor.observe()
     assert supervisor.ending is not None
     assert run.stop.grace_s() is None
@@ -102,7 +102,7 @@ def test_rows_left_are_counted_from_commits(start):
     run, supervisor = start()
     supervisor._request.stop.set()
     supervisor.observe()
-    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # Ray lost its receipt
+    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # but the supervisor got no receipt
     assert "stopped with 2 of 4 units committed" in supervisor.error().message
     assert "6 of 12 rows are left" in supervisor.error().message
 
@@ -112,10 +112,10 @@ def test_budget_counts_earlier_attempts(start):
     with pytest.raises(StoppedEarly) as stopped:
         supervisor.require_room()
     assert "the budget of $0.00100 is reached" in stopped.value.message
-    words = stopped.value.hint.split()
-    assert words[-2] == "--budget-usd"
-    assert words.count("--budget-usd") == 1
-    assert float(words[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
+    arguments = stopped.value.hint.split()
+    assert arguments[-2] == "--budget-usd"
+    assert arguments.count("--budget-usd") == 1
+    assert float(arguments[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
 
 
 def test_passed_timestamp_is_not_in_the_resume_command(start):
@@ -227,14 +227,14 @@ def test_stop_ends_the_wait_for_engines(start):
 
 
 class Draw:
-    """The budget of a tag, which is reached when a test sets it."""
+    """A draw on the budget of a tag. The budget is reached once a test sets `message`."""
 
     def __init__(self):
-        self.words, self.seen = None, []
+        self.message, self.seen = None, []
 
     def reached(self, spent_usd, reserve_usd):
         self.seen.append((spent_usd, reserve_usd))
-        return self.words
+        return self.message
 
     def end(self, spent_usd):
         self.seen.append(spent_usd)
@@ -246,7 +246,7 @@ def test_run_stops_for_a_tag_budget(start):
     run, supervisor = start(draw=draw)
     supervisor.observe()
     assert supervisor.ending is None
-    draw.words = "the budget of $5 of team=search is reached"
+    draw.message = "the budget of $5 of team=search is reached"
     supervisor.observe()
     assert run.stop.grace_s() == 20
     error = supervisor.error()

@@ -34,14 +34,18 @@ def test_idle_engine_is_not_silent():
     assert watched.observe_after(1) == 1
 
 
-def test_gaps_between_observations_count_little():
+def test_long_gap_between_observations_counts_as_a_short_one():
     watched = Watched()
     watched.observe_after(1)
     assert watched.observe_after(3600) == 6
 
 
-def in_time(answer_s, silent_s, limit_s=0.05):
-    """Return the outcome of a row that takes `answer_s` in an engine that is silent for `silent_s`."""
+def row_outcome(answer_s, silent_s, limit_s=0.05):
+    """Generate a row for `answer_s` in an engine that is silent for `silent_s`.
+
+    Returns:
+        The answer; or, after a timeout, [True] if the row was cancelled.
+    """
 
     async def scene():
         loop = asyncio.get_running_loop()
@@ -68,17 +72,17 @@ def in_time(answer_s, silent_s, limit_s=0.05):
 
 
 def test_row_times_out_at_the_next_step():
-    assert in_time(answer_s=0.01, silent_s=0) == "answer"
-    assert in_time(answer_s=3, silent_s=0) == [True]
-    assert in_time(answer_s=3, silent_s=0.3) == [True]
+    assert row_outcome(answer_s=0.01, silent_s=0) == "answer"
+    assert row_outcome(answer_s=3, silent_s=0) == [True]
+    assert row_outcome(answer_s=3, silent_s=0.3) == [True]
 
 
 def test_time_limit_is_noticed_soon():
-    assert in_time(answer_s=1.6, silent_s=0, limit_s=1) == [True]
+    assert row_outcome(answer_s=1.6, silent_s=0, limit_s=1) == [True]
 
 
 def test_row_that_ends_with_a_long_step_is_done():
-    assert in_time(answer_s=0.3, silent_s=5) == "answer"
+    assert row_outcome(answer_s=0.3, silent_s=5) == "answer"
 
 
 def test_engine_errors_pass_through():
@@ -92,9 +96,9 @@ def test_engine_errors_pass_through():
 
 @pytest.fixture
 def watched_loop(monkeypatch):
-    """Run a scene in a watched event loop; return what happened, after the watching thread has ended.
+    """Run a coroutine in a watched event loop; return [] if the loop was not blocked, else "left" for each exit.
 
-    Each poll counts little, so that a busy machine does not look like a blocked loop.
+    A poll counts for at most 0.03 s, so that a busy machine does not look like a blocked loop.
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.03)

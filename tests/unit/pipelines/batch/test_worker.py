@@ -1,4 +1,4 @@
-"""An engine actor without Ray: prepared units in, committed files out."""
+"""Tests of the engine actor, called directly instead of through Ray."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def end(code):
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Make scenes whose actors do not redirect this process's output and end with the test."""
+    """Return a function that makes scenes. Their actors keep this process's output, and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(watchdog, "POLL_S", 0.05)
@@ -111,27 +111,27 @@ def test_time_limit_excludes_waiting_for_slots(scene, keys):
 
 def test_rows_without_limit_wait_in_the_engine(scene):
     class Counting(EngineWithSlots):
-        most = now = 0
+        peak = running = 0
 
         async def generate(self, *request):
-            self.now += 1
-            self.most = max(self.most, self.now)
+            self.running += 1
+            self.peak = max(self.peak, self.running)
             try:
                 return await super().generate(*request)
             finally:
-                self.now -= 1
+                self.running -= 1
 
     run, engines = scene(), [Counting(row_s=0.01), Counting(row_s=0.01)]
     asyncio.run(run.call(run.worker(engines[0]), 0))
     asyncio.run(run.call(run.worker(engines[1], row_timeout_s=5), 1))
-    assert [engine.most for engine in engines] == [2 * SLOTS, SLOTS]
+    assert [engine.peak for engine in engines] == [2 * SLOTS, SLOTS]
 
 
-def until_done(run, make_engine, unit, **job):
-    """Call new actors for the unit until one commits it; return the number of crashed actors and their notes."""
+def until_done(run, make_engine, unit, **options):
+    """Call new actors until one commits the unit; return the number of crashed actors and their notes of suspects."""
     for num_ended in range(10):
         try:
-            asyncio.run(run.call(run.worker(make_engine(), **job), unit))
+            asyncio.run(run.call(run.worker(make_engine(), **options), unit))
         except ProcessEnded:
             notes = [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]
         else:
@@ -243,7 +243,7 @@ def test_self_check_runs_once_before_the_first_row(scene):
     assert sorted(json.loads(session.self_check)["outcome"] for session in sessions) == ["failed", "passed"]
     assert sum(session.num_output_tokens for session in sessions) == sum(
         run.run.usage(unit).num_output_tokens for unit in (0, 1)
-    ), "the check's tokens are nobody's output"
+    ), "the self-check's tokens must not count as output"
 
 
 def test_hanging_self_check_ends_the_run(scene):

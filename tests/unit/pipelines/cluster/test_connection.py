@@ -48,7 +48,7 @@ def test_local_cluster_is_started_when_needed(monkeypatch, events):
 
 def test_standard_error_is_logged_while_connected(monkeypatch, events, tmp_path, capfd):
     def fail(**_):
-        os.write(2, b"of Ray\n")
+        os.write(2, b"from Ray\n")
         raise CapacityError("Ray did not start here")
 
     monkeypatch.setattr(ray, "ray_cluster", fail)
@@ -59,5 +59,5 @@ def test_standard_error_is_logged_while_connected(monkeypatch, events, tmp_path,
         with pytest.raises(CapacityError):
             cluster.start()
     os.write(2, b"after\n")
-    assert log.read_text() == "before\nof Ray\n"
+    assert log.read_text() == "before\nfrom Ray\n"
     assert capfd.readouterr().err == "after\n"

@@ -14,7 +14,7 @@ def test_openmp_variables_of_an_engine(monkeypatch, target, set_by_user, max_num
     monkeypatch.setenv("KMP_USE_YIELD", set_by_user or "")  # restored after the test
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray's
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
     started_with = []
     monkeypatch.setattr("pipelines.cluster.node.start_engine", lambda *_, **__: started_with.append(dict(os.environ)))
     start_vllm(EngineSpec(model=str(target), max_num_seqs=max_num_seqs), engine_index=0, num_engines_on_node=1)

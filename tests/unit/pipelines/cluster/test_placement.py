@@ -106,7 +106,7 @@ def test_cpu_engines_are_divided_among_all_nodes():
     ("per_engine", "kind", "expected"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_autoscaler_request_per_node(per_engine, kind, expected):
+def test_node_to_inspect(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
     assert node_to_inspect(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
     assert node_to_inspect({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
@@ -131,7 +131,7 @@ def test_accelerator_type_is_respected():
         ([5, 1], 2, 1),
         ([4], 2, 0),
         ([1, 1, 1, 1], 2, 2),
-        ([2, 2, 2], 2, 2),  # and a third one only by chance
+        ([2, 2, 2], 2, 2),  # a third engine fits only if Ray happens to place the first two well
         ([0, 1, 1], 2, 1),
         ([1] * 7, 3, 2),
         ([3, 1], 1, 4),

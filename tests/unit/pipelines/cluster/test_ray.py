@@ -117,7 +117,7 @@ def test_sigterm_handler_is_restored(ray_handling_sigterm):
 def test_sigterm_during_ray_start(ray_handling_sigterm):
     ray_handling_sigterm.append(signal.SIGTERM)
     with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
-        pytest.fail("it goes on")
+        pytest.fail("the signal was ignored")
 
 
 def test_ray_handles_sigterm_by_default(ray_handling_sigterm):
@@ -184,9 +184,8 @@ def test_require_capacity_stops_when_check_raises(growing_cluster):
     with pytest.raises(StoppedEarly, match="the deadline is near"):
         require([HEAD], num_engines=1, check=check)
     assert len(requests) == 1
-    with pytest.raises(
-        StopIteration
-    ):  # `check` also runs once after the nodes arrive, because they may have arrived after the deadline
+    # `check` also runs once after the nodes arrive, because they may have arrived after the deadline.
+    with pytest.raises(StopIteration):
         require([HEAD, G7E], num_engines=1, check=check)
 
 

@@ -97,10 +97,10 @@ def test_doctor_lists_all_obstacles(limits, monkeypatch):
 
 
 def test_command_refuses_low_limit_before_a_run(tmp_path):
-    """With a real limit."""
+    """The limit is a real one, set with `ulimit`."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    words = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
-    limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(words)}"
+    arguments = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
+    limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(arguments)}"
     result = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert "the limit of open files is 200, and Ray and an engine need" in result.stderr
@@ -108,7 +108,7 @@ def test_command_refuses_low_limit_before_a_run(tmp_path):
 
 
 def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
-    """From the length at which Ray fails."""
+    """Our limit is exactly Ray's: Ray refuses a path that is one byte longer."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     room = 107 - len(startable._RAY_SOCKET)

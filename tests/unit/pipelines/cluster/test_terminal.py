@@ -37,13 +37,13 @@ def test_ray_starts_processes_by_fork_in_our_group():
 
 
 def test_ray_prints_to_standard_error():
-    """By default it prints on standard output. In a separate process, because the patch is permanent."""
+    """Ray prints to standard output by default. The patch is permanent, so the test uses a separate process."""
     code = """if True:
         from ray._private import worker
         from pipelines.cluster.terminal import keep_off_standard_output
 
         def say(what):
-            line = {"lines": [what], "pid": "raylet", "is_err": False}  # as `print_error_messages` has it
+            line = {"lines": [what], "pid": "raylet", "is_err": False}  # as in Ray's `print_error_messages`
             worker.print_to_stdstream(line, ignore_prefix=False)
 
         say("left alone")

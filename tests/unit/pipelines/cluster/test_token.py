@@ -1,4 +1,4 @@
-"""Ray's token: its file permissions, and which clusters are refused; test_ray_ports.py uses real clusters."""
+"""Ray's token: its file permissions, and which clusters are refused. test_ray_ports.py uses real clusters."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home without a token, and a permissive umask."""
+    """A home directory without a token, and a permissive umask."""
     for name in _VARIABLES:
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
@@ -36,7 +36,7 @@ def test_local_ray_gets_a_private_token(home):
     file = home / ".ray" / "auth_token"
     assert len(file.read_text()) == 64
     assert [mode(file), mode(file.parent)] == [0o600, 0o700]
-    assert "RAY_AUTH_MODE" not in os.environ  # Ray's own default on a cluster that it starts
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray requires the token by default on a cluster that it starts
     token_text = file.read_text()
     token.prepare_to_start()
     assert file.read_text() == token_text
@@ -62,11 +62,11 @@ def test_token_variables_are_used(home, monkeypatch, variable):
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
-@pytest.mark.parametrize(("word", "left"), [("", None), ("tokn", None), ("Token", "Token")])
-def test_misspelled_auth_mode_does_not_disable_tokens(monkeypatch, word, left):
-    monkeypatch.setenv("RAY_AUTH_MODE", word)
+@pytest.mark.parametrize(("mode_before", "mode_after"), [("", None), ("tokn", None), ("Token", "Token")])
+def test_misspelled_auth_mode_does_not_disable_tokens(monkeypatch, mode_before, mode_after):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode_before)
     token.prepare_to_start()
-    assert os.environ.get("RAY_AUTH_MODE") == left
+    assert os.environ.get("RAY_AUTH_MODE") == mode_after
 
 
 def test_disabled_token(home, monkeypatch):
@@ -90,7 +90,7 @@ def test_join_without_token():
 
 
 class _Gcs(grpc.GenericRpcHandler):
-    """A cluster that accepts all calls, or requires the token, or does not know the call."""
+    """A Ray control service: it accepts all calls ("open"), requires a token ("closed"), or lacks the method."""
 
     def __init__(self, answer):
         self._answer = answer

@@ -1,4 +1,4 @@
-"""An engine's account with a ledger and a clock that tests advance, and an event loop for each `async` test."""
+"""An engine's account, and an event loop for each `async` test."""
 
 import asyncio
 import inspect

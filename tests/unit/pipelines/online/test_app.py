@@ -43,10 +43,10 @@ def settings(tmp_path, **keys):
 
 def test_build_requires_a_token(tmp_path, monkeypatch):
     def refuse():
-        raise ConfigError("it asks for no token")
+        raise ConfigError("the cluster requires no token")
 
     monkeypatch.setattr(app, "require_token", refuse)
-    monkeypatch.setattr(app, "inspect", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(app, "inspect", lambda: pytest.fail("the build continued"))
     with pytest.raises(ConfigError, match="no token"):
         app.build(ServeConfig(state=tmp_path))
 
@@ -81,22 +81,23 @@ def test_keys_from_file_or_environment(tmp_path, monkeypatch):
 def test_share_prefix_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
     (record,) = settings(tmp_path).fixed_keys
-    apart = settings(tmp_path)
-    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(record)  # like a restarted ingress
+    separate = settings(tmp_path)
+    restarted = pickle.loads(pickle.dumps(separate))  # a restarted ingress unpickles its settings
+    assert separate.cache_salt(record) == restarted.cache_salt(record)
     assert settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
 def test_models_of_the_gate(tmp_path):
-    has_parser = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
-    (plain, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
-    assert (plain.name, two.name) == ("a", "b")
-    assert (plain.parsers, two.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
+    options = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
+    (plain, with_parsers) = settings(tmp_path, models=[{"name": "a"}, options]).models
+    assert (plain.name, with_parsers.name) == ("a", "b")
+    assert (plain.parsers, with_parsers.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
     assert (plain.max_model_len, plain.num_speculative_tokens, plain.can_seed) == (512, 3, False)
     assert plain.max_choices == 128
 
 
 def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "resolve_engine", lambda keys, hardware, **how: served(ServeConfig())[0].engine)
+    monkeypatch.setattr(app, "resolve_engine", lambda keys, hardware, **options: served(ServeConfig())[0].engine)
 
     def placement(**keys):
         return app.resolve(ServeConfig(**keys), CPU, num_nodes=1, announce=print)[0].placement
@@ -121,12 +122,12 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
     ("keys", "has_code", "is_eager"),
     [({}, False, True), ({}, True, False), ({"enforce_eager": False}, False, False), ({"models": [{}]}, False, True)],
 )
-def test_endpoint_on_a_cpu_compiles_only_what_is_compiled(keys, has_code, is_eager, monkeypatch, embedded_target):
+def test_endpoint_on_a_cpu_is_eager_without_compiled_code(keys, has_code, is_eager, monkeypatch, embedded_target):
     monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
-    said = []
-    (model,) = app.resolve(ServeConfig(drafter="none", **keys), CPU, num_nodes=1, announce=said.append)
+    messages = []
+    (model,) = app.resolve(ServeConfig(drafter="none", **keys), CPU, num_nodes=1, announce=messages.append)
     assert model.engine.spec.enforce_eager == is_eager
-    assert any("--no-enforce-eager" in text for text in said) == is_eager
+    assert any("--no-enforce-eager" in text for text in messages) == is_eager
 
 
 def test_engine_larger_than_a_node_is_refused(embedded_target):
@@ -181,38 +182,40 @@ def test_model_card(tmp_path):
 
 @pytest.fixture
 def inspections(monkeypatch):
-    """Simulate a growing cluster: the hardware of a node and the number of nodes at each inspection."""
+    """Return a function that simulates a growing cluster.
 
-    def inspections(*seen, is_kubernetes=True):
+    It takes the hardware of a node and the number of nodes for each inspection, and returns a counter of inspections.
+    """
+
+    def simulate(*results, is_kubernetes=True):
         if is_kubernetes:
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-        result = [hardware for hardware, _ in seen]
-        counts = iter([num for _, num in seen])
-        left = iter(result)
-        monkeypatch.setattr(app, "inspect", lambda: next(left))
+        unseen = iter([hardware for hardware, _ in results])
+        counts = iter([num for _, num in results])
+        monkeypatch.setattr(app, "inspect", lambda: next(unseen))
         monkeypatch.setattr(app, "num_nodes", lambda here: next(counts))
         monkeypatch.setattr(app, "_POLL_S", 0.0)
-        return lambda: len(result) - len(list(left))
+        return lambda: len(results) - len(list(unseen))
 
-    return inspections
+    return simulate
 
 
 ENDPOINT = {"max_replicas": 16, "drafter": "none"}
 
 
 def test_kubernetes_application_waits_for_its_machines(inspections):
-    num_looks = inspections((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
+    num_inspections = inspections((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
-    assert num_looks() == 3
+    assert num_inspections() == 3
 
 
 @pytest.mark.parametrize(
     ("instance_type", "is_kubernetes"), [("p5.48xlarge", False), ("c7a.large", True), (None, True)]
 )
 def test_no_wait_without_kubernetes_or_instance_type(inspections, instance_type, is_kubernetes):
-    num_looks = inspections((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
+    num_inspections = inspections((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
     assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
-    assert num_looks() == 1
+    assert num_inspections() == 1
 
 
 def test_wait_for_machines_is_limited(inspections, monkeypatch):

@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def a_process():
-    """Start processes, by default one that sleeps."""
+    """Return a function that starts a Python process, by default one that sleeps. They end with the test."""
     started = []
 
     def start(code="import time; time.sleep(60)", log=subprocess.DEVNULL):
@@ -96,9 +96,9 @@ def test_end_sends_sigterm_and_waits(home, a_process):
     stubborn.stdout.close()
 
 
-def test_output_is_printed_until_it_is_up(home, a_process):
+def test_output_is_printed_until_the_endpoint_is_up(home, a_process):
     endpoint = an_endpoint(home, a_process())
-    endpoint.log.write_text("one\nhal")
+    endpoint.log.write_text("one\nhal")  # the second line is incomplete
     messages = []
 
     def say(line):

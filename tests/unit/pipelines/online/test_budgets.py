@@ -42,25 +42,25 @@ def test_retried_batch_reserves_and_settles_once():
 
 
 def test_batch_and_request_do_not_reserve_the_same_money():
-    """The attack: both check the rest of the budget before either reserves it."""
+    """In the race, both check the remaining budget before either reserves it."""
     for _ in range(200):
-        budgets, barrier, got = Budgets(), Barrier(2), []
+        budgets, barrier, admitted = Budgets(), Barrier(2), []
 
-        def batch(budgets=budgets, barrier=barrier, got=got):
+        def batch(budgets=budgets, barrier=barrier, admitted=admitted):
             barrier.wait()
-            got.append(budgets.reserve_batch("batch_1", "alice", 1) > 0)
+            admitted.append(budgets.reserve_batch("batch_1", "alice", 1) > 0)
 
         thread = Thread(target=batch)
         thread.start()
         barrier.wait()
-        got.append(budgets.reserve_request("r", "alice", 1, 1) is None)
+        admitted.append(budgets.reserve_request("r", "alice", 1, 1) is None)
         thread.join()
-        assert sorted(got) == [False, True]
+        assert sorted(admitted) == [False, True]
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Append records to a ledger and read them. Returns its budgets."""
+    """Return a function that appends records to a ledger, reads them, and returns the budgets."""
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):
@@ -129,7 +129,7 @@ def test_old_records_count_by_key_name(read):
 DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12, 7)]  # Monday to Monday
 
 
-def ended(day, usd, request_id="r"):
+def request_on(day, usd, request_id="r"):
     at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
     return a_request(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
 
@@ -141,7 +141,7 @@ def test_budget_periods(every, left):
     now = [DAYS[0]]
     budgets, result = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
-        budgets.on_ledger_record(ended(now[0], 1.0))
+        budgets.on_ledger_record(request_on(now[0], 1.0))
         result.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
     assert result == left
 
@@ -162,7 +162,7 @@ def test_expired_settlement_counts_in_its_period():
 def test_restart_keeps_spend_before_the_period(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     for day in DAYS:
-        append_request(tmp_path, ended(day, 1.0))
+        append_request(tmp_path, request_on(day, 1.0))
     before, after = Totals(tmp_path), Totals(tmp_path)
     before.catch_up()
     monkeypatch.setattr("pipelines.online.totals.RequestReader.each", lambda reader: iter(()))

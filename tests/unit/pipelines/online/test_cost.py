@@ -20,7 +20,7 @@ from pipelines.online.wire import AnswerTally, Context
 from tests.unit.economics.month import at, write_endpoint
 from tests.unit.pipelines.online.ledgers import a_request
 
-PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, as the account's
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, like `engine_account`
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
     request_of(50, "before")
     clock.now += 70
     for _ in range(5):
-        engine_account.heartbeat()  # each in another minute
+        engine_account.heartbeat()  # one heartbeat per minute
         clock.now += 60
     request_of(20, "within")
     clock.now += 30
@@ -93,7 +93,7 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
 
 @pytest.mark.parametrize("second", [0.5, 17.0, 42.0])
 def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypatch, second):
-    """One request of 1 s and 100 tokens per second, for slightly more than ten minutes."""
+    """For slightly more than ten minutes, one request runs at a time, for 1 s and with 100 tokens."""
     start, began = 1_800_000_000 + second, clock.now
     monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - began)
     engine = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
@@ -134,7 +134,7 @@ def test_concurrent_requests(engine_account, clock, tmp_path):
     second = engine_account.begin(Context(request_id="2", key="alice"))
     clock.now += 2
     ended = [request.finish("ok") for request in (first, second)]
-    # The clock is the engine's; records have wall time.
+    # The fake clock does not set the records' wall times.
     for record, life_s in zip(ended, (4, 2), strict=True):
         usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
@@ -146,7 +146,7 @@ def test_concurrent_requests(engine_account, clock, tmp_path):
 
 
 def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
-    """Waiting threads would block others that need a thread."""
+    """Requests that wait for the read must not occupy the threads that other requests need."""
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
@@ -194,7 +194,7 @@ def test_statement_of_one_key(tmp_path):
 
 
 def test_statement_survives_a_restart(tmp_path, monkeypatch):
-    """It is read from the checkpoint."""
+    """After the restart, the statement is read from the checkpoint."""
     write_endpoint(tmp_path)
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     before = CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days())

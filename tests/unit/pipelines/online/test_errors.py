@@ -44,7 +44,7 @@ def test_long_messages_are_shortened():
 
 
 class WrappedError(ActorDiedError):
-    """As Ray wraps it."""
+    """A subclass, like the one with which Ray wraps an error."""
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_engine_death_is_recognised(error):
     "kind", [EngineDeadError, ActorDiedError, RayActorError, BackPressureError, DeploymentUnavailableError]
 )
 def test_unavailable_engines_are_503(kind):
-    """By the names of Ray's and vLLM's own classes."""
+    """The errors are recognised by the names of Ray's and vLLM's classes."""
     assert from_exception(kind.__new__(kind)).status == 503

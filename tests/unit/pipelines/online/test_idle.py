@@ -10,23 +10,23 @@ from pipelines.online import idle
 from pipelines.online.config import ServeConfig
 from pipelines.online.idle import IdleWatch, ended_when_idle, engines_usd
 
-PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD for a second of a vCPU
+PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD per vCPU-second
 
 
 def session(folder, *, busy_s=0.0, idle_s=0.0, started_at=1000.0, session_id="s"):
-    """Write the heartbeat of an engine that loaded for 10 s."""
-    last_session = engine_session(
+    """Write and return a heartbeat of an engine that loaded for 10 s."""
+    heartbeat = engine_session(
         session_id, num_devices=2, started_at=started_at, load_s=10.0, busy_s=busy_s, idle_s=idle_s, ended=False
     )
     folder.mkdir(exist_ok=True)
-    write_session(folder, last_session)
-    return last_session
+    write_session(folder, heartbeat)
+    return heartbeat
 
 
 def test_working_or_starting_engine_is_not_idle(tmp_path):
-    now, under_way = [0.0], [False]
+    now, has_batches = [0.0], [False]
     session(tmp_path)
-    watch = IdleWatch(tmp_path, has_batches=lambda: under_way[0], monotonic=lambda: now[0])
+    watch = IdleWatch(tmp_path, has_batches=lambda: has_batches[0], monotonic=lambda: now[0])
 
     def after(seconds):
         now[0] += seconds
@@ -39,13 +39,13 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
     assert (after(60), after(60)) == (0, 60)
     session(tmp_path, session_id="another")  # load_s has increased
     assert (after(60), after(60)) == (0, 60)
-    under_way[0] = True
+    has_batches[0] = True
     assert after(60) == 0
 
 
 def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_CHECK_S", 0.01)
-    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # in this process's clock
+    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # started after this process
     stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
     with ended_when_idle(config, PRICE, stopped, messages.append):

@@ -37,23 +37,23 @@ def a_request(context=CONTEXT, record_usage=lambda usage: None):
 
 async def answer_and_calls(request, *ends):
     """Return the answer or error code, and the number of engine calls; call i ends with `ends[i]`."""
-    left, began_at, asked_at = list(ends), time.time(), []
+    unused, began_at, called_at = list(ends), time.time(), []
 
     async def handler(body, request):
         context = Context.of(request.headers)
         first_asked_at = context.first_asked_at
         assert replace(context, first_asked_at=None) == CONTEXT
-        assert first_asked_at is None or began_at <= first_asked_at <= asked_at[0]
-        asked_at.append(time.time())
-        end = left.pop(0)
+        assert first_asked_at is None or began_at <= first_asked_at <= called_at[0]
+        called_at.append(time.time())
+        end = unused.pop(0)
         if isinstance(end, Exception):
             raise end
         return end
 
     try:
-        return await ask_engine(handler, SimpleNamespace(model="m"), request), len(ends) - len(left)
+        return await ask_engine(handler, SimpleNamespace(model="m"), request), len(ends) - len(unused)
     except ApiError as error:
-        return error.code, len(ends) - len(left)
+        return error.code, len(ends) - len(unused)
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
@@ -70,7 +70,7 @@ def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
 
 @pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
 def test_invalid_window_is_refused(tmp_path, window_s):
-    async def query_params():
+    async def responses():
         peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
         peagle_ingress._shared = SharedBudgets(tmp_path)
         peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
@@ -79,23 +79,21 @@ def test_invalid_window_is_refused(tmp_path, window_s):
         answer_errors(app)
         app.get("/v1/cost")(peagle_ingress.cost)
 
-        async def let_in(scope, receive, send):
+        async def admitted(scope, receive, send):
             await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(let_in), base_url="http://localhost") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(admitted), base_url="http://localhost") as http:
             windows = [{"window_s": window} for window in (window_s, "1e308", "60")]
             period = {"start": "2026-11-01", "end": "2026-11-30", "by": "key"}
-            return [
-                await http.get("/v1/cost", params=query_params)
-                for query_params in (*windows, period, {"start": "11/1"})
-            ]
+            queries = (*windows, period, {"start": "11/1"})
+            return [await http.get("/v1/cost", params=query) for query in queries]
 
-    refused, *answered, no_date = asyncio.run(query_params())
+    refused, *answered, invalid_date = asyncio.run(responses())
     status = 422 if window_s == "x" else 400
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, "query.window_s")
     assert [answer.status_code for answer in answered] == [200, 200, 200]
     assert answered[-1].json()["by"] == ["key"]
-    assert (no_date.status_code, no_date.json()["error"]["param"]) == (422, "query.start")
+    assert (invalid_date.status_code, invalid_date.json()["error"]["param"]) == (422, "query.start")
 
 
 @pytest.mark.parametrize(("running", "status"), [((1, 2), 200), ((1, 0), 503), ((0, 0), 503)])
@@ -120,8 +118,8 @@ def test_request_that_crashed_its_engine_is_not_retried():
     assert asyncio.run(answer_and_calls(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
-def with_a_later_one(request, *ends):
-    """Send a request; its first engine crashes together with a later request."""
+def crash_with_later_request(request, *ends):
+    """Send a request; its first engine crashes while it also runs a request that started later."""
 
     async def scene():
         first = asyncio.create_task(answer_and_calls(request, *ends))
@@ -137,8 +135,11 @@ def with_a_later_one(request, *ends):
 
 
 def test_older_request_is_retried_once():
-    assert with_a_later_one(a_request(), EngineDeadError(), "answer") == ("answer", 2)
-    assert with_a_later_one(a_request(), EngineDeadError(), EngineDeadError(), "answer") == ("engine_crashed", 2)
+    assert crash_with_later_request(a_request(), EngineDeadError(), "answer") == ("answer", 2)
+    assert crash_with_later_request(a_request(), EngineDeadError(), EngineDeadError(), "answer") == (
+        "engine_crashed",
+        2,
+    )
 
 
 def test_request_is_retried_on_live_engines(monkeypatch):
@@ -149,8 +150,8 @@ def test_request_is_retried_on_live_engines(monkeypatch):
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
-    """The body is not JSON: the ingress must not parse it."""
-    noted = []
+    """The body is not JSON, since the ingress must not parse it."""
+    reports = []
 
     async def parts():
         yield whole
@@ -159,10 +160,10 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         return await anext(listen(parts, USAGE_RECORDER.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
-    chat_request = a_request(record_usage=noted.append)
+    chat_request = a_request(record_usage=reports.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), chat_request))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
-    assert noted == [{"usage": {"completion_tokens": 2}}]
+    assert reports == [{"usage": {"completion_tokens": 2}}]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_other_errors_are_not_retried(error, code):
 
 
 def test_batches_use_current_keys(monkeypatch, tmp_path):
-    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
+    monkeypatch.setattr(ingress, "Batches", lambda *_, **options: options["current_key"])
     (_, alice), (_, revoked) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
     current_key = ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False))
@@ -196,8 +197,8 @@ def test_operator_sees_all_budgets(tmp_path):
         request = Request(with_pass({"type": "http", "headers": []}, get("/v1/cost"), key=key))
         return json.loads((await peagle_ingress.cost(request, None, None, None, None)).body)
 
-    of_alice, of_all = asyncio.run(cost(alice)), asyncio.run(cost(boss))
-    assert of_alice["budgets"] == {"alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None}}
-    assert "shared_budgets" not in of_alice
-    assert sorted(of_all["budgets"]) == ["alice", "bob"]
-    assert of_all["shared_budgets"]["team=search"]["left_usd"] == 3.0
+    for_alice, for_operator = asyncio.run(cost(alice)), asyncio.run(cost(boss))
+    assert for_alice["budgets"] == {"alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None}}
+    assert "shared_budgets" not in for_alice
+    assert sorted(for_operator["budgets"]) == ["alice", "bob"]
+    assert for_operator["shared_budgets"]["team=search"]["left_usd"] == 3.0

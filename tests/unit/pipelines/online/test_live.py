@@ -24,7 +24,7 @@ NOW = 1_000_000.0  # at the beginning of a step
 
 @pytest.fixture
 def ledger(engine_account, clock, tmp_path):
-    """Write a request that ended `ended_s_ago` seconds before NOW."""
+    """Return a function that records a request that ended `ended_s_ago` seconds before NOW."""
     engine_account.ready()
 
     def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
@@ -101,7 +101,7 @@ def test_costs_equal_the_cost_report(ledger, view, tmp_path, now):
     assert report["by_model"]["other"]["usd"] == pytest.approx(cost["by_model"]["other"]["usd"])
 
 
-def test_key_sees_only_its_own_figures(ledger, view):
+def test_key_sees_only_its_own_metrics(ledger, view):
     ledger("1", ended_s_ago=10, tokens=10)
     ledger("2", ended_s_ago=10, tokens=99, key="bob", model="other")
     report = view.report("alice")
@@ -119,7 +119,7 @@ def test_empty_window(view):
     assert report["series"]["step_s"] == 30
 
 
-def test_figures_are_cached_for_a_second(ledger, view, now):
+def test_metrics_are_cached_for_a_second(ledger, view, now):
     ledger("1", ended_s_ago=5)
     assert view.report()["total"]["num_requests"] == 1
     ledger("2", ended_s_ago=4)
@@ -131,7 +131,7 @@ def test_figures_are_cached_for_a_second(ledger, view, now):
     assert not view._steps
 
 
-def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
+def test_metrics_survive_a_restart(ledger, tmp_path, now, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     reports = []
     for number in range(2):
@@ -146,45 +146,47 @@ def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
 
 
 def watched(*reports):
-    """Return what is said after these reports, one per look, and the figures that the watch of "m" received."""
-    left, given, said = list(reports), [], []
+    """Run `watch_engines`, which gets one of these reports per check.
+
+    Returns:
+        The messages, and the metrics that the watch of model "m" received.
+    """
+    unread, received, messages = list(reports), [], []
 
     def report(*, window_s):
-        by_model = left.pop(0)
+        by_model = unread.pop(0)
         if isinstance(by_model, Exception):
             raise by_model
         return {"by_model": by_model}
 
-    def new(**figures):
-        given.append(figures)
-        return [f"look {len(given)}"]
+    def new(**metrics):
+        received.append(metrics)
+        return [f"check {len(received)}"]
 
-    stopped = SimpleNamespace(wait=lambda timeout: not left)
-    watch_engines({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, said.append)
-    return said, given
+    stopped = SimpleNamespace(wait=lambda timeout: not unread)
+    watch_engines({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, messages.append)
+    return messages, received
 
 
-FIGURES = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
+METRICS = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
 
 
 def test_note_on_a_losing_drafter(ledger, tmp_path, now):
     view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}}, now=now)
-    for number in range(20):  # of ten drafts each; two tokens a step
+    for number in range(20):  # each has ten drafts and two tokens per step
         ledger(str(number), ended_s_ago=10)
         ledger(f"other {number}", ended_s_ago=10, model="unknown")
     assert view.report()["by_model"]["m"]["acceptance_length"] == 2.0
     assert view.report()["notes"] == []
-    dear = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 4.0}}, now=now)
-    (note,) = dear.report()["notes"]
+    losing = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 4.0}}, now=now)
+    (note,) = losing.report()["notes"]
     assert note.startswith(
         "m: The drafter costs more than it saves: 2.00 tokens per step, but this hardware needs 4.00"
     )
 
 
 def test_break_even_at_the_recent_concurrency(ledger, tmp_path, now):
-    view = LiveView(
-        CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "unasked": {1: 2.0}}, now=now
-    )
+    view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "idle": {1: 2.0}}, now=now)
     assert view.break_even_by_model() == {}
     ledger("1", ended_s_ago=10)
     ledger("2", ended_s_ago=10, model="unknown")
@@ -207,13 +209,13 @@ def test_publishing_survives_read_errors(monkeypatch):
     assert calls == [("m", 1.5)]
 
 
-def test_watch_gets_the_figures_of_its_model():
-    said, given = watched({"m": FIGURES, "other": FIGURES}, {})
-    assert given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
-    assert said == ["m: look 1"]
+def test_watch_gets_the_metrics_of_its_model():
+    messages, received = watched({"m": METRICS, "other": METRICS}, {})
+    assert received == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
+    assert messages == ["m: check 1"]
 
 
 def test_watch_of_drafters_survives_read_errors():
-    (error, look), _ = watched(PeagleError("torn"), {"m": FIGURES})
-    assert "torn" in error
-    assert look == "m: look 1"
+    (error, message), _ = watched(PeagleError("ledger is damaged"), {"m": METRICS})
+    assert "ledger is damaged" in error
+    assert message == "m: check 1"

@@ -16,7 +16,7 @@ CONTAINER = {"PEAGLE_SAGEMAKER": "true", "SM_VLLM_MODEL": "smollm2-135m"}
 
 @pytest.fixture
 def configured(monkeypatch):
-    """The configuration of `peagle serve ARGUMENTS` where these variables are set."""
+    """Return a function that returns the configuration of `peagle serve` with these variables and arguments."""
 
     def load_(env, *arguments):
         for name, value in env.items():
@@ -60,14 +60,16 @@ def test_precedence_over_sagemakers_variables(configured, tmp_path):
         ({"model": "m", "idle_timeout": "30m"}, "restarts a container that exits"),
     ],
 )
-def test_configuration_against_the_contract_is_refused(keys, reason):
+def test_configuration_that_sagemaker_does_not_allow_is_refused(keys, reason):
     with pytest.raises(ValueError, match=reason):
         SageMakerConfig(**keys)
 
 
-@pytest.mark.parametrize(("text", "meant"), [("", False), ("no", False), ("0", False), ("on", True), ("TRUE", True)])
-def test_sagemaker_mode_is_a_switch(text, meant):
-    assert sagemaker.is_meant({"PEAGLE_SAGEMAKER": text}) is meant
+@pytest.mark.parametrize(
+    ("text", "is_enabled"), [("", False), ("no", False), ("0", False), ("on", True), ("TRUE", True)]
+)
+def test_sagemaker_mode_is_a_switch(text, is_enabled):
+    assert sagemaker.is_meant({"PEAGLE_SAGEMAKER": text}) is is_enabled
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Write a checkpoint after each record."""
+    """Write a checkpoint after every read with a new record."""
     monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
     monkeypatch.setattr(module, "_CELLS_PER_RECORD", 10**9)
 
@@ -41,16 +41,16 @@ def without_prices(totals):
 
 
 def without_checkpoint(folder, monkeypatch):
-    """Return the same without a checkpoint."""
-    with monkeypatch.context() as without:
-        without.setattr(module, "CHECKPOINT_NAME", "none")
-        without.setattr(module, "_MIN_UNSAVED", 10**9)
+    """Return the result of `without_prices` for totals that were read without a checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "CHECKPOINT_NAME", "none")
+        patch.setattr(module, "_MIN_UNSAVED", 10**9)
         return without_prices(read_totals(folder))
 
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """The lines that were parsed."""
+    """The ledger lines that were parsed."""
     lines, read = [], RequestUsage.from_json
     monkeypatch.setattr(RequestUsage, "from_json", lambda line: lines.append(line) or read(line))
     return lines
@@ -116,25 +116,25 @@ def test_invalid_checkpoint_is_ignored(tmp_path, monkeypatch, caplog, change):
         assert without_prices(read_totals(tmp_path)) == without_checkpoint(tmp_path, monkeypatch)
     assert "reading the whole ledger" in caplog.text
     caplog.clear()
-    read_totals(tmp_path)  # a valid one has replaced it
+    read_totals(tmp_path)  # a valid checkpoint has replaced the invalid one
     assert not caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
-    """Two ingresses read and restart while engines append; some lines are incomplete."""
+    """Two ingresses read and restart while engines append. Some lines are incomplete."""
     random, number = Random(seed), 0
     ingresses = [read_totals(tmp_path), read_totals(tmp_path)]
     for _ in range(60):
-        what = random.random()
-        if what < 0.5:
+        action = random.random()
+        if action < 0.5:
             for _ in range(random.randint(1, 4)):
                 append(tmp_path, number, session=random.choice("stu"))
                 number += 1
-        elif what < 0.6:
+        elif action < 0.6:
             with (tmp_path / f"requests-{random.choice('stu')}.jsonl").open("ab") as file:
                 file.write(b'{"torn": ' + (b"\n" if random.random() < 0.5 else b""))
-        elif what < 0.85:
+        elif action < 0.85:
             random.choice(ingresses).catch_up()
         else:
             ingresses[random.randrange(2)] = read_totals(tmp_path)
@@ -235,13 +235,13 @@ def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):
 
 class Listener:
     def __init__(self):
-        self.began, self.heard = None, []
+        self.usd_at_start, self.received = None, []
 
     def on_attach(self, totals):
-        self.began = dict(totals.budgets.ledger_usd)
+        self.usd_at_start = dict(totals.budgets.ledger_usd)
 
     def on_ledger_record(self, request):
-        self.heard.append(request.request_id)
+        self.received.append(request.request_id)
 
 
 def test_follower_receives_each_later_record_once(tmp_path):
@@ -255,13 +255,13 @@ def test_follower_receives_each_later_record_once(tmp_path):
     totals.add_follower(late)
     append(tmp_path, 3)
     totals.catch_up()
-    assert (early.began, early.heard) == ({"bob": 1 / 7}, ["r2", "r3"])
-    assert (late.began, late.heard) == ({"bob": 1 / 7, "alice": 2 / 7}, ["r3"])
+    assert (early.usd_at_start, early.received) == ({"bob": 1 / 7}, ["r2", "r3"])
+    assert (late.usd_at_start, late.received) == ({"bob": 1 / 7, "alice": 2 / 7}, ["r3"])
 
 
-def test_attaching_does_not_wait_for_a_read(tmp_path, monkeypatch):
+def test_adding_a_follower_does_not_wait_for_a_read(tmp_path, monkeypatch):
     append(tmp_path, 1)
-    totals, may_end, hears = Totals(tmp_path), threading.Event(), Listener()
+    totals, may_end, listener = Totals(tmp_path), threading.Event(), Listener()
 
     def slow(reader):
         may_end.wait(10)
@@ -269,11 +269,11 @@ def test_attaching_does_not_wait_for_a_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.RequestReader, "each", slow)
     totals.read_in_background()
-    totals.add_follower(hears)
-    assert hears.began is None
+    totals.add_follower(listener)
+    assert listener.usd_at_start is None
     may_end.set()
     totals._thread.join()
-    assert (hears.began, hears.heard) == ({}, ["late"])
+    assert (listener.usd_at_start, listener.received) == ({}, ["late"])
 
 
 def test_recent_requests_include_checkpointed_ones(tmp_path):
@@ -311,7 +311,7 @@ def test_prices_of_prompt_and_output():
     ids=["at once", "choices", "drafts", "cached"],
 )
 def test_cheap_requests_do_not_lower_the_price(cheap):
-    """The attack: a hundred cheap requests, then many concurrent expensive ones."""
+    """The attack would be a hundred cheap requests, then many concurrent expensive ones."""
     price, usual = price_of(*[a_request(**cheap)] * 100), price_of(a_request())
     assert price.usd_per_output_token == pytest.approx(usual.usd_per_output_token)
     assert price.usd_per_prompt_token == pytest.approx(usual.usd_per_prompt_token)
@@ -341,14 +341,14 @@ def test_shared_price():
 def test_prompt_price_is_at_most_the_output_price():
     short = a_request(num_prompt_tokens=1)
     assert price_of(short).usd_per_prompt_token == price_of(short).usd_per_output_token
-    unseen = a_request(ttft_s=None)  # without a first token, all time counts as output
-    assert price_of(unseen).usd_per_output_token == pytest.approx(2.2 * 0.01 / 41)
-    assert price_of(unseen).usd_per_prompt_token == price_of(unseen).usd_per_output_token
+    without_ttft = a_request(ttft_s=None)  # all its time counts as output
+    assert price_of(without_ttft).usd_per_output_token == pytest.approx(2.2 * 0.01 / 41)
+    assert price_of(without_ttft).usd_per_prompt_token == price_of(without_ttft).usd_per_output_token
 
 
 def test_price_follows_recent_requests():
-    dear = a_request(finished_at=1020.2, busy_s=20.2, usd=0.202)
-    price = price_of(*[dear] * 50, *[a_request()] * 200)
+    expensive = a_request(finished_at=1020.2, busy_s=20.2, usd=0.202)
+    price = price_of(*[expensive] * 50, *[a_request()] * 200)
     assert price.usd_per_output_token == pytest.approx(0.0005, rel=0.25)
 
 

@@ -14,7 +14,7 @@ ALL = Context(
 @pytest.mark.parametrize("context", [ALL, Context(request_id="r", key="local")])
 def test_context_round_trip(context):
     assert Context.of(context.headers()) == context
-    assert context.headers()["x-request-id"] == "r"  # which Ray and vLLM read
+    assert context.headers()["x-request-id"] == "r"  # Ray and vLLM read this header
     json.dumps(context.headers()).encode("ascii")
 
 

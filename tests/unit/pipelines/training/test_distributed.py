@@ -1,4 +1,4 @@
-"""A training on several workers, without Ray."""
+"""Tests of training on several workers, without Ray."""
 
 import contextlib
 import inspect
@@ -55,11 +55,11 @@ def test_steps_are_reported_when_a_resume_truncates_and_extends_the_file(tmp_pat
 
 
 class RecordedSpend:
-    """Collects records in a list."""
+    """A training session that records whether its work was kept or lost."""
 
     def __init__(self):
-        self.noted = []
-        self.keep, self.drop = lambda: self.noted.append("kept"), lambda: self.noted.append("lost")
+        self.records = []
+        self.keep, self.drop = lambda: self.records.append("kept"), lambda: self.records.append("lost")
 
     def beat(self):
         pass
@@ -69,12 +69,12 @@ def test_work_is_counted_with_checkpoints_and_lost_with_truncated_steps(tmp_path
     metrics, spent = Metrics(tmp_path), RecordedSpend()
     with _Follower(tmp_path, Listener(), spent):
         metrics.append(step(1))
-    assert spent.noted == []
+    assert spent.records == []
     with _Follower(tmp_path, Listener(), spent):
         (tmp_path / "checkpoint.pt").touch()
     with _Follower(tmp_path, Listener(), spent):
         metrics.cut(0)
-    assert spent.noted == ["kept", "lost"]
+    assert spent.records == ["kept", "lost"]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver
 
     def fit():
         assert threading.get_ident() != main
-        time.sleep(0.5)  # until the main thread waits
+        time.sleep(0.5)  # by now, the main thread is waiting
         signal.pthread_kill(main if receiver == "main thread" else threading.get_ident(), signal.SIGINT)
         ended.wait()
 
@@ -124,7 +124,7 @@ def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver
 
 
 def test_ray_train_still_intercepts_interrupts():
-    """If this fails, Ray Train restores SIGINT and `_outside_the_main_thread` is obsolete."""
+    """If this fails, Ray Train restores the SIGINT handler, and `_outside_the_main_thread` is obsolete."""
     from ray.train.torch import TorchTrainer
 
     before = signal.getsignal(signal.SIGINT)
@@ -137,7 +137,7 @@ def test_ray_train_still_intercepts_interrupts():
 
 
 def test_trainer_errors_reach_the_caller(monkeypatch):
-    monkeypatch.setattr(distributed, "abandon", lambda: pytest.fail("it has come back"))
+    monkeypatch.setattr(distributed, "abandon", lambda: pytest.fail("Ray was abandoned although the trainer returned"))
 
     def fit():
         raise RuntimeError("no room")
@@ -186,9 +186,9 @@ def test_workers_resume_a_training_with_relative_paths(
     config = training(write_jsonl, model="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
-    begun = train_head(second, Listener())
-    ended = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
-    assert (begun["finished"], ended["finished"]) == (False, True)
+    started = train_head(second, Listener())
+    resumed = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
+    assert (started["finished"], resumed["finished"]) == (False, True)
     assert not list((tmp_path / "elsewhere").iterdir())
     assert "2 workers with a CPU each" in Path("second/head/README.md").read_text()
 
@@ -206,7 +206,7 @@ def test_cluster_hardware_determines_the_training_device(
             seen.append((train_loop_config["settings"]["device"], scaling_config.use_gpu))
 
         def fit(self):
-            raise RuntimeError("not here")
+            raise RuntimeError("no training in this test")
 
     def extract_here(job, progress, *, device, **_):
         seen.append(device)
@@ -218,7 +218,7 @@ def test_cluster_hardware_determines_the_training_device(
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
     config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
-    with pytest.raises(PeagleError, match="the workers failed: not here"):
+    with pytest.raises(PeagleError, match="the workers failed: no training in this test"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
 

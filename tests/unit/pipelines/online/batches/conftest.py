@@ -1,4 +1,4 @@
-"""A batch store with contents, and a runner that tests control."""
+"""A batch store, and a batch runner that tests control."""
 
 from dataclasses import replace
 from itertools import count
@@ -78,7 +78,7 @@ def settings(tmp_path, store):
 
 
 class Handle:
-    """Work that ends when a test sets `answer`."""
+    """A handle of work (a check, run or collection) that ends once a test sets `answer` to its result or error."""
 
     def __init__(self, kind, *arguments):
         self.kind, self.arguments = kind, arguments
@@ -106,7 +106,7 @@ class Handle:
 
 
 class Runner:
-    """A runner that records its work."""
+    """A batch runner that starts nothing and records each call in `works`."""
 
     def __init__(self):
         self.works = []
@@ -120,8 +120,8 @@ class Runner:
     def collect(self, task, reason):
         return self._begin("collect", task, reason)
 
-    def _begin(self, *what):
-        self.works.append(Handle(*what))
+    def _begin(self, kind, *arguments):
+        self.works.append(Handle(kind, *arguments))
         return self.works[-1]
 
 
@@ -132,13 +132,13 @@ def runner():
 
 @pytest.fixture
 def make_session():
-    """The session of an engine that loaded for 30 s and costs a cent per second."""
+    """Return a function that makes sessions of an engine that loaded for 30 s and costs a cent per second."""
 
     def make(**changes):
-        last_session = engine_session(
+        session = engine_session(
             load_s=10.0, compile_s=20.0, busy_s=10.0, ended=False, model="m", usd_per_device_s=0.01
         )
-        return replace(last_session, **changes)
+        return replace(session, **changes)
 
     return make
 

@@ -11,28 +11,28 @@ from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
 
 DAY_S = 24 * 3600
-SHARES = KeyQuota(max_unfinished_batches=3, max_stored_files=5)
+QUOTA = KeyQuota(max_unfinished_batches=3, max_stored_files=5)
 
 
 @pytest.fixture
-def place(root, clock):
+def store(root, clock):
     batch_store = BatchStore(root, now=clock, monotonic=clock)
     batch_store.prepare()
     return batch_store
 
 
-def creator_of(store):
-    return BatchCreator(store, Quota(store, SHARES), SHARES)
+def make_creator(store):
+    return BatchCreator(store, Quota(store, QUOTA), QUOTA)
 
 
 @pytest.fixture
-def creator(place):
-    return creator_of(place)
+def creator(store):
+    return make_creator(store)
 
 
 @pytest.fixture
-def body(place, upload):
-    return batch_request(upload(place).id)
+def body(store, upload):
+    return batch_request(upload(store).id)
 
 
 def batch_request(file_id, **changes):
@@ -45,10 +45,10 @@ def refusal(function, *arguments):
     return refused.value.status, refused.value.code
 
 
-def test_idempotency_key_creates_one_batch_even_after_a_restart(place, creator, body, make_key, clock):
+def test_idempotency_key_creates_one_batch_even_after_a_restart(store, creator, body, make_key, clock):
     first = creator.create_now(body, make_key(), "x")
     clock.now += 5
-    later = creator_of(BatchStore(place.root, now=clock, monotonic=clock))
+    later = make_creator(BatchStore(store.root, now=clock, monotonic=clock))
     assert (
         later.create_now(body, make_key(), "x").request
         == creator.create_now(body, make_key(), "x").request
@@ -56,31 +56,31 @@ def test_idempotency_key_creates_one_batch_even_after_a_restart(place, creator, 
     )
     assert creator.create_now(body, make_key(), "y").id != first.id
     assert creator.create_now(body, make_key(), None).id != first.id
-    assert len(place.batches("alice")) == 3
+    assert len(store.batches("alice")) == 3
 
 
-def test_concurrent_requests_with_an_idempotency_key_create_one_batch(place, body, make_key, clock):
-    several = [creator_of(BatchStore(place.root, now=clock, monotonic=clock)) for _ in range(4)]
+def test_concurrent_requests_with_an_idempotency_key_create_one_batch(store, body, make_key, clock):
+    creators = [make_creator(BatchStore(store.root, now=clock, monotonic=clock)) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda n: several[n % 4].create_now(body, make_key(), "x"), range(16)))
-    assert len({batch.id for batch in taken}) == 1
-    assert len(BatchStore(place.root, now=clock, monotonic=clock).batches("alice")) == 1
+        created = list(pool.map(lambda n: creators[n % 4].create_now(body, make_key(), "x"), range(16)))
+    assert len({batch.id for batch in created}) == 1
+    assert len(BatchStore(store.root, now=clock, monotonic=clock).batches("alice")) == 1
 
 
-def test_idempotency_keys_are_separate_per_api_key(place, creator, body, upload, make_key):
-    mine = creator.create_now(body, make_key(), "x")
-    bobs = creator.create_now(batch_request(upload(place, owner="bob").id), make_key("bob"), "x")
-    assert mine.id != bobs.id
+def test_idempotency_keys_are_separate_per_api_key(store, creator, body, upload, make_key):
+    batch_of_alice = creator.create_now(body, make_key("alice"), "x")
+    batch_of_bob = creator.create_now(batch_request(upload(store, owner="bob").id), make_key("bob"), "x")
+    assert batch_of_alice.id != batch_of_bob.id
 
 
-def test_crash_before_the_batch_is_stored_loses_nothing(place, creator, body, make_key, monkeypatch):
-    monkeypatch.setattr(place, "add_batch", lambda order: exec("raise KeyboardInterrupt"))
+def test_crash_before_the_batch_is_stored_loses_nothing(store, creator, body, make_key, monkeypatch):
+    monkeypatch.setattr(store, "add_batch", lambda order: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         creator.create_now(body, make_key(), "x")
     monkeypatch.undo()
-    assert place.batches("alice") == []
+    assert store.batches("alice") == []
     batch = creator.create_now(body, make_key(), "x")
-    assert [item.id for item in place.batches("alice")] == [batch.id]
+    assert [item.id for item in store.batches("alice")] == [batch.id]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])
@@ -88,45 +88,45 @@ def test_invalid_idempotency_key_is_refused(creator, body, make_key, name):
     assert refusal(creator.create_now, body, make_key(), name) == (400, "invalid_value")
 
 
-def test_idempotency_key_expires_after_a_day(place, creator, body, make_key, clock):
+def test_idempotency_key_expires_after_a_day(store, creator, body, make_key, clock):
     first = creator.create_now(body, make_key(), "x")
     clock.now += DAY_S - 1
-    place.sweep()
+    store.sweep()
     assert creator.create_now(body, make_key(), "x").id == first.id
     clock.now += 1
-    place.sweep()
+    store.sweep()
     assert creator.create_now(body, make_key(), "x").id != first.id
 
 
-def test_unfinished_batches_per_key_are_limited(place, creator, body, make_key):
-    taken = [creator.create_now(body, make_key(), None) for _ in range(3)]
+def test_unfinished_batches_per_key_are_limited(store, creator, body, make_key):
+    created = [creator.create_now(body, make_key(), None) for _ in range(3)]
     for name in (None, "x"):
         assert refusal(creator.create_now, body, make_key(), name) == (429, "rate_limit_exceeded")
-    place.save(taken[0].id, BatchProgress(status="cancelled"))
+    store.save(created[0].id, BatchProgress(status="cancelled"))
     creator.create_now(body, make_key(), None)
     assert refusal(creator.create_now, body, make_key(), None) == (429, "rate_limit_exceeded")
     creator.create_now(body, make_key(max_unfinished_batches=4), None)
 
 
-def test_old_batches_without_files_make_room_for_new_ones(place, creator, body, make_key, clock):
-    taken = []
+def test_old_batches_without_files_make_room_for_new_ones(store, creator, body, make_key, clock):
+    created = []
     for _ in range(5):
-        taken.append(creator.create_now(body, make_key(), None).id)
-        place.save(taken[-1], BatchProgress(status="cancelled"))
+        created.append(creator.create_now(body, make_key(), None).id)
+        store.save(created[-1], BatchProgress(status="cancelled"))
         clock.now += 1
     assert refusal(creator.create_now, body, make_key(), None) == (413, "storage_quota_exceeded")
     clock.now += 3 * DAY_S
     creator.create_now(body, make_key(), None)
-    assert place.batch(taken[0], "alice") is None
-    assert [batch.id for batch in place.batches("alice")][1:] == taken[:0:-1]
+    assert store.batch(created[0], "alice") is None
+    assert [batch.id for batch in store.batches("alice")][1:] == created[:0:-1]
 
 
-def test_batch_with_files_is_kept(place, creator, body, make_key, make_order, clock):
-    batch = place.add_batch(make_order(input_file_id=body.input_file_id))
-    ids = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
-    place.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))
+def test_batch_with_files_is_kept(store, creator, body, make_key, make_order, clock):
+    batch = store.add_batch(make_order(input_file_id=body.input_file_id))
+    ids = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
+    store.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))
     clock.now += 3 * DAY_S
-    batches = place.batches("alice")
-    assert not place.forget_oldest(batches)
-    place.remove_file(place.file(ids[0], "alice"))
-    assert place.forget_oldest(batches)
+    batches = store.batches("alice")
+    assert not store.forget_oldest(batches)
+    store.remove_file(store.file(ids[0], "alice"))
+    assert store.forget_oldest(batches)

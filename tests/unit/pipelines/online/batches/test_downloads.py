@@ -1,4 +1,4 @@
-"""Downloads through an imitation of Serve, which buffers everything immediately."""
+"""Tests of downloads through a fake of Ray Serve, which buffers everything immediately."""
 
 import asyncio
 import io
@@ -29,12 +29,12 @@ class Source(io.BytesIO):
 
 
 class Client:
-    """A client that reads `num_messages` messages and may disconnect."""
+    """A client that stops reading after `num_messages` messages and disconnects once `leaves` is set."""
 
     def __init__(self, num_messages=None):
         self.num_messages, self.messages = num_messages, []
         self.leaves = asyncio.Event()
-        self._is_asked = False
+        self._has_sent_request = False
 
     @property
     def body(self):
@@ -49,13 +49,13 @@ class Client:
             await self.leaves.wait()
         self.messages.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.leaves.set()  # like servers after a response
+            self.leaves.set()  # ASGI servers report a disconnect after the response
 
     async def receive(self):
-        if self._is_asked:
+        if self._has_sent_request:
             await self.leaves.wait()
             return {"type": "http.disconnect"}
-        self._is_asked = True
+        self._has_sent_request = True
         return {"type": "http.request", "body": b"", "more_body": False}
 
 
@@ -66,12 +66,12 @@ def file_of(data=DATA, owner="alice"):
 
 
 @pytest.fixture
-def room():
+def transfers():
     return TransferLimit(max_bytes=4 * WINDOW_BYTES, max_bytes_per_key=2 * WINDOW_BYTES)
 
 
 def serve(download):
-    """Imitate Serve: an application with a `send` that never waits."""
+    """Imitate Serve: the application's `send` never waits for the client."""
 
     async def serve(scope, receive, send):
         queue = asyncio.Queue()
@@ -95,75 +95,79 @@ async def settle():
         await asyncio.sleep(0.005)
 
 
-async def test_unread_download_is_limited_to_the_window(room):
+async def test_unread_download_is_limited_to_the_window(transfers):
     source, client = Source(), Client(num_messages=2)
-    download = Download(file_of(), lambda: source, {}, room)
+    download = Download(file_of(), lambda: source, {}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
     await settle()
     assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-    with room.hold("alice", WINDOW_BYTES):  # only the window is reserved
+    with transfers.hold("alice", WINDOW_BYTES):  # only the window is reserved
         pass
     client.leaves.set()
     await task
     assert source.closed
-    with room.hold("alice", 2 * WINDOW_BYTES):
+    with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
 
 
-async def test_download_is_complete(room):
+async def test_download_is_complete(transfers):
     client = Client()
-    await ProxyMiddleware(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
+    await ProxyMiddleware(serve(Download(file_of(), Source, {}, transfers)))(SCOPE, client.receive, client.send)
     assert client.body == DATA
     status, headers = client.head
     assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
 
 
-async def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
+async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
     clients = [Client(num_messages=1) for _ in range(4)]
     owners = ["alice", "alice", "bob", "bob"]
     tasks = [
         asyncio.create_task(
-            ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, room)))(SCOPE, client.receive, client.send)
+            ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, transfers)))(
+                SCOPE, client.receive, client.send
+            )
         )
         for owner, client in zip(owners, clients, strict=True)
     ]
     await settle()
     for owner, status in (("alice", 429), ("carol", 503)):
-        small = Download(file_of(DATA[:10], owner), Source, {}, room)
+        small = Download(file_of(DATA[:10], owner), Source, {}, transfers)
         with pytest.raises(ApiError) as refused:
             await small(SCOPE, Client().receive, Client().send)
         assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
     for client in clients:
         client.leaves.set()
     await asyncio.gather(*tasks)
-    with room.hold("carol", 2 * WINDOW_BYTES):
+    with transfers.hold("carol", 2 * WINDOW_BYTES):
         pass
 
 
-async def test_without_acks_the_whole_download_is_reserved(room):
+async def test_without_acks_the_whole_download_is_reserved(transfers):
     """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
     data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
-    download = Download(file_of(data), lambda: Source(data), {}, room)
+    download = Download(file_of(data), lambda: Source(data), {}, transfers)
     task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
     await settle()
     with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
-        room.hold("alice", 1).__enter__()
+        transfers.hold("alice", 1).__enter__()
     client.leaves.set()
     await task
     assert client.body == data
-    with room.hold("alice", 2 * WINDOW_BYTES):
+    with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
     with pytest.raises(ApiError) as refused:
-        await Download(file_of(), Source, {}, room)(SCOPE, Client().receive, Client().send)
+        await Download(file_of(), Source, {}, transfers)(SCOPE, Client().receive, Client().send)
     assert (refused.value.status, refused.value.code) == (400, "range_needed")
-    part = Client()
-    await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, room))(SCOPE, part.receive, part.send)
-    assert part.head[0] == 206
-    assert part.body == DATA[MIB : 3 * MIB]
+    range_client = Client()
+    await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, transfers))(
+        SCOPE, range_client.receive, range_client.send
+    )
+    assert range_client.head[0] == 206
+    assert range_client.body == DATA[MIB : 3 * MIB]
 
 
-async def test_clients_cannot_forge_acks(room):
-    """An acknowledgement is a key of an ASGI message, which no server makes from bytes."""
+async def test_clients_cannot_forge_acks(transfers):
+    """An acknowledgement is a key of an ASGI message. A client cannot set it, because it only sends bytes."""
 
     class ForgingClient(Client):
         async def receive(self):
@@ -173,7 +177,7 @@ async def test_clients_cannot_forge_acks(room):
             return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
 
     source, client = Source(), ForgingClient(num_messages=2)
-    download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, room)
+    download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
     await settle()
     assert source.num_read <= len(client.body) + WINDOW_BYTES
@@ -208,9 +212,9 @@ def test_range_outside_the_file_is_416(header):
 
 
 @pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])
-def test_if_range_of_another_version_returns_the_whole_file(room, if_range, status):
+def test_if_range_with_another_etag_returns_the_whole_file(transfers, if_range, status):
     headers = {"range": "bytes=0-9", "if-range": if_range}
-    download = Download(file_of(DATA[:100]), Source, headers, room)
+    download = Download(file_of(DATA[:100]), Source, headers, transfers)
     assert download.status_code == status
     assert download.headers["etag"] == '"file-1-100"'
     assert download.headers.get("content-range") == ("bytes 0-9/100" if status == 206 else None)

@@ -24,15 +24,15 @@ RETURNED = BorrowedReply(state="returned", engine_s=0.5)
 
 
 class ActorDiedError(Exception):
-    """Has the name of Ray's exception."""
+    """An exception with the name of Ray's."""
 
 
 class BackPressureError(Exception):
-    """Has the name of Serve's exception."""
+    """An exception with the name of Serve's."""
 
 
 class Endpoint:
-    """Engines that reply as scripted: an exception is raised, None blocks forever."""
+    """An endpoint with scripted replies to each call. An exception is raised; None blocks forever."""
 
     def __init__(self, *calls):
         self._calls, self.requests, self.num_cancelled = list(calls), [], 0
@@ -43,16 +43,16 @@ class Endpoint:
 
 
 class _Call:
-    def __init__(self, endpoint, words):
-        self._endpoint, self._words = endpoint, words
+    def __init__(self, endpoint, replies):
+        self._endpoint, self._replies = endpoint, replies
 
     async def __aiter__(self):
-        for word in self._words:
-            if isinstance(word, Exception):
-                raise word
-            if word is None:
+        for reply in self._replies:
+            if isinstance(reply, Exception):
+                raise reply
+            if reply is None:
                 await asyncio.Event().wait()
-            yield word
+            yield reply
 
     def cancel(self):
         self._endpoint.num_cancelled += 1
@@ -87,7 +87,7 @@ def test_row_is_retried_until_an_engine_finishes_it():
 
 
 @pytest.mark.parametrize(
-    ("word", "raised"),
+    ("reply", "raised"),
     [
         (BorrowedReply(state="refused", reason="refused", message="too long"), RequestRefused),
         (BorrowedReply(state="refused", reason=FAILED, message="a fault"), RequestFailed),
@@ -96,9 +96,9 @@ def test_row_is_retried_until_an_engine_finishes_it():
         (EngineError("dead"), EngineError),
     ],
 )
-def test_errors_of_a_row_are_those_of_an_engine(word, raised):
+def test_lent_engine_raises_the_errors_of_an_engine(reply, raised):
     with pytest.raises(raised) as seen:
-        generate(Endpoint([TAKEN, word]))
+        generate(Endpoint([TAKEN, reply]))
     assert type(seen.value) is raised
 
 
@@ -114,9 +114,9 @@ def test_only_one_row_at_a_time_waits_for_a_slot():
     assert engine.signs_of_life() == 7
 
 
-@pytest.mark.parametrize("words", [[None], [TAKEN, None]])
-def test_cancelled_row_leaves_its_engine(words):
-    endpoint = Endpoint(words)
+@pytest.mark.parametrize("replies", [[None], [TAKEN, None]])
+def test_cancelling_a_row_cancels_its_request(replies):
+    endpoint = Endpoint(replies)
     engine, _ = engine_of(endpoint)
 
     async def cancel():

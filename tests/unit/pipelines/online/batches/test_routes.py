@@ -42,7 +42,7 @@ def routes(settings, runner):
 
 @pytest.fixture
 def ask(routes, keys, tmp_path, settings):
-    """Send requests, one after the other; a request is a function of the client."""
+    """Return a function that sends requests one after the other. A request is a function that takes the client."""
     app = guarded_app()
     answer_errors(app)
     models = (ServedModel(name="m", max_model_len=1000),)
@@ -171,9 +171,9 @@ def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, 
     url = answer.headers["location"]
     assert url.startswith(s3.url)
     assert "X-Amz-Expires=300" in url
-    from_there = httpx.get(url, headers={"range": "bytes=2-4"})
-    assert from_there.content == b"234"
-    assert from_there.headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b.jsonl"
+    from_s3 = httpx.get(url, headers={"range": "bytes=2-4"})
+    assert from_s3.content == b"234"
+    assert from_s3.headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b.jsonl"
     stranger = ask(get(f"/files/{file_id}/content"), key="poor")
     assert error_of(stranger) == (404, "file_not_found")
 
@@ -201,10 +201,10 @@ def test_files_per_key_are_limited_including_outputs(ask_small, routes, make_ord
 
 
 def test_concurrent_uploads_per_key_are_limited(ask, routes):
-    room = routes.batches.transfers = TransferLimit(
+    transfers = routes.batches.transfers = TransferLimit(
         max_bytes=2 * UPLOAD_WINDOW_BYTES, max_bytes_per_key=UPLOAD_WINDOW_BYTES
     )
-    with room.hold("alice", 1):
+    with transfers.hold("alice", 1):
         refused = ask(post_file())
         assert error_of(refused) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) > 0
@@ -219,7 +219,7 @@ def test_stored_bytes_per_key_are_limited(ask_small, upload, routes):
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has_length):
-    """Uploads without a Content-Length count as the maximum size."""
+    """An upload without a Content-Length counts as if it had the maximum size."""
     upload(routes.batches.store, b"x" * (MIB - 5000))
 
     async def body(request):
@@ -269,7 +269,7 @@ def test_file_name_is_sanitised(ask, name, expected):
     ],
 )
 def test_other_content_types_and_charsets_are_refused(ask, content_type, expected):
-    """Other encodings would block the event loop for minutes; other forms are buffered completely."""
+    """Other charsets could block the event loop for minutes. Other content types would be buffered completely."""
     answer = ask(
         lambda client: client.post("/files", content=b"purpose=" * 100, headers={"content-type": content_type})
     )
@@ -285,7 +285,7 @@ def test_form_fields_are_limited(ask, fields):
     "request_",
     [get("/files?after=" + "x" * 3000), get("/files/" + "x" * 3000), post_file(fields={"purpose": "x" * 900})],
 )
-def test_errors_quote_little_of_the_request(ask, request_):
+def test_errors_quote_at_most_a_short_part_of_the_request(ask, request_):
     answer = ask(request_)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 400

@@ -36,7 +36,7 @@ def scheduler(make_scheduler):
 
 @pytest.fixture
 def order(store, make_order):
-    """Create a batch; returns its id."""
+    """Return a function that creates a batch and returns its id."""
 
     def order(**changes):
         return store.add_batch(make_order(**changes)).id
@@ -45,8 +45,8 @@ def order(store, make_order):
 
 
 @pytest.fixture
-def begun(scheduler, runner, order):
-    """A running batch and its work."""
+def running(scheduler, runner, order):
+    """The id of a running batch, and the handle of its run."""
     batch_id = order()
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
@@ -54,7 +54,7 @@ def begun(scheduler, runner, order):
 
 
 def end(scheduler, work, answer):
-    """Let the work end with a result or an error, and let the scheduler handle it."""
+    """End the work with a result or an error, and let the scheduler handle that."""
     work.answer = answer
     scheduler.tick()
 
@@ -75,8 +75,8 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_ord
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
     clock.now += jump_s
-    end(scheduler, runner.works[-1], EngineError("it failed"))
-    uptime.now += 20  # it is retried after ten seconds of the monotonic clock
+    end(scheduler, runner.works[-1], EngineError("the engine died"))
+    uptime.now += 20  # the run is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
     assert runner.works[-1].reason is None
@@ -149,8 +149,8 @@ def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, ru
     assert sorted(work.kind for work in runner.works) == ["check"] * 5 + ["run"] * 2
 
 
-def test_cancelled_run_keeps_its_results(scheduler, store, begun, make_result):
-    batch_id, run = begun
+def test_cancelled_run_keeps_its_results(scheduler, store, running, make_result):
+    batch_id, run = running
     store.cancel(store.batch(batch_id, "alice"))
     assert shown(store, batch_id)["status"] == "cancelling"
     scheduler.tick()
@@ -171,13 +171,13 @@ def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, s
     assert not runner.works
 
 
-def test_waiting_batch_expires(scheduler, runner, store, begun, order, make_result, clock):
+def test_waiting_batch_expires(scheduler, runner, store, running, order, make_result, clock):
     waiting = order()
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
     clock.now += 24 * 3600
     scheduler.tick()
-    assert begun[1].reason == "batch_expired"
+    assert running[1].reason == "batch_expired"
     collect = runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
     end(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
@@ -186,12 +186,12 @@ def test_waiting_batch_expires(scheduler, runner, store, begun, order, make_resu
 
 
 def test_next_scheduler_continues_unfinished_batches(
-    scheduler, make_scheduler, runner, store, begun, make_result, monkeypatch, tmp_path
+    scheduler, make_scheduler, runner, store, running, make_result, monkeypatch, tmp_path
 ):
-    batch_id, run = begun
+    batch_id, run = running
     run.answer = make_result(batch_id)
-    with monkeypatch.context() as killed:  # between the last file and the final status
-        killed.setattr(store, "save", broken)
+    with monkeypatch.context() as crash:  # after the last file was stored, but before the final status
+        crash.setattr(store, "save", broken)
         scheduler.tick()
     other = make_scheduler()
     other.tick()
@@ -204,24 +204,24 @@ def test_next_scheduler_continues_unfinished_batches(
     assert len(store.files("alice")) == 1
 
 
-def test_abandon_kills_work_without_changing_progress(scheduler, store, begun):
-    batch_id, run = begun
+def test_abandon_kills_work_without_changing_progress(scheduler, store, running):
+    batch_id, run = running
     scheduler.abandon()
     assert run.is_killed
     assert shown(store, batch_id)["status"] == "in_progress"
 
 
-def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, store, begun, clock, make_result):
-    batch_id, run = begun
+def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, store, running, clock, make_result):
+    batch_id, run = running
     for wait_s in (10, 20):
-        end(scheduler, run, EngineError("it died in /secret/place"))
+        end(scheduler, run, EngineError("the engine died in /secret/place"))
         scheduler.tick()
         assert runner.works[-1] is run
         clock.now += wait_s
         scheduler.tick()
         run = runner.works[-1]
         assert run.kind == "run"
-    end(scheduler, run, EngineError("it died in /secret/place"))
+    end(scheduler, run, EngineError("the engine died in /secret/place"))
     collect = runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     end(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=1, num_failed=2))
@@ -232,11 +232,11 @@ def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, s
     assert done["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_full_disk_delays_the_end_of_a_batch(scheduler, store, begun, make_result, monkeypatch):
-    batch_id, run = begun
+def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running, make_result, monkeypatch):
+    batch_id, run = running
     run.answer = make_result(batch_id)
-    with monkeypatch.context() as full:
-        full.setattr(store, "save", broken)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(store, "save", broken)
         scheduler.tick()
     assert not run.is_killed
     assert shown(store, batch_id)["status"] == "in_progress"
@@ -246,25 +246,25 @@ def test_full_disk_delays_the_end_of_a_batch(scheduler, store, begun, make_resul
 
 @pytest.mark.parametrize("name", ["unfinished", "sweep"])
 @pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
-def test_unavailable_store_does_not_stop_a_run(scheduler, store, begun, make_result, monkeypatch, clock, name, error):
+def test_unavailable_store_does_not_stop_a_run(scheduler, store, running, make_result, monkeypatch, clock, name, error):
     def unavailable():
         raise error
 
-    batch_id, run = begun
+    batch_id, run = running
     clock.now += 3600  # expired files are also checked
-    with monkeypatch.context() as moment:
-        moment.setattr(store, name, unavailable)
+    with monkeypatch.context() as outage:
+        outage.setattr(store, name, unavailable)
         scheduler.tick()
     end(scheduler, run, make_result(batch_id))
     assert shown(store, batch_id)["status"] == "completed"
 
 
-def test_progress_resets_the_retry_count(scheduler, runner, begun, clock):
-    run = begun[1]
+def test_progress_resets_the_retry_count(scheduler, runner, running, clock):
+    run = running[1]
     for number in range(5):
         run.current = (0, number + 1, 0.1)
         scheduler.tick()
-        end(scheduler, run, EngineError("it died"))
+        end(scheduler, run, EngineError("the engine died"))
         clock.now += 10
         scheduler.tick()
         run = runner.works[-1]
@@ -305,8 +305,8 @@ def test_batch_that_cannot_be_collected_releases_its_budget(
 ):
     budgets = totals_of(settings.ledger).budgets
     runner.works[-1].answer = StorageError("no answer")
-    with monkeypatch.context() as full:
-        full.setattr(store, "save", broken)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(store, "save", broken)
         scheduler.tick()
     assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     scheduler.tick()
@@ -315,8 +315,8 @@ def test_batch_that_cannot_be_collected_releases_its_budget(
     assert shown(store, collected_later)["output_file_id"] is None
 
 
-def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, begun, order, make_result):
-    batch_id, run = begun
+def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, running, order, make_result):
+    batch_id, run = running
     for _ in range(2):
         order()
     scheduler.tick()
@@ -332,17 +332,17 @@ def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store
     assert shown(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_scheduling_again_starts_from_the_store(scheduler, runner, begun):
-    end(scheduler, begun[1], ConfigError("another model"))
+def test_scheduling_again_starts_from_the_store(scheduler, runner, running):
+    end(scheduler, running[1], ConfigError("another model"))
     assert runner.works[-1].kind == "collect"
     scheduler.abandon()
     scheduler.tick()
     assert runner.works[-1].kind == "run"
 
 
-def test_run_in_use_is_retried_later(scheduler, runner, begun, clock):
+def test_run_in_use_is_retried_later(scheduler, runner, running, clock):
     for _ in range(5):
-        end(scheduler, runner.works[-1], RunInUse("driven"))
+        end(scheduler, runner.works[-1], RunInUse("another process drives the run"))
         clock.now += 10
         scheduler.tick()
         assert runner.works[-1].kind == "run"
@@ -368,7 +368,10 @@ def test_run_is_limited_by_the_budget(scheduler, runner, store, order, make_key,
 
 @pytest.fixture
 def priced(settings, make_session):
-    """A model price: 2.2 cents for 100 prompt and 41 output tokens; the engine loaded for 30 s at a cent per second."""
+    """Set a model's price, learned from a request: 2.2 cents for 100 prompt and 41 output tokens.
+
+    Its engine loaded for 30 s at a cent per second.
+    """
     totals = totals_of(settings.ledger)
     totals.prices["m"] = TokenPrice()
     totals.prices["m"].update(a_request())
@@ -378,7 +381,7 @@ def priced(settings, make_session):
     settings.models["m"] = replace(batch_model, config={**batch_model.config, "engines": "2"})
 
 
-def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
+def begin_with_large_budget(scheduler, runner, order, make_key, output_tokens=2000):
     """Start a batch of a key with a budget of ten dollars."""
     batch_id = order(key=make_key(budget_usd=10))
     scheduler.tick()
@@ -391,7 +394,7 @@ def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
 
 @pytest.mark.usefixtures("priced")
 def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_key):
-    _, run = begin_rich(scheduler, runner, order, make_key)
+    _, run = begin_with_large_budget(scheduler, runner, order, make_key)
     # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent per second, plus loading and stopping two engines.
     estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
     budgets = totals_of(settings.ledger).budgets
@@ -404,7 +407,7 @@ def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_ke
 
 @pytest.mark.usefixtures("priced")
 def test_reservation_grows_with_the_cost(scheduler, runner, settings, order, make_key):
-    batch_id, run = begin_rich(scheduler, runner, order, make_key)
+    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key)
     budgets = totals_of(settings.ledger).budgets
     run.current = (1, 0, 0.5)
     scheduler.tick()
@@ -424,8 +427,8 @@ def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, 
         settings.models["m"], config={**settings.models["m"].config, "engines": "1"}, lent_slots=8
     )
     scheduler = make_scheduler(deployments={"m": "LLM:m"})
-    batch_id, run = begin_rich(scheduler, runner, order, make_key)
-    estimated = 0.02 + 1.0 + 0.37  # as above, but nothing loads
+    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key)
+    estimated = 0.02 + 1.0 + 0.37  # as in test_batch_reserves_its_estimate, but without loading
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
     budgets = totals_of(settings.ledger).budgets
     for spent_usd, held_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 4.0)):
@@ -438,12 +441,12 @@ def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, 
 
 @pytest.mark.usefixtures("priced")
 def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settings, store, order, make_key, clock):
-    batch_id, run = begin_rich(scheduler, runner, order, make_key, output_tokens=10**6)
+    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key, output_tokens=10**6)
     assert run.arguments[0].budget_usd == 10
     store.run_path(batch_id).mkdir()
     (store.run_path(batch_id) / "run.json").write_text("{}")
     totals_of(settings.ledger).budgets.reserve_request("1", "alice", None, 1.0)
-    end(scheduler, run, EngineError("it died"))
+    end(scheduler, run, EngineError("the engine died"))
     clock.now += 10
     scheduler.tick()
     assert runner.works[-1].arguments[0].budget_usd == 9, "the previous cost is unknown"
@@ -477,8 +480,8 @@ def test_reservation_lasts_until_the_batch_ends(
     check_all(scheduler, runner)
     run = runner.works[-1]
     assert (run.arguments[0].budget_usd, budgets.reserved_by_batches("alice")) == (1.75, 1.75)
-    end(scheduler, run, EngineError("it died"))
-    assert budgets.reserved_by_batches("alice") == 1.75  # it will be retried
+    end(scheduler, run, EngineError("the engine died"))
+    assert budgets.reserved_by_batches("alice") == 1.75  # the run will be retried
     clock.now += 10
     scheduler.tick()
     end(scheduler, runner.works[-1], make_result(batch_id))
@@ -500,7 +503,7 @@ def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, o
     scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
     first, _ = order(key=poor), order(key=poor)
     check_all(scheduler, runner)
-    runner.works[-1].answer = EngineError("it died")
+    runner.works[-1].answer = EngineError("the engine died")
     for _ in range(3):
         scheduler.tick()
     clock.now += 10
@@ -511,15 +514,15 @@ def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, o
 def test_run_of_another_process_has_priority(make_scheduler, runner, store, order, make_key, spent):
     poor = make_key(budget_usd=2)
     order(key=poor)
-    begun = order(key=poor)
-    store.run_path(begun).mkdir()
-    (store.run_path(begun) / "run.json").write_text("{}")
+    running = order(key=poor)
+    store.run_path(running).mkdir()
+    (store.run_path(running) / "run.json").write_text("{}")
     check_all(make_scheduler(at_once=3), runner)
-    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [begun]
+    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [running]
 
 
 @pytest.fixture
-def tagged(settings, spent):
+def shared_budgets(settings, spent):
     """Unspent budgets: three dollars for a tag, two for the endpoint."""
     settings.ledger.mkdir(parents=True)
     with changing_budgets(settings.ledger / "budgets.json") as shared:
@@ -528,7 +531,7 @@ def tagged(settings, spent):
     spent |= {"bob": 0.0, "team=search": 0.0, "*": 0.0}
 
 
-@pytest.mark.usefixtures("tagged")
+@pytest.mark.usefixtures("shared_budgets")
 def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order, make_key, make_result):
     scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
     first, _ = order(key=make_key(budget_usd=10, tags={"team": "search"})), order(key=make_key("bob"))
@@ -543,7 +546,7 @@ def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order,
     assert runner.works[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
 
 
-@pytest.mark.usefixtures("tagged")
+@pytest.mark.usefixtures("shared_budgets")
 def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_key, spent):
     spent["team=search"] = 3.0
     order(key=make_key(budget_usd=10, tags={"team": "search"}))
@@ -555,68 +558,68 @@ def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_
     other = order(key=make_key("bob", tags={"team": "search"}))
     check_all(scheduler, runner)
     assert (budgets.reserved_by_batch(other, "*"), budgets.reserved_by_batch(other, "team=search")) == (0, 0), (
-        "it waits for the request"
+        "the batch must wait for the request's reservation"
     )
 
 
 @pytest.fixture
-def present(make_key):
-    """The current keys by name."""
+def current_keys(make_key):
+    """The endpoint's current keys by name; a test may change them."""
     return {"alice": make_key()}
 
 
 @pytest.fixture
-def watchful(store, runner, settings, spent, present, clock):
-    """A scheduler that uses the current keys."""
+def scheduler_with_keys(store, runner, settings, spent, current_keys, clock):
+    """A scheduler that looks up `current_keys`."""
 
     def current_key(key):
-        return present.get(key.name)
+        return current_keys.get(key.name)
 
     return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, current_key=current_key, now=clock)
 
 
-def test_batch_of_a_revoked_key_is_cancelled(watchful, runner, store, order, present, make_result):
+def test_batch_of_a_revoked_key_is_cancelled(scheduler_with_keys, runner, store, order, current_keys, make_result):
     running, waiting = order(), order()
-    check_all(watchful, runner)
+    check_all(scheduler_with_keys, runner)
     run = runner.works[-1]
     new = order()
-    present.clear()
-    watchful.tick()
+    current_keys.clear()
+    scheduler_with_keys.tick()
     assert run.reason == "key_revoked"
     collect = runner.works[-1]
     assert (collect.kind, collect.arguments[0].batch_id, collect.arguments[1]) == ("collect", waiting, "key_revoked")
     for work, batch_id in ((run, running), (collect, waiting)):
         work.answer = make_result(batch_id, "key_revoked", num_completed=1, num_failed=2)
-    watchful.tick()
+    scheduler_with_keys.tick()
     assert [shown(store, batch_id)["status"] for batch_id in (running, waiting, new)] == ["cancelled"] * 3
     for batch_id in (running, waiting, new):
         (error,) = shown(store, batch_id)["errors"]["data"]
         assert (error["code"], "was revoked" in error["message"]) == ("key_revoked", True)
 
 
-def test_batch_fails_if_its_key_loses_the_model(watchful, runner, order, store, present, make_key):
+def test_batch_fails_if_its_key_loses_the_model(scheduler_with_keys, runner, order, store, current_keys, make_key):
     order()
-    check_all(watchful, runner)
+    check_all(scheduler_with_keys, runner)
     run = runner.works[-1]
-    present["alice"] = make_key(models=["other", "m"])
-    watchful.tick()
+    current_keys["alice"] = make_key(models=["other", "m"])
+    scheduler_with_keys.tick()
     assert run.reason is None
-    present["alice"] = make_key(models=["other"])
-    watchful.tick()
+    current_keys["alice"] = make_key(models=["other"])
+    scheduler_with_keys.tick()
     assert run.reason == "model_not_allowed"
 
 
-def test_batch_uses_the_current_limits_of_its_key(watchful, runner, order, present, make_key):
+def test_batch_uses_the_current_limits_of_its_key(scheduler_with_keys, runner, order, current_keys, make_key):
     order(key=make_key(budget_usd=1))
-    present["alice"] = make_key(budget_usd=5, models=["m"])
-    check_all(watchful, runner)
+    current_keys["alice"] = make_key(budget_usd=5, models=["m"])
+    check_all(scheduler_with_keys, runner)
     check, run = runner.works
     assert check.arguments[1].key.models == ("m",)
     assert run.arguments[0].budget_usd == 5
 
 
-def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, begun, make_result):
-    batch_id, _ = begun
+def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, running, make_result):
+    batch_id, _ = running
     scheduler = make_scheduler(models={})
     scheduler.tick()
     end(scheduler, runner.works[-1], make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))

@@ -56,6 +56,6 @@ def test_batches_on_the_endpoints_engines_need_no_cores(tmp_path):
     assert GenerateConfig(input="x", output=tmp_path / "run", **batch_model.config).engines == "1"
     placement = batch_model.neighbours.placement
     assert (placement.num_cpus < 0.1, placement.num_devices, placement.device) == (True, 2, "vcpu")
-    assert batch_model.neighbours.slot_group != "app", "the process of the batch has no cores of an engine"
+    assert batch_model.neighbours.slot_group != "app", "a batch process must not take an engine's cores"
     assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).lends
-    assert not ServeConfig(batch_engines="endpoint").lends_engines, "there are no batches"
+    assert not ServeConfig(batch_engines="endpoint").lends_engines, "batches are disabled"

@@ -16,59 +16,59 @@ from pipelines.online.batches.store import TRUST_AFTER_S, BatchStore, SteadyCloc
 
 
 @pytest.fixture
-def place(root, clock):
-    """A store on a disk and one in a bucket."""
+def disk_or_s3_store(root, clock):
+    """A store on disk, then one on S3."""
     batch_store = BatchStore(root, now=clock, monotonic=clock)
     batch_store.prepare()
     return batch_store
 
 
-def test_files_of_a_key_are_listed_newest_first(place, upload, clock):
-    first = upload(place, b"one\n")
+def test_files_of_a_key_are_listed_newest_first(disk_or_s3_store, upload, clock):
+    first = upload(disk_or_s3_store, b"one\n")
     clock.now += 1
-    second = upload(place, b"two\n")
-    others = upload(place, owner="bob")
-    for store in (place, BatchStore(place.root, now=clock, monotonic=clock)):
+    second = upload(disk_or_s3_store, b"two\n")
+    others = upload(disk_or_s3_store, owner="bob")
+    for store in (disk_or_s3_store, BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)):
         assert store.files("alice") == [second, first]
         assert store.file(first.id, "alice") == first
         assert store.file(others.id, "alice") is None
         with store.open(first) as file:
             assert file.read() == b"one\n"
-    place.remove_file(first)
-    assert place.files("alice") == [second]
+    disk_or_s3_store.remove_file(first)
+    assert disk_or_s3_store.files("alice") == [second]
     with pytest.raises(FileNotFoundError):
-        place.open(first)
+        disk_or_s3_store.open(first)
 
 
-def test_batch_is_the_same_in_every_process(place, make_order, clock):
+def test_batch_is_the_same_in_every_process(disk_or_s3_store, make_order, clock):
     order = make_order(metadata={"a": "b"}, output_expires_s=3600)
-    place.add_batch(order)
-    other = BatchStore(place.root, now=clock, monotonic=clock)
+    disk_or_s3_store.add_batch(order)
+    other = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)
     assert other.batch(order.id, "alice").request == order
     assert other.batch(order.id, "bob") is None
     progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
-    place.save(order.id, progress)
+    disk_or_s3_store.save(order.id, progress)
     assert other.batch(order.id, "alice").progress == progress  # even if it was read before
-    batch = place.cancel(place.batch(order.id, "alice"))
+    batch = disk_or_s3_store.cancel(disk_or_s3_store.batch(order.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
     assert [item.id for item in other.unfinished()] == [order.id]
-    place.save(order.id, replace(progress, status="cancelled"))
+    disk_or_s3_store.save(order.id, replace(progress, status="cancelled"))
     assert other.unfinished() == []
     assert [item.id for item in other.batches("alice")] == [order.id]
 
 
-def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
+def test_stopped_scheduler_cannot_overwrite_the_final_status(disk_or_s3_store, make_order, clock):
     order = make_order()
-    place.add_batch(order)
-    paused = BatchStore(place.root, now=clock, monotonic=clock)
+    disk_or_s3_store.add_batch(order)
+    paused = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)
     paused.begin_to_schedule()
     assert [batch.id for batch in paused.unfinished()] == [order.id]
-    place.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
+    disk_or_s3_store.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
     for late in ("in_progress", "failed"):
         paused.save(order.id, BatchProgress(status=late))
         assert paused.batch(order.id, "alice").progress.status == "completed"
-    after = BatchStore(place.root, now=clock, monotonic=clock).batch(order.id, "alice").progress
+    after = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock).batch(order.id, "alice").progress
     assert (after.status, after.output_file_id) == ("completed", "file-1")
 
 
@@ -123,7 +123,7 @@ def test_unusable_folder_is_refused(tmp_path):
 
 
 def run_with_copies(store, batch):
-    """Create a run with copies of prompts and answers, and other files."""
+    """Create a run directory: files with copies of prompts and answers, and files without."""
     run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
@@ -150,11 +150,13 @@ def names_in(folder, *below):
     return result
 
 
-def test_deleting_an_input_deletes_its_prompts(place, upload, make_order):
-    deleted, other = upload(place), upload(place)
-    mine, another = (run_with_copies(place, place.add_batch(make_order(file.id))) for file in (deleted, other))
+def test_deleting_an_input_deletes_its_prompts(disk_or_s3_store, upload, make_order):
+    deleted, other = upload(disk_or_s3_store), upload(disk_or_s3_store)
+    mine, another = (
+        run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_order(file.id))) for file in (deleted, other)
+    )
     before = names_in(another)
-    place.remove_file(deleted)
+    disk_or_s3_store.remove_file(deleted)
     assert names_in(mine) == {
         "run.json", "ledger/session-s.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
     }  # fmt: skip
@@ -162,12 +164,12 @@ def test_deleting_an_input_deletes_its_prompts(place, upload, make_order):
 
 
 @pytest.mark.parametrize("kind", ["output", "errors"])
-def test_deleting_an_output_deletes_every_copy(place, make_order, kind):
-    batch = place.add_batch(make_order())
-    run = run_with_copies(place, batch)
-    output_file = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
+def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_order, kind):
+    batch = disk_or_s3_store.add_batch(make_order())
+    run = run_with_copies(disk_or_s3_store, batch)
+    output_file = disk_or_s3_store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
     ids = dict(zip(("output", "errors"), output_file, strict=True))
-    place.remove_file(place.file(ids[kind], "alice"))
+    disk_or_s3_store.remove_file(disk_or_s3_store.file(ids[kind], "alice"))
     result = names_in(run)
     if kind == "output":
         assert not {name for name in result if name.startswith("data/") or "output" in name}
@@ -178,7 +180,7 @@ def test_deleting_an_output_deletes_every_copy(place, make_order, kind):
 
 
 def test_clock_jump_does_not_delete_files(root, upload, clock):
-    """Even if it lasts over a restart; after a day it is trusted."""
+    """This holds even across a restart. A jump is trusted only after a day."""
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
     store.prepare()
@@ -208,33 +210,33 @@ def test_temporary_files_are_deleted_after_a_day(store, upload):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_upload_without_record_is_deleted_after_a_day(place, upload, clock, make_order):
-    recent = upload(place)
-    batch = place.add_batch(make_order(recent.id))
-    with place.writer(new_id(FILE_PREFIX)) as (orphan, target):
+def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, clock, make_order):
+    recent = upload(disk_or_s3_store)
+    batch = disk_or_s3_store.add_batch(make_order(recent.id))
+    with disk_or_s3_store.writer(new_id(FILE_PREFIX)) as (orphan, target):
         target.write(b"a prompt")
-    with place.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
-        target.write(b"its record comes when it is collected again")
+    with disk_or_s3_store.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
+        target.write(b"the record is written once the batch is collected again")
     created_at = records.created_at_of(orphan.split("/")[1])
     clock.now = created_at + 24 * 3600 - 1
-    place.sweep()
-    assert (place.root / "files" / orphan.split("/")[1]).exists()
+    disk_or_s3_store.sweep()
+    assert (disk_or_s3_store.root / "files" / orphan.split("/")[1]).exists()
     clock.now = created_at + 24 * 3600 + 1
-    place.sweep()
-    left = {path.name for path in (place.root / "files").glob("*.jsonl")}
+    disk_or_s3_store.sweep()
+    left = {path.name for path in (disk_or_s3_store.root / "files").glob("*.jsonl")}
     assert left == {f"{recent.id}.jsonl", errors.split("/")[1]}
 
 
-def test_interrupted_deletion_can_be_repeated(place, upload, make_order, monkeypatch):
-    file = upload(place)
-    run = run_with_copies(place, place.add_batch(make_order(file.id)))
-    monkeypatch.setattr(place, "drop", lambda file: exec("raise KeyboardInterrupt"))
+def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_order, monkeypatch):
+    file = upload(disk_or_s3_store)
+    run = run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_order(file.id)))
+    monkeypatch.setattr(disk_or_s3_store, "drop", lambda file: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        place.remove_file(file)
+        disk_or_s3_store.remove_file(file)
     monkeypatch.undo()
-    assert place.file(file.id, "alice") == file
-    place.remove_file(file)
-    assert place.file(file.id, "alice") is None
+    assert disk_or_s3_store.file(file.id, "alice") == file
+    disk_or_s3_store.remove_file(file)
+    assert disk_or_s3_store.file(file.id, "alice") is None
     assert not list((run / "data").glob("*"))
 
 
@@ -246,7 +248,7 @@ START = 1.8e9
 
 @pytest.fixture
 def machine():
-    """A wall clock that can be set, and the monotonic clock."""
+    """The machine's clocks: `ahead` is how far the wall clock was set forward, `uptime` is the monotonic clock."""
     return SimpleNamespace(ahead=0.0, uptime=1000.0)
 
 
@@ -282,7 +284,7 @@ def test_jump_that_is_corrected_within_a_day_is_ignored(machine, make_clock):
             assert clock() == START + machine.uptime
 
 
-def test_small_corrections_are_followed(machine, make_clock):
+def test_small_clock_corrections_are_applied_immediately(machine, make_clock):
     clock = make_clock()
     for _ in range(100):
         machine.ahead += 1
@@ -316,7 +318,7 @@ def test_clock_continues_from_the_saved_time_after_a_reboot(machine, make_clock,
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_lifetime_holds_for_both_clocks(machine, make_clock, jump_s):
+def test_lifetime_is_counted_from_the_later_clock(machine, make_clock, jump_s):
     clock = make_clock()
     machine.ahead = jump_s
     assert clock.after(3600) == START + machine.uptime + max(0, jump_s) + 3600

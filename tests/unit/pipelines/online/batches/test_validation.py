@@ -29,7 +29,7 @@ def check(tmp_path, make_key):
 def test_valid_input_is_counted(check):
     checked = check(line("1"), "", line("2", max_tokens=50))
     assert (checked.num_requests, checked.model, checked.errors) == (2, "a", ())
-    assert (checked.prompt_tokens, checked.output_tokens) == (200, 150), "each no more than the context"
+    assert (checked.prompt_tokens, checked.output_tokens) == (200, 150), "each request counts at most the context"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_errors_have_line_numbers(check, wrong, code, param):
     assert checked.num_requests == 3
 
 
-def test_models_of_the_key_apply_to_batches(check, make_key):
+def test_model_allowlist_of_the_key_applies_to_batches(check, make_key):
     (error,) = check(line("1"), key=make_key(models=("b",))).errors
     assert error["code"] == "model_not_allowed"
 
@@ -96,7 +96,7 @@ def test_requests_and_errors_are_limited(check, monkeypatch):
 
 
 def test_long_line_is_refused(check):
-    """Parsed JSON would take many times the memory."""
+    """The limit exists because parsed JSON takes many times the memory of its text."""
     long = line("2", messages=[{"role": "user", "content": "x" * 2000}])
     checked = check(line("1"), long, max_line_bytes=2000)
     (error,) = checked.errors
@@ -108,7 +108,7 @@ def test_long_line_is_refused(check):
     "wrong",
     [line("1" * 5000), line("2", url="/v1/" + "x" * 5000), line("2", model="x" * 5000), '{"' + "x" * 5000 + '": 1}'],
 )
-def test_errors_quote_little_of_the_request(check, wrong):
+def test_errors_quote_at_most_a_short_part_of_the_request(check, wrong):
     checked = check(wrong, wrong)
     assert checked.errors
     assert all(len(error["message"]) < 500 for error in checked.errors)

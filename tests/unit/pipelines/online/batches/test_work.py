@@ -87,7 +87,7 @@ def test_cost_limit_of_a_run_can_change(task, monkeypatch):
 
 
 def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
-    """The limit of the run is the rest of the budget plus the cost of lent engines."""
+    """A resumed run's limit is the remaining budget plus the cost so far of the lent engines."""
     own, lent = (usage_of(name) for name in ("s", "s-lent"))
     monkeypatch.setattr(work, "make_report", lambda run: None)
     directory = SimpleNamespace(

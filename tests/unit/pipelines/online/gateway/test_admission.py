@@ -1,4 +1,4 @@
-"""Contents of requests: media, messages, lists and constraints."""
+"""Tests of what a request may contain: media, messages, lists and constraints, and how large its answer may get."""
 
 import json
 
@@ -19,7 +19,7 @@ def refused(values, media=None, domains=(), max_messages=100):
     return None
 
 
-def says(*parts):
+def chat_with(*parts):
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
@@ -60,7 +60,8 @@ def test_text_contents_pass():
     history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
     assert refused({"messages": history}) is None
     assert (
-        refused(says("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"})) is None
+        refused(chat_with("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"}))
+        is None
     )
 
 
@@ -75,25 +76,26 @@ def image(url):
 )  # fmt: skip
 @pytest.mark.parametrize("domains", [(), ("a.example",)])
 def test_media_urls_must_be_in_allowed_domains(url, domains):
-    assert refused(says(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
+    assert refused(chat_with(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
 
 
 def test_every_url_of_a_part_is_checked():
     part = {"type": "video_url", "image_url": {"url": "data:x"}, "video_url": {"url": URL}}
-    assert refused(says(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
+    assert refused(chat_with(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
 
 
 def test_allowed_media_pass_up_to_their_limit():
     data = image("data:image/png;base64,AAAA")
-    assert refused(says(data), {"image": 2}) is None
-    assert refused(says(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
-    assert refused(says(data, data, data), {"image": 2}) == (400, "too_many_media", "messages")
+    assert refused(chat_with(data), {"image": 2}) is None
+    assert refused(chat_with(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
+    assert refused(chat_with(data, data, data), {"image": 2}) == (400, "too_many_media", "messages")
     assert (
-        refused(says({"type": "video_url", "video_url": {"url": "data:x"}}), {"image": 2})[1] == "unsupported_content"
+        refused(chat_with({"type": "video_url", "video_url": {"url": "data:x"}}), {"image": 2})[1]
+        == "unsupported_content"
     )
-    assert refused(says({"image_url": "data:x"}), {"image": 2})[1] == "unsupported_content"
-    assert refused(says({**data, "uuid": "of another"}), {"image": 2})[1] == "unsupported_content"
-    assert refused(says({"type": "image_embeds", "image_embeds": "x"}), {"image": 2})[1] == "unsupported_content"
+    assert refused(chat_with({"image_url": "data:x"}), {"image": 2})[1] == "unsupported_content"
+    assert refused(chat_with({**data, "uuid": "of another user"}), {"image": 2})[1] == "unsupported_content"
+    assert refused(chat_with({"type": "image_embeds", "image_embeds": "x"}), {"image": 2})[1] == "unsupported_content"
 
 
 @pytest.mark.parametrize(
@@ -169,20 +171,20 @@ def test_repetition_patterns_are_limited(name):
 MIB = 2**20
 
 
-def taken(path, body, max_model_len=8192, mib=16):
+def admit(path, body, max_model_len=8192, mib=16):
     model = ServedModel(name="m", max_model_len=max_model_len, max_choices=4096, max_answer_bytes=mib * MIB)
     return check(path, json.dumps(body).encode(), LOCAL, {"m": model}, max_output_tokens=None)
 
 
-def is_refused(path, body, **how):
+def is_refused(path, body):
     try:
-        taken(path, body, **how)
+        admit(path, body)
     except ApiError as error:
         return (error.status, error.code) == (400, "answer_too_large")
     return False
 
 
-PROMPTS = ["word " * 800] * 250  # about one mebibyte
+PROMPTS = ["word " * 800] * 250  # about 1 MiB
 LONG_MESSAGES = [{"role": "user", "content": "x" * 6000}]
 
 
@@ -210,9 +212,9 @@ def test_token_ids_are_counted():
     assert is_refused(COMPLETIONS_URL, {"prompt": [[1] * 4000] * 8, "prompt_logprobs": 20, "max_tokens": 1})
 
 
-@pytest.mark.parametrize("more", [{"top_logprobs": 20}, {"logprob_token_ids": list(range(128))}])
-def test_choices_and_logprobs_of_a_chat_count(more):
-    body = {"messages": LONG_MESSAGES, "logprobs": True, "max_tokens": 500, **more}
+@pytest.mark.parametrize("options", [{"top_logprobs": 20}, {"logprob_token_ids": list(range(128))}])
+def test_choices_and_logprobs_of_a_chat_count(options):
+    body = {"messages": LONG_MESSAGES, "logprobs": True, "max_tokens": 500, **options}
     assert not is_refused(CHAT_URL, body)
     assert is_refused(CHAT_URL, {**body, "n": 64})
     assert not is_refused(CHAT_URL, {**body, "n": 64, "logprobs": False})
@@ -230,9 +232,9 @@ def test_chat_with_echo_has_prompt_logprobs():
 
 
 def test_default_max_tokens_fit_the_answer_size():
-    intake = taken(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
+    intake = admit(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
     assert intake.cap_tokens == 16 * MIB // (16 + 21 * 128)
-    assert taken(CHAT_URL, {"messages": []}).cap_tokens is None
+    assert admit(CHAT_URL, {"messages": []}).cap_tokens is None
 
 
 @pytest.mark.parametrize("value", ["x", [], {}, 1e400])

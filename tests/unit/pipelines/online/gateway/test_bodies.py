@@ -41,7 +41,7 @@ def refused(shape, body):
 
 
 def counted(value):
-    """Count containers, members and commas (one fewer per container than values)."""
+    """Count the containers, the members of objects, and the commas."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
@@ -51,7 +51,7 @@ def counted(value):
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(value=JSON, is_ascii=st.booleans())
-def test_strings_do_not_count(value, is_ascii):
+def test_json_inside_strings_is_not_counted(value, is_ascii):
     body, (containers, members, values) = json.dumps(value, ensure_ascii=is_ascii).encode(), counted(value)
     assert refused(BodyLimits(num_containers=containers, num_members=members, num_values=values), body) is None
     for short in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
@@ -88,20 +88,20 @@ LARGE = 2**20
 
 
 class Busy:
-    """Work that blocks until `go` is set, and counts concurrent calls in total and per key."""
+    """Work that blocks until `go` is set, and counts the running calls per key and their peak."""
 
     def __init__(self):
         self._lock, self.go = threading.Lock(), threading.Event()
-        self.now, self.most, self.done = {}, 0, []
+        self.running, self.peak, self.done = {}, 0, []
 
     def work(self, key):
         with self._lock:
-            self.now[key] = self.now.get(key, 0) + 1
-            assert self.now[key] == 1
-            self.most = max(self.most, sum(self.now.values()))
+            self.running[key] = self.running.get(key, 0) + 1
+            assert self.running[key] == 1
+            self.peak = max(self.peak, sum(self.running.values()))
         self.go.wait(10)
         with self._lock:
-            self.now[key] -= 1
+            self.running[key] -= 1
             self.done.append(key)
         return key
 
@@ -110,26 +110,26 @@ async def test_pool_runs_one_body_per_key():
     parse_pool, busy = ParsePool(), Busy()
     tasks = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
     await asyncio.sleep(0.1)
-    assert busy.most == NUM_THREADS
+    assert busy.peak == NUM_THREADS
     busy.go.set()
     assert await asyncio.gather(*tasks) == list("aaabc")
-    assert busy.most == NUM_THREADS
+    assert busy.peak == NUM_THREADS
     assert parse_pool._turns == {}
 
 
-async def test_turn_of_a_key_ends_with_its_thread():
+async def test_cancelled_request_keeps_its_keys_turn_until_its_thread_ends():
     parse_pool, busy = ParsePool(), Busy()
-    left = [asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a")) for _ in range(5)]
+    cancelled = [asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a")) for _ in range(5)]
     await asyncio.sleep(0.1)
-    for task in left:
+    for task in cancelled:
         task.cancel()
     other = asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a"))
     await asyncio.sleep(0.1)
-    assert busy.now == {"a": 1}
+    assert busy.running == {"a": 1}
     busy.go.set()
     assert await other == "a"
     assert busy.done == ["a", "a"]
-    assert all(task.cancelled() for task in left)
+    assert all(task.cancelled() for task in cancelled)
 
 
 async def test_short_bodies_run_immediately_and_errors_propagate():
@@ -143,10 +143,10 @@ async def test_short_bodies_run_immediately_and_errors_propagate():
 
 
 async def test_parsed_values_are_validated_in_a_thread_and_released():
-    for num_bytes, is_beside in ((100, False), (LARGE, True)):
+    for num_bytes, uses_thread in ((100, False), (LARGE, True)):
         body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", parse_pool=ParsePool())
         values, thread = await body.validate_in_thread(lambda values: (values, threading.get_ident()))
-        assert (values, thread != threading.get_ident()) == (["x"], is_beside)
+        assert (values, thread != threading.get_ident()) == (["x"], uses_thread)
         assert body.values is None
 
 
@@ -209,7 +209,7 @@ def test_messages_after_the_body_have_no_limit():
 
 
 def through_proxy(app, client, path, method="POST"):
-    """Return the messages that a client gets for a request; `client` yields the parts of its body."""
+    """Return the messages that a client gets for a request; each call of `client` returns a piece of its body."""
     sent = []
 
     async def send(message):
@@ -221,8 +221,8 @@ def through_proxy(app, client, path, method="POST"):
 
 
 def test_upload_window_limits_unread_bytes():
-    """Serve reads everything immediately, so the rest must stay with the client."""
-    num_sent, most_under_way = 0, 0
+    """Serve reads everything immediately, so the proxy must stop reading from the client."""
+    num_sent, max_in_flight = 0, 0
 
     async def client():
         nonlocal num_sent
@@ -240,20 +240,20 @@ def test_upload_window_limits_unread_bytes():
 
         taking = asyncio.create_task(take_all())
         upload = Upload(arrived.get, send, NUM_PIECES * PIECE_BYTES, 5, 5)
-        nonlocal most_under_way
+        nonlocal max_in_flight
         num_read = 0
         while not upload.is_whole:
             await asyncio.sleep(0.001)
             await upload()
             num_read += 1
-            most_under_way = max(most_under_way, num_sent - num_read)
+            max_in_flight = max(max_in_flight, num_sent - num_read)
         await taking
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
     sent = through_proxy(serve, client, "/v1/files")
     assert num_sent == NUM_PIECES
-    assert most_under_way * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
+    assert max_in_flight * PIECE_BYTES <= UPLOAD_WINDOW_BYTES + PIECE_BYTES
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
@@ -263,7 +263,7 @@ def test_upload_window_limits_unread_bytes():
      ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
 )  # fmt: skip
 def test_unread_body_is_limited_to_a_window(method, path):
-    """Serve reads until the answer ends: gigabytes, even from a client without a key."""
+    """Without the limit, Serve would read until the answer ends: gigabytes, even from a client without a key."""
     num_sent = 0
 
     async def client():
@@ -294,14 +294,14 @@ def test_application_without_acks_receives_its_body(monkeypatch):
     async def client():
         return pieces.pop(0)
 
-    async def another(scope, receive, send):
+    async def other_app(scope, receive, send):
         num_bytes, more = 0, True
         while more:
             message = await receive()
             num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
         assert num_bytes == NUM_PIECES * PIECE_BYTES
 
-    through_proxy(another, client, "/other/v1/files")
+    through_proxy(other_app, client, "/other/v1/files")
     assert not pieces
 
 

@@ -27,7 +27,7 @@ def today(monkeypatch):
 
 @pytest.fixture
 def spend(tmp_path, today):
-    """Append a request with this cost that ends now."""
+    """Return a function that records a request with a given cost that ends now."""
 
     def spend(usd, name="alice"):
         at = today.now.timestamp()
@@ -38,7 +38,7 @@ def spend(tmp_path, today):
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """Return a function that makes a watch over keys, and the shares that it reports."""
+    """Return a function that makes a watch over keys, and returns it with the used shares that it reports."""
 
     def make(*keys):
         calls = []
@@ -100,10 +100,10 @@ def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplo
     now = today.now.timestamp()
     append_request(tmp_path, a_request(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
     write_draw(tmp_path, Draw(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now))
-    an_hour = {"load_s": 600.0, "compile_s": 0.0, "busy_s": 1000.0, "idle_s": 2000.0}
+    seconds_by_use = {"load_s": 600.0, "compile_s": 0.0, "busy_s": 1000.0, "idle_s": 2000.0}
     session = EngineSession(
         session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=now - 3600,
-        last_seen_at=now, num_output_tokens=0, ended=False, usd_per_device_s=0.005, **an_hour,
+        last_seen_at=now, num_output_tokens=0, ended=False, usd_per_device_s=0.005, **seconds_by_use,
     )  # fmt: skip
     write_session(tmp_path, session)
     watch, shares = make_watch()

@@ -25,17 +25,17 @@ def start(crashes, key, model="m"):
 
 
 async def retried(crashes, *attempts):
-    """Crash the engine of these attempts; return the accounts that are retried in their order, and the refusals."""
+    """Crash the engine of these attempts; return the accounts that are retried, in order, and the refusals."""
     order, refusals = [], []
 
-    async def one(attempt):
+    async def retry(attempt):
         try:
             async with crashes.retry(attempt):
                 order.append(attempt.account)
         except ApiError as error:
             refusals.append((error.status, error.code, error.headers()))
 
-    await asyncio.gather(*map(one, attempts))
+    await asyncio.gather(*map(retry, attempts))
     return order, refusals
 
 
@@ -81,25 +81,25 @@ async def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
 async def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
-    """A request that survives its probation did not crash its engine, and the next one starts."""
+    """The next suspect starts once the current one has ended, or has run for the probation without a crash."""
     monkeypatch.setattr(module, "_PROBATION_S", probation_s)
-    running, most = 0, 0
+    running, peak = 0, 0
 
-    async def one(attempt):
-        nonlocal running, most
+    async def retry(attempt):
+        nonlocal running, peak
         async with crashes.retry(attempt):
             running += 1
-            most = max(most, running)
+            peak = max(peak, running)
             await asyncio.sleep(0.02)
             running -= 1
 
     attempts = [start(crashes, f"k{number}") for number in range(4)]
     clock.now += 1
     attempts.append(start(crashes, "newest"))
-    assert [type(end) for end in (await asyncio.gather(*map(one, attempts), return_exceptions=True))] == [
+    assert [type(end) for end in (await asyncio.gather(*map(retry, attempts), return_exceptions=True))] == [
         type(None)
     ] * 4 + [ApiError]
-    assert (most == 1) == is_alone
+    assert (peak == 1) == is_alone
 
 
 def test_key_with_two_crashes_in_five_minutes_is_limited(crashes, clock):

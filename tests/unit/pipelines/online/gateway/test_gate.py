@@ -37,7 +37,7 @@ ROUTES = (
 TOOL = {"type": "function", "function": {"name": "f"}}
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
-SAID = {"usage": USAGE, "peagle": SUMMARY}
+REPORTED = {"usage": USAGE, "peagle": SUMMARY}
 EVENTS = [
     {"choices": [{"delta": {"content": "Hello"}}]},
     {"choices": [], "usage": USAGE, "peagle": SUMMARY},
@@ -63,7 +63,7 @@ class Engine:
         is_stream = self.forwarded.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
         if not is_stream and gate_pass.record_usage:
-            gate_pass.record_usage(SAID)
+            gate_pass.record_usage(REPORTED)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -72,7 +72,7 @@ class Engine:
         await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
         if self.breaks_off:
             raise RuntimeError("secret detail")
-        gate_pass.record_usage(SAID)
+        gate_pass.record_usage(REPORTED)
         await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -121,7 +121,7 @@ def engine():
 
 @pytest.fixture
 def ask(settings, keys, engine):
-    """Send requests sequentially through one gate, by default to `engine`."""
+    """Return a function that sends requests, one after the other, through a gate to `app` (by default `engine`)."""
 
     def send(
         *requests,
@@ -146,11 +146,11 @@ def ask(settings, keys, engine):
 
 
 def sent_by(gate, *messages, key, path=CHAT):
-    """Return what the gate sends to a server, without the bodies."""
-    left, sent = list(messages), []
+    """Return the messages that the gate sends to the ASGI server, without the bodies."""
+    unread, sent = list(messages), []
 
     async def receive():
-        return left.pop(0)
+        return unread.pop(0)
 
     async def send(message):
         sent.append({name: value for name, value in message.items() if name != "body"})
@@ -204,11 +204,11 @@ def test_answer_headers_contain_the_cost(ask, keys):
 
 
 def test_large_answer_is_neither_buffered_nor_parsed(settings, keys):
-    """40 MiB that are not JSON: the gate buffers only a small part."""
+    """The answer has 40 MiB and is not JSON. The gate must buffer only a small part."""
     piece, num_pieces, received = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
-        scope[PASS].record_usage(SAID)
+        scope[PASS].record_usage(REPORTED)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
@@ -240,21 +240,21 @@ def test_invalid_key_is_401_and_health_needs_none(ask):
     assert health.status_code == 200
 
 
-def test_page_is_public_with_keys_and_local_without(ask):
+def test_page_is_public_with_keys_and_only_local_without(ask):
     for path in ("/", "/page/app.js"):
         assert ask(get(path))[0].status_code == 200
-        open_to_us = {"requires_key": False, "key_file": None}
-        assert ask(get(path), **open_to_us)[0].status_code == 200
-        assert error_of(ask(get(path), client=("10.0.0.7", 1), **open_to_us)[0]) == (403, "not_local")
+        without_keys = {"requires_key": False, "key_file": None}
+        assert ask(get(path), **without_keys)[0].status_code == 200
+        assert error_of(ask(get(path), client=("10.0.0.7", 1), **without_keys)[0]) == (403, "not_local")
     assert error_of(ask((("POST", "/"), {}))[0]) == (401, "missing_api_key")
 
 
 def test_without_keys_other_machines_are_refused(ask):
-    open_to_us = {"requires_key": False, "key_file": None}
-    assert ask(post(), **open_to_us)[0].status_code == 200
-    assert ask(post(), client=("::1", 1), **open_to_us)[0].status_code == 200
+    without_keys = {"requires_key": False, "key_file": None}
+    assert ask(post(), **without_keys)[0].status_code == 200
+    assert ask(post(), client=("::1", 1), **without_keys)[0].status_code == 200
     for client in (("10.0.0.7", 1), ("", 0), None):
-        assert error_of(ask(post(), client=client, **open_to_us)[0]) == (403, "not_local")
+        assert error_of(ask(post(), client=client, **without_keys)[0]) == (403, "not_local")
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
@@ -298,20 +298,20 @@ def test_invocations_route_is_mapped_to_the_api(ask, path, is_named, engine):
 
 
 def test_invocations_route_takes_keys(ask, keys):
-    def answered(attributes, **more):
+    def invocation(attributes, **fields):
         headers = {"x-amzn-sagemaker-custom-attributes": attributes}
-        return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **more})}
+        return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **fields})}
 
     behind = BEHIND_SAGEMAKER | {"requires_key": True}
     del behind["key_file"]
     answers = ask(
-        answered("", messages=[]),
-        answered(f"key={keys['slow']}", messages=[]),
-        answered(f"key={keys['slow']}", messages=[]),
-        answered(f"key={keys['alice']},route=/v1/cost"),
-        answered(f"key={keys['alice']},route=/v1/cost,method=GET"),
-        answered(f"key={keys['alice']},route=/v1/nothing"),
-        answered(f"key={keys['alice']}"),
+        invocation("", messages=[]),
+        invocation(f"key={keys['slow']}", messages=[]),
+        invocation(f"key={keys['slow']}", messages=[]),
+        invocation(f"key={keys['alice']},route=/v1/cost"),
+        invocation(f"key={keys['alice']},route=/v1/cost,method=GET"),
+        invocation(f"key={keys['alice']},route=/v1/nothing"),
+        invocation(f"key={keys['alice']}"),
         **behind,
     )
     assert [answer.status_code for answer in answers] == [401, 200, 429, 405, 200, 404, 400]
@@ -320,8 +320,8 @@ def test_invocations_route_takes_keys(ask, keys):
 
 def test_invocations_route_exists_only_on_sagemaker(ask, keys):
     headers = {"x-amzn-sagemaker-custom-attributes": f"key={keys['alice']},route={CHAT}"}
-    without, with_key = ask(post(path="/invocations", headers=headers), post(keys["alice"], path="/invocations"))
-    assert (error_of(without), error_of(with_key)) == ((401, "missing_api_key"), (404, "unknown_url"))
+    without_key, with_key = ask(post(path="/invocations", headers=headers), post(keys["alice"], path="/invocations"))
+    assert (error_of(without_key), error_of(with_key)) == ((401, "missing_api_key"), (404, "unknown_url"))
 
 
 @pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
@@ -337,8 +337,8 @@ def test_invocations_route_exists_only_on_sagemaker(ask, keys):
 )
 def test_content_type_of_forwarded_bodies(ask, keys, path, is_json, kind, engine):
     assert ask(post(keys["alice"], path=path, headers=kind))[0].is_success
-    passed_on = "application/json" if is_json else kind.get("content-type")
-    assert engine.headers.get("content-type") == passed_on
+    forwarded_type = "application/json" if is_json else kind.get("content-type")
+    assert engine.headers.get("content-type") == forwarded_type
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_clients_cannot_set_internal_headers(ask, keys, engine):
         (answer,) = ask(request_of)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
-        assert context.account.startswith("alice 1")  # with the creation time
+        assert context.account.startswith("alice 1")  # an account is the key's name and creation time
         assert context.request_id == engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
         assert len(context.request_id) == 32
         assert (context.shown_usage, context.first_asked_at) == ("never", None)
@@ -508,7 +508,7 @@ def salt_of(ask, request_of, **settings):
 
 
 def test_prefix_cache_is_separate_per_key(ask, keys):
-    """vLLM separates prefixes by salt; clients can neither set a salt nor guess that of another key."""
+    """vLLM shares prefixes only within a salt. Clients can neither set a salt nor guess the salt of another key."""
     secret = {"cache_secret": b"s" * 32}
     alice, boss = (salt_of(ask, post(keys[name]), **secret) for name in ("alice", "boss"))
     assert len(alice) == len(boss) == 64
@@ -521,25 +521,32 @@ def test_prefix_cache_is_separate_per_key(ask, keys):
 
 
 def test_no_cache_salt_if_keys_share_the_cache_or_are_disabled(ask, keys):
-    for how in ({"shares_prefix_cache": True}, {"requires_key": False, "key_file": None}):
-        assert salt_of(ask, post(keys["alice"], cache_salt="mine"), **how) is None
+    for gate_settings in ({"shares_prefix_cache": True}, {"requires_key": False, "key_file": None}):
+        assert salt_of(ask, post(keys["alice"], cache_salt="mine"), **gate_settings) is None
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_clients_cannot_set_request_id_or_priority(ask, keys, path, engine):
-    named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
-    assert ask(post(keys["alice"], path=path, **named))[0].status_code == 200
+    fields = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
+    assert ask(post(keys["alice"], path=path, **fields))[0].status_code == 200
     assert not {"request_id", "session_id"} & set(engine.forwarded)
     for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
 
 def test_fields_without_effect_are_dropped(ask, keys, engine):
-    """null is accepted for every field, even if vLLM's type excludes it."""
-    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
-    assert ask(post(keys["alice"], path="/v1/completions", **nothing))[0].status_code == 200
-    assert not nothing.keys() & engine.forwarded.keys()
-    assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
+    """For every field, null is accepted, even if vLLM's type excludes it."""
+    without_effect = {
+        "best_of": 1,
+        "suffix": "",
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "n": None,
+        "echo": None,
+    }
+    assert ask(post(keys["alice"], path="/v1/completions", **without_effect))[0].status_code == 200
+    assert not without_effect.keys() & engine.forwarded.keys()
+    assert ask(post(keys["alice"], unknown_field=None))[0].status_code == 200
     ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
     assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None))[0].status_code == 200
     assert ignored.items() <= engine.forwarded.items()
@@ -547,14 +554,14 @@ def test_fields_without_effect_are_dropped(ask, keys, engine):
 
 
 @pytest.mark.parametrize(
-    ("number", "named"),
+    ("number", "quoted"),
     [(str(2**63), str(2**63)), (str(-(2**63) - 1), str(-(2**63) - 1)), ("9" * 1500, "9" * 40 + "... (1500 digits)")],
 )
-def test_integers_beyond_64_bits_are_refused(ask, keys, number, named, engine):
+def test_integers_beyond_64_bits_are_refused(ask, keys, number, quoted, engine):
     raw = f'{{"model": "a", "messages": [], "logit_bias": {{"1": {number}}}}}'
     (answer,) = ask(post(keys["alice"], raw=raw))
     assert error_of(answer) == (400, "invalid_value")
-    assert f"the number {named} is too large" in answer.json()["error"]["message"]
+    assert f"the number {quoted} is too large" in answer.json()["error"]["message"]
     assert engine.forwarded is None
 
 
@@ -564,15 +571,15 @@ def test_deepest_allowed_body_passes(ask, keys, engine):
 
 
 @pytest.mark.parametrize(
-    ("field", "most"), [("allowed_token_ids", 1024), ("logit_bias", 1024), ("stop_token_ids", 100)]
+    ("field", "limit"), [("allowed_token_ids", 1024), ("logit_bias", 1024), ("stop_token_ids", 100)]
 )
-def test_number_of_token_ids_is_limited(ask, keys, field, most):
+def test_number_of_token_ids_is_limited(ask, keys, field, limit):
     def ids(number):
         return {str(token_id): 0 for token_id in range(number)} if field == "logit_bias" else list(range(number))
 
-    requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (most + 1, most)]
-    many, as_many = ask(*requests, max_body_bytes=50_000)
-    assert (error_of(many), as_many.status_code) == ((400, "invalid_value"), 200)
+    requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (limit + 1, limit)]
+    too_many, allowed = ask(*requests, max_body_bytes=50_000)
+    assert (error_of(too_many), allowed.status_code) == ((400, "invalid_value"), 200)
 
 
 def test_stop_token_ids_are_unlimited_without_min_tokens(ask, keys):
@@ -617,7 +624,7 @@ def test_body_without_content_length_is_limited(ask, keys):
 
 @pytest.mark.parametrize(("more_body", "closes"), [(True, "close"), (False, None)])
 def test_connection_closes_after_an_unread_upload(settings, keys, more_body, closes):
-    """As the application does if the first piece is not a form."""
+    """The application answers without reading the whole body, as it does if the first piece is not a form."""
 
     async def application(scope, receive, send):
         await receive()
@@ -642,7 +649,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("request_of", "status"), REFUSED)
 def test_every_request_counts_toward_the_rate_limit(ask, keys, request_of, status):
-    """Refused requests, reads, deletes and cancellations take as much time as others."""
+    """Refused requests, reads, deletes and cancellations count, too, because they take the gate's time."""
     arguments, parts = request_of
     parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
     first, second = ask((arguments, parts), post(keys["slow"]))
@@ -658,22 +665,22 @@ def test_polling_has_its_own_rate_limit(ask, keys):
 
 
 def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
-    left = []
+    available_usd = []
 
     class RecordingEngine(Engine):
-        async def __call__(self, *what):
+        async def __call__(self, *asgi):
             budgets = totals_of(settings["ledger"]).budgets
-            left.append(budgets.reserve_batch("batch_1", small, 0.2))
+            available_usd.append(budgets.reserve_batch("batch_1", small, 0.2))
             budgets.settle_batch("batch_1", [small], 0)
-            await super().__call__(*what)
+            await super().__call__(*asgi)
 
     small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
     append_request(settings["ledger"], a_request(key="alice", model="a"))
     ask(post(keys["small"], model="b", max_tokens=1), app=RecordingEngine())
     ask(post(keys["small"], max_tokens=1), app=RecordingEngine())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
-    prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
-    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
+    prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # at most the model's context
+    assert available_usd == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
 
 
 def test_expired_key_is_refused_on_every_route(ask, settings):
@@ -686,7 +693,7 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "request_with",
     [
         lambda key: {"params": {"api_key": key, "key": key, "access_token": key, "authorization": f"Bearer {key}"}},
         lambda key: {"headers": {"x-api-key": key, "api-key": key, "x-goog-api-key": key}},
@@ -696,22 +703,22 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
         lambda key: {"headers": {"proxy-authorization": f"Bearer {key}"}},
     ],
 )
-def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
-    """URLs are logged, and browsers attach cookies to requests from any page."""
-    (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
+def test_key_is_only_read_from_the_authorization_header(ask, keys, request_with):
+    """A key in a URL would be logged, and browsers attach cookies to requests from any page."""
+    (answer,) = ask((("GET", "/v1/models"), request_with(keys["alice"])))
     assert error_of(answer) == (401, "missing_api_key")
 
 
 def test_default_max_tokens_are_the_smallest_limit(ask, keys, engine):
-    """A chat gets a cap instead of max_tokens, which vLLM would refuse with a long prompt."""
-    for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
-        ask(post(keys[key]), max_output_tokens=most)
+    """A chat gets a cap instead of max_tokens: after a long prompt, vLLM would refuse max_tokens beyond the context."""
+    for key, limit, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
+        ask(post(keys[key]), max_output_tokens=limit)
         assert engine.context.cap_tokens == cap
         assert "max_tokens" not in engine.forwarded
     ask(post(keys["small"], max_tokens=30))
     assert (engine.forwarded["max_tokens"], engine.context.cap_tokens) == (30, None)
-    for most, tokens in ((8, 8), (30, 16), (None, 16)):
-        ask(post(keys["alice"], path="/v1/completions", prompt="x"), max_output_tokens=most)
+    for limit, tokens in ((8, 8), (30, 16), (None, 16)):
+        ask(post(keys["alice"], path="/v1/completions", prompt="x"), max_output_tokens=limit)
         assert engine.forwarded["max_tokens"] == tokens
 
 
@@ -720,7 +727,7 @@ COMPLETIONS = "/v1/completions"
 
 def test_scored_prompt_counts_one_token_per_choice(ask, keys, engine):
     scored = {"path": COMPLETIONS, "echo": True, "max_tokens": 0, "logprobs": 1}
-    refused, answered, no_more = ask(
+    refused, answered, over_budget = ask(
         post(keys["small"], **scored, prompt=["x"] * 101),
         post(keys["small"], **scored, prompt=["x"] * 100),
         post(keys["small"], **scored, prompt="x"),
@@ -728,13 +735,13 @@ def test_scored_prompt_counts_one_token_per_choice(ask, keys, engine):
     assert error_of(refused) == (400, "max_tokens_too_large")
     assert answered.status_code == 200
     assert engine.forwarded["max_tokens"] == 0
-    assert error_of(no_more) == (429, "insufficient_quota")
+    assert error_of(over_budget) == (429, "insufficient_quota")
     (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), max_output_tokens=8)
     assert error_of(refused) == (400, "max_tokens_too_large")
 
 
 @pytest.mark.parametrize(
-    ("request_of", "most", "expected"),
+    ("request_of", "limit", "expected"),
     [
         ({"n": 4, "max_tokens": 16}, 64, 200),
         ({"n": 4, "max_tokens": 17}, 64, (400, "max_tokens_too_large")),
@@ -748,8 +755,8 @@ def test_scored_prompt_counts_one_token_per_choice(ask, keys, engine):
         ({"model": "b", "path": COMPLETIONS, "prompt": [[1]] * 3, "n": 3}, None, (400, "too_many_choices")),
     ],
 )
-def test_limits_include_all_choices(ask, keys, request_of, most, expected):
-    (answer,) = ask(post(keys["alice"], **request_of), max_output_tokens=most)
+def test_limits_include_all_choices(ask, keys, request_of, limit, expected):
+    (answer,) = ask(post(keys["alice"], **request_of), max_output_tokens=limit)
     assert (200 if answer.status_code == 200 else error_of(answer)) == expected
 
 
@@ -776,7 +783,7 @@ def streamed(answer):
     ],
 )
 def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, shown, engine):
-    """The replica removes usage; the gate passes the stream unchanged."""
+    """If the client did not ask for usage, the replica removes it; the gate passes the stream unchanged."""
     (answer,) = ask(post(keys["alice"], stream=True, **options))
     assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.context.shown_usage == shown
@@ -816,9 +823,9 @@ def test_slow_answer_times_out_and_is_cancelled(ask, keys):
     assert cancelled == [True]
 
 
-@pytest.mark.parametrize("is_hung_up", [True, False])
-def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_account, is_hung_up):
-    """By the engine's record, since no answer reached the gate; it exceeds the key's budget."""
+@pytest.mark.parametrize("client_disconnects", [True, False])
+def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_account, client_disconnects):
+    """No answer reached the gate, so it bills the engine's record from the ledger, which exceeds the key's budget."""
     engine_account.ready()
 
     async def hangs(scope, receive, send):
@@ -833,13 +840,13 @@ def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_acco
             raise
 
     async def scene():
-        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if is_hung_up else 0.2), ROUTES)
+        gate = Gate(hangs, GateSettings(**settings, request_timeout_s=60 if client_disconnects else 0.2), ROUTES)
         transport = httpx.ASGITransport(app=gate)
         async with httpx.AsyncClient(transport=transport, base_url="http://peagle") as http:
             arguments, body = post(keys["small"])
             first = asyncio.create_task(http.request(*arguments, **body))
             await asyncio.sleep(0.1)
-            if is_hung_up:
+            if client_disconnects:
                 first.cancel()
             await asyncio.wait([first])
             await asyncio.sleep(1)  # the poll interval of the ledger
@@ -851,23 +858,23 @@ def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_acco
 def test_running_requests_are_counted(ask, keys):
     load, seen = Load(), []
 
-    class Watched(Engine):
+    class RecordingEngine(Engine):
         async def __call__(self, scope, receive, send):
             seen.append((load.num_running("a"), load.num_running("b")))
             await super().__call__(scope, receive, send)
 
-    def watched(**kwargs):
-        return ask(*kwargs.pop("requests"), app=Watched(**kwargs), load=load)
+    def send(*requests, **engine_options):
+        return ask(*requests, app=RecordingEngine(**engine_options), load=load)
 
-    watched(requests=[post(keys["alice"]), post(keys["alice"], model="b")])
-    watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
+    send(post(keys["alice"]), post(keys["alice"], model="b"))
+    send(post(keys["alice"]), error=RuntimeError("boom"))
     assert seen == [(1, 0), (0, 1), (1, 0)]
     assert load.num_running("a") == load.num_running("b") == 0
 
 
 @pytest.fixture
-def written(tmp_path):
-    """All lines of the prompt log."""
+def read_prompt_log(tmp_path):
+    """Return a function that returns all records of the prompt log."""
 
     def read():
         paths = (tmp_path / "state" / "prompts").iterdir()
@@ -876,13 +883,13 @@ def written(tmp_path):
     return read
 
 
-def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, written):
+def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, read_prompt_log):
     folder, chat = tmp_path / "state" / "prompts", [{"role": "user", "content": "what I ask"}]
     ask(post(keys["alice"], messages=chat))
     assert not folder.exists()
     requests = post(keys["alice"], messages=chat, stream=True), post(keys["boss"], path="/v1/completions", prompt="Hé")
     answers = ask(*requests, get("/v1/cost", keys["boss"]), post(keys["alice"], model="c"), prompts=folder)
-    first, second = written()
+    first, second = read_prompt_log()
     assert first["body"] == {"model": "a", "messages": chat, "stream": True}
     assert (first["key"], first["model"], first["path"]) == ("alice", "a", CHAT)
     assert (second["key"], second["path"], second["body"]["prompt"]) == ("boss", "/v1/completions", "Hé")
@@ -908,13 +915,13 @@ async def test_disconnect_during_prompt_log_releases_reservation(settings, keys,
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
         arguments, body = post(keys["alice"])
         answer = await http.request(*arguments, **body)
-    answer, waiting = answer, gate._limits._waiting
+    waiting = gate._limits._waiting
     assert error_of(answer) == (504, "timeout")
-    assert len(waiting) == 1  # expires after two minutes, since it never reached an engine
+    assert len(waiting) == 1  # the reservation expires after two minutes, since the request never reached an engine
 
 
 def test_large_body_is_acknowledged(settings, keys):
-    """Otherwise the proxy would wait forever after one window."""
+    """Without acknowledgements, the proxy would wait forever after one window."""
     gate = Gate(Engine(), GateSettings(**settings | {"max_body_bytes": 8 << 20}), ROUTES)
     piece = {"type": "http.request", "body": b" " * (1 << 20), "more_body": True, "peagle.expects_acks": True}
     sent = sent_by(gate, *[piece] * 6, {**piece, "body": b"{}", "more_body": False}, key=keys["alice"])
@@ -922,19 +929,19 @@ def test_large_body_is_acknowledged(settings, keys):
     assert acks == [(number + 1) << 20 for number in range(6)]
 
 
-@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("without keys", False)])
-def test_consecutive_refusals_are_delayed_with_keys(ask, keys, refused, is_held):
-    requires_key = refused in ("alice", None)
-    requests = [get("/v1/nothing", keys.get(refused))] * 25
+@pytest.mark.parametrize(("key_name", "is_delayed"), [("alice", True), (None, True), ("without keys", False)])
+def test_consecutive_refusals_are_delayed_with_keys(ask, keys, key_name, is_delayed):
+    requires_key = key_name in ("alice", None)
+    requests = [get("/v1/nothing", keys.get(key_name))] * 25
     started = time.monotonic()
     answers = ask(*requests, requires_key=requires_key, refusals_per_s=8)
-    assert {answer.status_code for answer in answers} == {404 if refused else 401}
-    assert (time.monotonic() - started >= 0.3) == is_held
+    assert {answer.status_code for answer in answers} == {404 if key_name else 401}
+    assert (time.monotonic() - started >= 0.3) == is_delayed
 
 
-def a_scope(attributes=None, path="/invocations", **more):
+def a_scope(attributes=None, path="/invocations", **values):
     headers = [(b"x-amzn-sagemaker-custom-attributes", attributes.encode())] if attributes else []
-    return {"type": "http", "method": "POST", "path": path, "headers": headers, **more}
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, **values}
 
 
 def test_request_without_attributes_is_unchanged():

@@ -68,7 +68,7 @@ def test_duplicate_key_name_is_refused(tmp_path):
 
 
 @pytest.fixture
-def watched(tmp_path, monkeypatch):
+def key_ring(tmp_path, monkeypatch):
     """A file with two keys, a ring that reloads it at each call, and the keys with their records."""
     monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
@@ -77,8 +77,8 @@ def watched(tmp_path, monkeypatch):
     return path, KeyRing(path), alice, bob
 
 
-def test_revoked_key_is_invalid_without_a_restart(watched):
-    path, ring, (alice, a), (bob, b) = watched
+def test_revoked_key_is_invalid_without_a_restart(key_ring):
+    path, ring, (alice, a), (bob, b) = key_ring
     assert ring.find(bob) == b
     write_keys(path, [a])
     assert ring.find(bob) is None
@@ -94,15 +94,15 @@ def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
     write_keys(path, [alice])
     ring = KeyRing(path)
     write_keys(path, [new_key("alice", budget_usd=2)[1]])
-    now = ring.current(alice.without_hash())
-    assert (now.budget_usd, now.sha256) == (2, "0" * 64)
+    current = ring.current(alice.without_hash())
+    assert (current.budget_usd, current.sha256) == (2, "0" * 64)
     write_keys(path, [])
     assert ring.current(alice) is None
     assert ring.current(LOCAL) == LOCAL
 
 
-def test_damaged_file_keeps_previous_keys_and_is_logged_once(watched, caplog):
-    path, ring, (alice, a), (bob, b) = watched
+def test_damaged_file_keeps_previous_keys_and_is_logged_once(key_ring, caplog):
+    path, ring, (alice, a), (bob, b) = key_ring
     assert ring.find(alice) == a
     for text in ("[,]", "[,,]"):
         path.write_text(text)
@@ -118,12 +118,12 @@ def test_damaged_file_keeps_previous_keys_and_is_logged_once(watched, caplog):
     assert ring.find(alice) == a
 
 
-def test_unreadable_file_is_retried(watched, monkeypatch):
-    path, ring, (alice, a), (bob, b) = watched
+def test_unreadable_file_is_retried(key_ring, monkeypatch):
+    path, ring, (alice, a), (bob, b) = key_ring
     assert ring.find(bob) == b
     write_keys(path, [a])
-    with monkeypatch.context() as moment:
-        moment.setattr(ring._file, "_read", refuse)
+    with monkeypatch.context() as outage:
+        outage.setattr(ring._file, "_read", refuse)
         assert ring.find(bob) == b
     assert ring.find(bob) is None
     assert ring.find(alice) == a
@@ -147,10 +147,10 @@ def test_unreadable_key_file_raises(tmp_path):
 def test_expired_key_has_no_current_record(tmp_path, monkeypatch):
     _, record = new_key("alice", expires_at=1000)
     ring = KeyRing(None, [record])
-    for now, is_there in ((999.9, True), (1000, False), (1e9, False)):
+    for now, is_valid in ((999.9, True), (1000, False), (1e9, False)):
         monkeypatch.setattr(module.time, "time", lambda now=now: now)
-        assert (ring.current(record) is not None) == is_there
-        assert record.is_expired() != is_there
+        assert (ring.current(record) is not None) == is_valid
+        assert record.is_expired() != is_valid
 
 
 @pytest.mark.parametrize(

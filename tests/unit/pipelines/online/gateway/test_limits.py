@@ -59,9 +59,9 @@ def limits(clock, totals):
     return KeyLimits(totals, monotonic=clock)
 
 
-def admitted(limits, record, tokens=1, model="m", prompt=0, request_id=None, **more):
+def admitted(limits, record, tokens=1, model="m", prompt=0, request_id=None, **options):
     request_id = request_id or f"r{next(NUMBERS)}"
-    return limits.admit(record, model, request_id=request_id, prompt_tokens=prompt, output_tokens=tokens, **more)
+    return limits.admit(record, model, request_id=request_id, prompt_tokens=prompt, output_tokens=tokens, **options)
 
 
 def admit(*args, **options):
@@ -82,9 +82,9 @@ def spend(limits, record, usd):
     settle(limits, admit(limits, record), usd=usd)
 
 
-def too_often(limits, record, **how):
+def rate_refusal(limits, record):
     with pytest.raises(ApiError) as caught:
-        limits.count_request(record, **how)
+        limits.count_request(record)
     return caught.value
 
 
@@ -93,10 +93,10 @@ def test_requests_per_minute_are_limited(clock, limits):
     limits.count_request(alice)
     clock.now += 20
     limits.count_request(alice)
-    error = too_often(limits, alice)
+    error = rate_refusal(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
     clock.now += 39.9
-    too_often(limits, alice)
+    rate_refusal(limits, alice)
     clock.now += 0.1
     limits.count_request(alice)
 
@@ -105,7 +105,7 @@ def test_refused_requests_do_not_count(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(5):
-        too_often(limits, alice)
+        rate_refusal(limits, alice)
     clock.now += 60
     limits.count_request(alice)
 
@@ -124,9 +124,9 @@ def test_output_tokens_are_reserved_until_known(clock, limits):
 def test_prompt_bytes_are_reserved_until_tokens_are_known(clock, limits):
     alice = key(input_tokens_per_min=100)
     first = admit(limits, alice, prompt=60)
-    waits = refusal(limits, alice, prompt=60)
-    assert (waits.status, waits.code, waits.retry_after_s) == (429, "rate_limit_exceeded", 1.0)
-    assert "100 input tokens a minute" in waits.message
+    error = refusal(limits, alice, prompt=60)
+    assert (error.status, error.code, error.retry_after_s) == (429, "rate_limit_exceeded", 1.0)
+    assert "100 input tokens a minute" in error.message
     settle(limits, first, prompt=15)
     settle(limits, admit(limits, alice, prompt=85), prompt=20)
     assert admit(limits, key(), prompt=10_000)
@@ -140,7 +140,7 @@ def test_long_prompt_is_admitted_if_no_other_request_counts(clock, limits):
     assert refusal(limits, alice, prompt=1).retry_after_s == 1.0
     settle(limits, long, prompt=1200)
     clock.now += 10
-    assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until a minute after the long one
+    assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until a minute after the long prompt
     clock.now += 50
     admit(limits, alice, prompt=1)
 
@@ -166,7 +166,7 @@ def test_concurrent_requests_of_a_key_are_limited(limits):
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "2 concurrent requests" in error.message
     for _ in range(2):
-        limits.settle(first, None)  # disconnected: it no longer runs, although its tokens are unknown
+        limits.settle(first, None)  # a disconnected request no longer runs, although its tokens are unknown
     admit(limits, alice)
     refusal(limits, alice)
     settle(limits, first, 1, 0)
@@ -206,7 +206,7 @@ def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
 
 
 def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
-    """The attack: very long prompts that only reserve one output token."""
+    """The attack would be very long prompts that reserve only one output token."""
     alice, prices["m"] = key(budget_usd=1), a_price(0.001, 0.0001)
     admit(limits, alice, 1, prompt=4000)
     admit(limits, alice, 1, prompt=4000)
@@ -215,14 +215,14 @@ def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
 
 
 def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
-    """The attack: sixty concurrent requests with a budget of a ten-millionth of a dollar."""
+    """The attack would be many concurrent requests with a budget of a ten-millionth of a dollar."""
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
     for model in ("m", "another"):
         assert "reserved by running requests" in refusal(limits, alice, model=model).message
     assert budgets.reserve_batch("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
-    refusal(limits, alice)  # the cost of the first is still unknown
+    refusal(limits, alice)  # the cost of the first request is still unknown
     settle(limits, first, 1, 5e-8)
     admit(limits, alice)
     refusal(limits, alice, model="another")  # not concurrently with another request
@@ -254,7 +254,7 @@ def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
     assert budgets.reserve_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
-    asyncio.run(limits.require_budget(alice))  # free actions, such as creating a batch
+    asyncio.run(limits.require_budget(alice))  # free actions, such as creating a batch, are allowed
     for _ in range(2):
         budgets.settle_batch("batch_1", ["alice"], 0.6)
     settle(limits, admit(limits, alice), 1, 0.4)
@@ -269,30 +269,30 @@ def test_budget_is_overspent_by_at_most_one_request(seed, totals, clock):
 
 async def overspend_if_possible(random, limits, budgets, prices):
     prices["m"] = a_price(0.01, 0.001)
-    alice, under_way, is_batch_on = key(budget_usd=1), [], False
-    beyond_usd = dearest_usd = 0.0
+    alice, running, has_batch = key(budget_usd=1), [], False
+    above_reservations_usd = highest_usd = 0.0  # costs above their reservations; the most expensive request
     for step in range(400):
         if step == 200:
             prices["new"] = a_price(0.02, 0.002)
         if random.random() < 0.6:
             model, tokens, prompt = random.choice(["m", "new"]), random.randint(1, 30), random.randint(0, 200)
-            held_usd = prices[model].of(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
+            reserved_usd = prices[model].of(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
             with contextlib.suppress(ApiError):
-                under_way.append((await admitted(limits, alice, tokens, model, prompt), held_usd))
-        elif under_way:
-            permit, held_usd = under_way.pop(random.randrange(len(under_way)))
-            usd = random.uniform(0, 1.3) * (held_usd or 0.2)
-            beyond_usd += max(0.0, usd - held_usd) if held_usd is not None else 0.0
-            dearest_usd = max(dearest_usd, usd)
+                running.append((await admitted(limits, alice, tokens, model, prompt), reserved_usd))
+        elif running:
+            permit, reserved_usd = running.pop(random.randrange(len(running)))
+            usd = random.uniform(0, 1.3) * (reserved_usd or 0.2)
+            above_reservations_usd += max(0.0, usd - reserved_usd) if reserved_usd is not None else 0.0
+            highest_usd = max(highest_usd, usd)
             settle(limits, permit, 1, usd)
-        elif not is_batch_on:
-            is_batch_on = budgets.reserve_batch("b", "alice", 1 - budgets.spent_usd("alice")) > 0
-    for permit, held_usd in under_way:
-        usd = 1.3 * (held_usd or 0.2)
-        beyond_usd += usd - held_usd if held_usd is not None else 0.0
-        dearest_usd = max(dearest_usd, usd)
+        elif not has_batch:
+            has_batch = budgets.reserve_batch("b", "alice", 1 - budgets.spent_usd("alice")) > 0
+    for permit, reserved_usd in running:
+        usd = 1.3 * (reserved_usd or 0.2)
+        above_reservations_usd += usd - reserved_usd if reserved_usd is not None else 0.0
+        highest_usd = max(highest_usd, usd)
         settle(limits, permit, 1, usd)
-    assert budgets.spent_usd("alice") <= 1 + dearest_usd + beyond_usd
+    assert budgets.spent_usd("alice") <= 1 + highest_usd + above_reservations_usd
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def shared(totals):
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=1, budget_every="month")
 
 
-def tagged(limits, record, request_id):
+def admit_tagged(limits, record, request_id):
     return admit(limits, record, request_id=request_id, tags='{"team": "search", "x": "y"}')
 
 
@@ -310,16 +310,16 @@ def tagged(limits, record, request_id):
 def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     prices["m"] = a_price(0.6)
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
-    permit = tagged(limits, alice, "1")
+    permit = admit_tagged(limits, alice, "1")
     with pytest.raises(
         ApiError, match="the budget of \\$1 a month of team=search is reserved by running requests"
     ) as caught:
-        tagged(limits, bob, "2")
+        admit_tagged(limits, bob, "2")
     assert caught.value.code == "rate_limit_exceeded"
     assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "a refused request reserves nothing"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
-        tagged(limits, bob, "4")
+        admit_tagged(limits, bob, "4")
     with pytest.raises(ApiError, match="of team=search is spent"):
         asyncio.run(limits.require_budget(bob, '{"team": "search"}'))
     admit(limits, bob)
@@ -342,7 +342,7 @@ ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100)
 POOR = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
 
 
-def used(account, request_id, tokens, busy_s, clock):
+def request_usage(account, request_id, tokens, busy_s, clock):
     request = account.begin(Context(request_id=request_id, key="alice"))
     clock.now += busy_s
     request.tally = AnswerTally(num_output_tokens=tokens)
@@ -362,8 +362,8 @@ def ledger_limits(engine_account, tmp_path, clock):
 
 
 @pytest.fixture
-def restarted(engine_account, tmp_path, clock):
-    """Start another ingress with the same ledger."""
+def restart(engine_account, tmp_path, clock):
+    """Return a function that starts another ingress with the same ledger."""
 
     def start():
         totals_of.cache_clear()
@@ -376,7 +376,7 @@ def restarted(engine_account, tmp_path, clock):
 def test_tokens_of_a_disconnected_request_count(ledger_limits, engine_account, clock, tmp_path):
     ledger_limits.settle(admit(ledger_limits, ALICE, 100, request_id="r1"), None)
     refused(ledger_limits, ALICE, 50, "output tokens a minute")
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 2, clock))
     admit(ledger_limits, ALICE, 60)
     refused(ledger_limits, ALICE, 1, "output tokens a minute")
 
@@ -384,13 +384,13 @@ def test_tokens_of_a_disconnected_request_count(ledger_limits, engine_account, c
 def test_cost_of_a_disconnected_request_counts(ledger_limits, engine_account, clock, tmp_path):
     ledger_limits.settle(admit(ledger_limits, POOR, 100, request_id="r1"), None)
     refused(ledger_limits, POOR, 1, "reserved by running requests")
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
     refused(ledger_limits, POOR, 1, "is spent")
 
 
 def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account, clock, tmp_path):
     permits = {request_id: admit(ledger_limits, ALICE, 50, request_id=request_id) for request_id in ("r1", "r2")}
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 2, clock))
     asyncio.run(ledger_limits.catch_up())
     ledger_limits.settle(permits["r1"], None)
     admit(ledger_limits, ALICE, 10)
@@ -400,7 +400,7 @@ def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account,
 
 async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account, clock, tmp_path, monkeypatch):
     ledger_limits.settle(await admitted(ledger_limits, ALICE, 100, request_id="r1"), None)
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 2, clock))
     read, has_begun, may_end = ledger_limits._totals.catch_up, threading.Event(), threading.Event()
 
     def slow():
@@ -409,12 +409,12 @@ async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_ac
         return read()
 
     monkeypatch.setattr(ledger_limits._totals, "catch_up", slow)
-    asked = asyncio.create_task(ledger_limits.catch_up())
+    read_task = asyncio.create_task(ledger_limits.catch_up())
     await asyncio.to_thread(has_begun.wait, 10)
-    asked.cancel()
-    await asyncio.wait([asked])
+    read_task.cancel()
+    await asyncio.wait([read_task])
     clock.now += 2
-    await ledger_limits.catch_up()  # of another request, which does not read the ledger again
+    await ledger_limits.catch_up()  # another request's call, which does not start a second read
     may_end.set()
     async with asyncio.timeout(10):
         while ledger_limits._waiting:
@@ -424,25 +424,25 @@ async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_ac
         await admitted(ledger_limits, ALICE, 1)
 
 
-def test_spend_before_a_restart_counts(restarted, engine_account, clock, tmp_path):
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
-    refused(restarted(), POOR, 1, "is spent")
+def test_spend_before_a_restart_counts(restart, engine_account, clock, tmp_path):
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
+    refused(restart(), POOR, 1, "is spent")
 
 
-def test_requests_running_at_a_restart_count_when_recorded(restarted, engine_account, clock, tmp_path):
-    admit(restarted(), POOR, 1, request_id="r1")
-    after = restarted()
+def test_requests_running_at_a_restart_count_when_recorded(restart, engine_account, clock, tmp_path):
+    admit(restart(), POOR, 1, request_id="r1")
+    after = restart()
     permit = admit(after, POOR, 1, request_id="r2")
     after.settle(permit, ActualUsage(output_tokens=1, usd=0.01))
-    append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))
     refused(after, POOR, 1, "is spent")
 
 
 def test_ended_batch_is_charged_within_half_a_minute(ledger_limits, engine_account, clock, tmp_path):
     asyncio.run(ledger_limits.catch_up())
-    clock.now += 121  # after a start, the ledger is read each second
+    clock.now += 121  # in the first two minutes, the ledger is read every second
     asyncio.run(ledger_limits.catch_up())
-    batch = replace(used(engine_account, "batch_1", 40, 0, clock), usd=1.02)
+    batch = replace(request_usage(engine_account, "batch_1", 40, 0, clock), usd=1.02)
     for _ in range(2):
         write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
     asyncio.run(ledger_limits.catch_up())
@@ -451,9 +451,9 @@ def test_ended_batch_is_charged_within_half_a_minute(ledger_limits, engine_accou
     refused(ledger_limits, POOR, 1, "is spent")
 
 
-def test_token_prices_survive_a_restart(restarted, tmp_path):
+def test_token_prices_survive_a_restart(restart, tmp_path):
     append_request(tmp_path / "ledger", a_request(key="bob"))  # 0.0005 USD an output token
-    after = restarted()
+    after = restart()
     admit(after, POOR, 999, request_id="r1")
     admit(after, POOR, 999, request_id="r2")
     refused(after, POOR, 99, "reserved by running requests")
@@ -471,18 +471,18 @@ def test_model_has_a_price_soon_after_its_first_answer(ledger_limits, clock, tmp
     admit(ledger_limits, POOR, 1, request_id="r3")
 
 
-def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restarted, tmp_path, monkeypatch):
+def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
-    after = restarted()
+    after = restart()
     admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
-    for key_name in (
+    for admission in (
         after.admit(POOR, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
         after.require_budget(POOR),
     ):
         with pytest.raises(ApiError) as caught:
-            asyncio.run(key_name)
+            asyncio.run(admission)
         assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)

@@ -12,16 +12,16 @@ def replicas(running, starting=0):
     return {"num_running_replicas": running, "num_starting_replicas": starting, "num_stopping_replicas": 0}
 
 
-@pytest.mark.parametrize(("running", "under_way", "waiting"), [(2, 25, 7), (2, 18, 0), (0, 3, 3), (1, 0, 0)])
-def test_requests_beyond_the_engines_capacity_wait(running, under_way, waiting):
-    load = describe_load(CARD, replicas(running, starting=1), under_way)
+@pytest.mark.parametrize(("running", "in_flight", "waiting"), [(2, 25, 7), (2, 18, 0), (0, 3, 3), (1, 0, 0)])
+def test_requests_beyond_the_engines_capacity_wait(running, in_flight, waiting):
+    load = describe_load(CARD, replicas(running, starting=1), in_flight)
     assert load["num_requests_waiting"] == waiting
-    assert load["num_requests_under_way"] == under_way
+    assert load["num_requests_under_way"] == in_flight
     assert (load["num_running_replicas"], load["num_starting_replicas"], load["max_replicas"]) == (running, 1, 4)
 
 
 class Clock:
-    """A clock that advances only by sleeping; records the sleeps."""
+    """A clock that records each sleep and advances by it. With `passes=False`, sleeps never end."""
 
     def __init__(self, *, passes=True):
         self.now, self.slept, self._passes = 100.0, [], passes
@@ -32,33 +32,33 @@ class Clock:
             await asyncio.Event().wait()
         self.now += seconds
 
-    def pace(self, per_s=4):
+    def refusal_delay(self, per_s=4):
         return RefusalDelay(per_s, monotonic=lambda: self.now, sleep=self.sleep)
 
 
-async def refuse(pace, account, times):
+async def refuse(delay, account, times):
     for _ in range(times):
-        await pace.wait(account)
+        await delay.wait(account)
 
 
 async def test_consecutive_refusals_are_delayed_per_key():
     clock = Clock()
-    pace = clock.pace()
-    await refuse(pace, "alice", 21)
-    await refuse(pace, "bob", 5)
+    delay = clock.refusal_delay()
+    await refuse(delay, "alice", 21)
+    await refuse(delay, "bob", 5)
     assert clock.slept == []
-    await refuse(pace, "alice", 10)
+    await refuse(delay, "alice", 10)
     assert clock.slept == pytest.approx([0.25] * 10)
     clock.slept.clear()
     clock.now += 5.25
-    await refuse(pace, "alice", 21)
+    await refuse(delay, "alice", 21)
     assert clock.slept == []
 
 
 async def test_delay_and_number_of_delayed_refusals_are_limited():
     clock = Clock(passes=False)
-    pace = clock.pace()
-    tasks = [asyncio.create_task(pace.wait("alice")) for _ in range(500)]
+    delay = clock.refusal_delay()
+    tasks = [asyncio.create_task(delay.wait("alice")) for _ in range(500)]
     await asyncio.wait(tasks, timeout=0.2)
     delayed = [task for task in tasks if not task.done()]
     for task in delayed:
@@ -67,7 +67,7 @@ async def test_delay_and_number_of_delayed_refusals_are_limited():
     assert len(delayed) == 64
     assert max(clock.slept) == pytest.approx(2.0)
     clock.now += 60
-    await refuse(pace, "alice", 21)  # cancelled ones no longer count
+    await refuse(delay, "alice", 21)  # cancelled refusals no longer count
     assert len(clock.slept) == 64
 
 

@@ -1,6 +1,6 @@
-"""Gate and router match every path equally, and no route answers without the gate.
+"""Tests that gate and router match the same route for every path, and that no route answers without the gate.
 
-Uses the real routes and the real application, as Ray builds it.
+They use the real routes and the application that Ray Serve runs.
 """
 
 import asyncio
@@ -64,19 +64,19 @@ def paths(draw):
 
 
 def scope_of(raw, method, prefix=""):
-    """Return the scope as uvicorn would."""
+    """Return the ASGI scope that uvicorn would make."""
     path = prefix + urllib.parse.unquote(raw.partition("?")[0])
     return {"type": "http", "method": method, "path": path, "root_path": prefix, "headers": [], "query_string": b""}
 
 
-def found_by_router(app, scope):
+def router_match(app, scope):
     for route in app.router.routes:
         if route.matches(scope)[0] is Match.FULL:
             return scope["method"], route.path
     return None
 
 
-def found_by_gate(scope):
+def gate_match(scope):
     try:
         route = find_route(TABLE, scope)
     except ApiError:
@@ -91,17 +91,17 @@ def found_by_gate(scope):
 def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
     scope = scope_of(raw, method, prefix)
     if path_refusal(scope):
-        assume(found_by_router(app, scope) is not None)  # only paths that would be answered need refusing
+        assume(router_match(app, scope) is not None)  # refusing a path is pointless if no route matches it
         assert not scope["path"].isprintable()
     else:
-        assert found_by_router(app, scope) == found_by_gate(scope)
+        assert router_match(app, scope) == gate_match(scope)
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 @pytest.mark.parametrize("end", ["%0A", "%0D", "%0D%0A", "%00", "%C2%85", "%E2%80%A8", "%7F", "%0B", "%1C"])
-def test_unprintable_path_is_refused_first(app, route, end):
+def test_unprintable_path_is_refused_before_the_key_check(app, route, end):
     path = route.path.partition("{")[0] + ("x" if "{" in route.path else "") + end
-    answer = requested(app, route.method, path)
+    answer = response_to(app, route.method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path")
     assert "x-peagle-request-id" in answer.headers
 
@@ -116,13 +116,13 @@ def test_every_route_is_guarded(app):
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
-    """Without a pass, or with one for another route, as if gate and router parsed a path differently."""
+    """The pass is missing, forged or for another route, as if gate and router had parsed the path differently."""
     other = next(entry for entry in TABLE if entry.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
-    for past in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
+    for wrong in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
         with pytest.raises(ApiError) as caught:
-            asyncio.run(app.router(dict(past), nothing, nothing))
+            asyncio.run(app.router(dict(wrong), nothing, nothing))
         assert caught.value.status == 500
     assert "without the gate's pass" in caplog.text
 
@@ -156,8 +156,8 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
-def test_body_without_gate_is_not_read(app, path):
-    """Otherwise a route with a rule that reads no body would accept one without limits."""
+def test_body_that_the_gate_did_not_read_is_refused(app, path):
+    """Otherwise, a route whose rule reads no body would accept a body of any size."""
     (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))
@@ -181,14 +181,14 @@ def test_websockets_are_refused(tmp_path):
 
 
 def test_rules_of_routes():
-    of_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
-    assert of_rule[Rule.OPEN] == {("GET", "/health")}
+    by_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
+    assert by_rule[Rule.OPEN] == {("GET", "/health")}
     public = ("/", "/page/{name}", "/docs", "/docs/{name}", "/openapi.json")
-    assert of_rule[Rule.PAGE] == {("GET", path) for path in public}
-    assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
-    assert of_rule[Rule.CREATE_BATCH] == {("POST", "/v1/batches")}
-    assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
-    assert of_rule[Rule.POLL] == {("GET", "/v1/live"), ("GET", "/v1/cost")}
+    assert by_rule[Rule.PAGE] == {("GET", path) for path in public}
+    assert by_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
+    assert by_rule[Rule.CREATE_BATCH] == {("POST", "/v1/batches")}
+    assert by_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
+    assert by_rule[Rule.POLL] == {("GET", "/v1/live"), ("GET", "/v1/cost")}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_other_paths_and_methods_are_refused(method, path, expected):
     assert caught.value.status == expected
 
 
-def requested(app, method, path):
+def response_to(app, method, path):
     async def run():
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -215,12 +215,12 @@ def requested(app, method, path):
 
 
 async def nothing(*_):
-    raise AssertionError("nothing is read or sent")
+    raise AssertionError("a message was read or sent")
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_unknown_query_parameters_are_refused(app, route):
-    (ours,) = [
+    (registered_route,) = [
         registered
         for registered in app.router.routes
         if (route.method, route.path) == (next(iter(registered.methods)), registered.path)
@@ -228,6 +228,6 @@ def test_unknown_query_parameters_are_refused(app, route):
     body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
     with pytest.raises(ApiError) as caught:
-        asyncio.run(ours.handle(with_pass(scope, route, body=body), None, None))
+        asyncio.run(registered_route.handle(with_pass(scope, route, body=body), None, None))
     assert (caught.value.status, caught.value.code, caught.value.param) == (422, "unknown_parameter", "form")
     assert ("start" in caught.value.message) == (route.path == "/v1/cost")

@@ -30,20 +30,21 @@ def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
 
 def test_concurrent_requests_share_busy_seconds(engine_account, clock):
     engine_account.ready()
-    first, two = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
+    first, second = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
     clock.now += 4
     assert first.finish("ok").usage.busy_s == pytest.approx(2)
     clock.now += 1
-    assert two.finish("ok").usage.busy_s == pytest.approx(3)
+    assert second.finish("ok").usage.busy_s == pytest.approx(3)
 
 
-def test_each_choice_has_a_share(engine_account, clock):
+def test_request_is_billed_per_choice(engine_account, clock):
     engine_account.ready()
-    single, three = (engine_account.begin(Context(request_id="r", key="a", num_choices=number)) for number in (1, 3))
+    contexts = [Context(request_id="r", key="a", num_choices=number) for number in (1, 3)]
+    one_choice, three_choices = map(engine_account.begin, contexts)
     clock.now += 4
-    assert three.finish("ok").usage.busy_s == pytest.approx(3)
+    assert three_choices.finish("ok").usage.busy_s == pytest.approx(3)
     clock.now += 1
-    assert single.finish("ok").usage.busy_s == pytest.approx(2)
+    assert one_choice.finish("ok").usage.busy_s == pytest.approx(2)
 
 
 def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):
@@ -62,17 +63,17 @@ def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):
 @pytest.mark.parametrize("first", ["ok", "failed"])
 def test_retried_request_is_billed_once(engine_account, clock, tmp_path, first):
     asked_at = time.time()
-    died = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
-    for account in (died, engine_account):
+    crashed = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
+    for account in (crashed, engine_account):
         account.ready()
-    request = died.begin(Context(request_id="r", key="alice"))
+    request = crashed.begin(Context(request_id="r", key="alice"))
     clock.now += 3
     request.write(first)
-    for request_id, first_asked_at in (("r", asked_at), ("another", asked_at), ("not again", None)):
+    for request_id, first_asked_at in (("r", asked_at), ("another", asked_at), ("not retried", None)):
         request = engine_account.begin(Context(request_id=request_id, key="alice", first_asked_at=first_asked_at))
         clock.now += 1
         request.write("ok")
-    died.end()
+    crashed.end()
     records = RequestReader(tmp_path / "ledger").new()
     assert sum(record.request_id == "r" for record in records) == 1
     assert sum(record.usd > 0 for record in records) == 3

@@ -23,7 +23,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 
 
 def answer(kind="chat", engine=None, **body):
-    """Return all parts of an answer."""
+    """Return all parts of the fake engine's answer: one object, or the events of a stream."""
 
     async def scene():
         serve_engine = engine or FakeServeEngine(ServedModelOptions(engine="fake", num_speculative_tokens=3), CONFIG)
@@ -76,7 +76,7 @@ def test_logprobs_have_openais_format():
 
 
 def test_events_have_the_usage_of_their_choice():
-    """Like vLLM."""
+    """As in vLLM, the usage of an event counts only the event's choice."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
     last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
     assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
@@ -118,7 +118,7 @@ async def test_crash_in_a_stream_is_an_error_event():
     with pytest.raises(EngineDeadError):
         await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
     await engine.shutdown()
-    first, (*_, failure, end) = first, rest
+    *_, failure, end = rest
     assert next(events(first))["choices"]
     assert next(events(failure))["error"]["code"] == 500
     assert end == "data: [DONE]\n\n"

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ def row(name="r", **sampling):
 
 
 class Rows:
-    """An engine that answers a row when a test sets its result."""
+    """An engine with lent slots. It answers a row once a test sets the row's result in `ends`."""
 
     def __init__(self, account, slots=None):
         self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
@@ -60,18 +61,18 @@ def generation(num_output_tokens=7):
 
 @contextlib.asynccontextmanager
 async def interactive_request(slots, num_choices=1):
-    """An interactive request that runs inside the `with`."""
+    """Run an interactive request until the `with` block ends."""
     end = asyncio.Event()
 
     async def answer():
         yield "begun"
         await end.wait()
 
-    track_interactive = slots.track_interactive(answer(), num_choices)
-    assert await anext(track_interactive) == "begun"
+    parts = slots.track_interactive(answer(), num_choices)
+    assert await anext(parts) == "begun"
     yield
     end.set()
-    assert [part async for part in track_interactive] == []
+    assert [part async for part in parts] == []
 
 
 def records(tmp_path):
@@ -118,9 +119,8 @@ async def test_newest_rows_are_returned_for_interactive_requests(engine_account,
         for number in range(3):
             rows.ends[f"r{number}"].set_result(generation())
         await rows.done()
-    states, returned = states, rows.replies["r4"][-1]
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
-    assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds"
+    assert rows.replies["r4"][-1].engine_s == pytest.approx(2.0), "five rows share ten seconds"
     assert sorted((record.request_id, record.outcome) for record in records(tmp_path)) == [
         ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
     ]  # fmt: skip
@@ -128,8 +128,7 @@ async def test_newest_rows_are_returned_for_interactive_requests(engine_account,
 
 async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
     calls = []
-    engine_account._listener = type("Listener", (), {"request": calls.append, "heartbeat": lambda self, one: None})()
-
+    engine_account._listener = SimpleNamespace(request=calls.append, heartbeat=lambda session: None)
     engine_account.ready()
     rows = Rows(engine_account)
     await rows.ask("r")

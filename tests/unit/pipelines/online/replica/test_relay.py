@@ -41,15 +41,15 @@ async def generate(items, error=None):
         raise error
 
 
-def is_note(item):
+def is_usage_report(item):
     """Return whether the item only reports the usage of a request without an answer."""
     return isinstance(item, StreamEnd) and not item.text
 
 
-def passed(account, answers, **options):
+def relayed_items(account, answers, **options):
     async def collect():
         relayed = relay(answers, partial(account.begin, CONTEXT), **options)
-        return [item async for item in relayed if not is_note(item)]
+        return [item async for item in relayed if not is_usage_report(item)]
 
     return asyncio.run(collect())
 
@@ -68,7 +68,7 @@ def test_stream_reports_its_usage_to_the_gate(engine_account, shown_usage):
 
         return asyncio.run(collect())
 
-    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # separate parts, and the end joined with earlier parts
+    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # with the end as a separate piece, and joined with others
         (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
         assert pieces[-1] is end
         assert (end.reported["usage"], end.reported["metrics"]) == (USAGE, DRAFTS)
@@ -91,7 +91,7 @@ def test_record_of_a_stream(engine_account, clock, tmp_path):
         clock.now += 3
         yield STREAM[1]
 
-    passed(engine_account, slow(), shown_usage="last")
+    relayed_items(engine_account, slow(), shown_usage="last")
     done = record(tmp_path)
     assert (done.request_id, done.key, done.model, done.drafter, done.outcome) == ("r1", "alice", "m", "head", "ok")
     assert done.ttft_s == pytest.approx(2)
@@ -138,7 +138,7 @@ async def test_disconnected_stream_is_billed_for_every_prompt(
 
 
 class EngineDeadError(Exception):
-    """Recognised by its name, like vLLM's exception."""
+    """An exception with the name of vLLM's, by which it is recognised."""
 
 
 FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
@@ -155,9 +155,9 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
             raise EngineDeadError
 
     async def read():
-        sound = convert_errors(generate([*STREAM[:1], *fault]), check_health)
-        async for item in relay(sound, partial(engine_account.begin, CONTEXT), shown_usage="last"):
-            seen.extend([] if is_note(item) else item)
+        answers = convert_errors(generate([*STREAM[:1], *fault]), check_health)
+        async for item in relay(answers, partial(engine_account.begin, CONTEXT), shown_usage="last"):
+            seen.extend([] if is_usage_report(item) else item)
 
     with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
         asyncio.run(read())
@@ -185,28 +185,27 @@ def test_other_events_are_not_failures(text):
 def test_failed_request_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
 
-    async def collect(items, error):
+    async def usage_reports(items, error):
         async def slow():
-            request = request_of[0]
-            request.sequences.add(SEQUENCE, {})
+            requests[0].sequences.add(SEQUENCE, {})
             clock.now += 2
             async for item in generate(items, error):
                 yield item
 
-        request_of = []
+        requests = []
 
         def begin():
-            request_of.append(engine_account.begin(CONTEXT))
-            return request_of[0]
+            requests.append(engine_account.begin(CONTEXT))
+            return requests[0]
 
-        notes = []
+        reports = []
         with contextlib.suppress(RuntimeError):
-            notes.extend([item async for item in relay(slow(), begin, shown_usage="last") if is_note(item)])
-        return notes
+            reports.extend([item async for item in relay(slow(), begin, shown_usage="last") if is_usage_report(item)])
+        return reports
 
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
-    for items, error, num_notes in (([], RuntimeError("boom"), 0), ([refusal], None, 1)):
-        notes = asyncio.run(collect(items, error))
+    for items, error, num_reports in (([], RuntimeError("boom"), 0), ([refusal], None, 1)):
+        reports = asyncio.run(usage_reports(items, error))
         record = RequestReader(tmp_path / "ledger").new()[-1]
         assert (record.outcome, record.usage.busy_s, record.usd) == (
             "failed",
@@ -214,9 +213,9 @@ def test_failed_request_is_billed(engine_account, clock, tmp_path):
             pytest.approx(2 * 2 * 0.01),
         )
         assert (record.usage.num_prompt_tokens, record.usage.num_output_tokens) == (800, 3)
-        for note in notes[:num_notes]:
-            assert note.reported["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
-            assert note.reported["peagle"]["usd"] == pytest.approx(record.usd)
+        for report in reports[:num_reports]:
+            assert report.reported["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
+            assert report.reported["peagle"]["usd"] == pytest.approx(record.usd)
 
 
 SEQUENCE = SimpleNamespace(
@@ -242,7 +241,7 @@ def test_constraint_without_a_valid_token_is_refused(constraint):
 
 
 def test_stream_with_an_error_event_failed(engine_account, tmp_path):
-    out = passed(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
+    out = relayed_items(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
     assert next(events(out[0][0])) == {"error": {"message": "no"}}
     assert record(tmp_path).outcome == "failed"
 
@@ -268,12 +267,12 @@ def test_no_ttft_without_a_first_token(engine_account, clock, tmp_path, answer):
         clock.now += 2
         yield answer
 
-    passed(engine_account, slow(), shown_usage="last")
+    relayed_items(engine_account, slow(), shown_usage="last")
     assert record(tmp_path).ttft_s is None
 
 
 def test_whole_answer_contains_the_summary(engine_account, tmp_path):
-    (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
+    (answer,) = relayed_items(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
     assert answer.reported["peagle"]["acceptance_length"] == 1.5
     assert json.loads(answer.body) == answer.reported
     assert record(tmp_path).usage.num_output_tokens == 2
@@ -284,7 +283,7 @@ async def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path)
 
     async def answers():
         clock.now += 2
-        with contextlib.suppress(asyncio.CancelledError):  # as vLLM's `chat_completion_full_generator`
+        with contextlib.suppress(asyncio.CancelledError):  # like vLLM's `chat_completion_full_generator`
             await asyncio.sleep(60)
         yield SimpleNamespace(error=SimpleNamespace(code=400, message="Client disconnected"))
 
@@ -299,7 +298,7 @@ async def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path)
 
 def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
     with pytest.raises(EngineDeadError):
-        passed(engine_account, generate(STREAM[:1], EngineDeadError()), shown_usage="last")
+        relayed_items(engine_account, generate(STREAM[:1], EngineDeadError()), shown_usage="last")
     assert not RequestReader(tmp_path / "ledger").new()
 
 
@@ -312,7 +311,7 @@ async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path,
 
     passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
     for _ in range(20):
-        await asyncio.sleep(0.01)  # the event loop continues
+        await asyncio.sleep(0.01)  # the event loop is not blocked
     ended_before = [task.done() for task in passing]
     may_end.set()
     await asyncio.gather(*passing)
@@ -320,8 +319,8 @@ async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path,
     assert len(RequestReader(tmp_path / "ledger").new()) == 2
 
 
-@pytest.mark.parametrize(("disk", "says"), [("fails", "Input/output error"), ("hangs", "the disk did not respond")])
-def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, caplog, disk, says):
+@pytest.mark.parametrize(("disk", "message"), [("fails", "Input/output error"), ("hangs", "the disk did not respond")])
+def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, caplog, disk, message):
     may_end = threading.Event()
 
     def sync(_):
@@ -333,7 +332,7 @@ def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, cap
     monkeypatch.setattr(account, "_DISK_S", 0.2)
     asyncio.run(drained(engine_account, "r"))
     may_end.set()
-    assert says in caplog.text
+    assert message in caplog.text
 
 
 async def drained(engine_account, name):
@@ -444,7 +443,7 @@ async def test_streams_share_the_rate_of_pieces():
     assert min(counts) >= 3
 
 
-async def test_answers_without_output_do_not_count():
+async def test_answers_without_output_do_not_slow_streams():
     pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
 
     async def whole():

@@ -9,7 +9,7 @@ from pipelines.online.replica import server
 
 @pytest.mark.parametrize(("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1")])
 def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, expected):
-    """Like a bulk engine; Ray's number of threads is ignored."""
+    """An endpoint's engine has the same OpenMP settings as a bulk engine; Ray's number of threads is ignored."""
 
     class Replica(server.PeagleServer):
         def __init__(self):
@@ -23,7 +23,7 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
-    monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # the value on this machine
+    monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # would set this machine's values
     callback = SimpleNamespace(ctx=SimpleNamespace(run_init_node=True))
     monkeypatch.setattr(
         server,

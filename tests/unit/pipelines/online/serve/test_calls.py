@@ -10,22 +10,22 @@ from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
 class Response:
-    """Parts of an answer, then the end, an error or a long pause (None), like Serve's generators."""
+    """A response generator like Serve's. After its parts it raises `end`; without one it blocks."""
 
     def __init__(self, *parts, end=None):
-        self._left, self._end = list(parts), end
+        self._parts, self._end = list(parts), end
         self.num_parts = self.num_cancelled = 0
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        if not self._left:
+        if not self._parts:
             if self._end:
                 raise self._end
             await asyncio.sleep(60)
         self.num_parts += 1
-        return self._left.pop(0)
+        return self._parts.pop(0)
 
     def cancel(self):
         self.num_cancelled += 1
@@ -33,16 +33,16 @@ class Response:
 
 @pytest.mark.parametrize(("text", "sent"), [("nor this", [["nor this"]]), ("", [])])
 async def test_stream_end_reports_its_usage(text, sent):
-    """The parts are not events: the ingress must not parse them. Empty ones are not sent to the client."""
-    noted, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
+    """The parts are not events, since the ingress must not parse them. It sends no empty part to the client."""
+    reports, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
     stream = Response(["not an event"], end, end=StopAsyncIteration())
-    assert [part async for part in listen(lambda: stream, noted.append)] == [["not an event"], *sent]
-    assert noted == [end.reported]
+    assert [part async for part in listen(lambda: stream, reports.append)] == [["not an event"], *sent]
+    assert reports == [end.reported]
 
 
-def called(response, note=lambda reported: None):
+def received_parts(response, record_usage=lambda reported: None):
     """Return the parts that the ingress receives."""
-    USAGE_RECORDER.set(note)
+    USAGE_RECORDER.set(record_usage)
     return call([response])
 
 
@@ -58,7 +58,7 @@ async def test_cancelled_caller_cancels_the_call():
     seen, response = [], Response(1, 2)
 
     async def receive_parts():
-        async for part in called(response):
+        async for part in received_parts(response):
             seen.append(part)
 
     with pytest.raises(TimeoutError):
@@ -68,7 +68,7 @@ async def test_cancelled_caller_cancels_the_call():
 
 async def test_closed_generator_cancels_the_call():
     response = Response(1, 2)
-    parts = called(response)
+    parts = received_parts(response)
     await anext(parts)
     await parts.aclose()
     assert response.num_cancelled == 1
@@ -100,7 +100,7 @@ def test_refused_call_is_retried(monkeypatch):
 async def test_ended_call_is_not_cancelled(end):
     response = Response(1, 2, end=end)
     try:
-        parts = [part async for part in called(response)]
+        parts = [part async for part in received_parts(response)]
     except RuntimeError:
         parts = None
     assert (parts, response.num_cancelled) == ([1, 2] if isinstance(end, StopAsyncIteration) else None, 0)
@@ -108,18 +108,17 @@ async def test_ended_call_is_not_cancelled(end):
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 async def test_whole_answer_bypasses_rays_handler(end):
-    whole, noted = WholeAnswer(body=b"{}", reported={"usage": None}), []
-
+    whole, reports = WholeAnswer(body=b"{}", reported={"usage": None}), []
     response = Response(whole, whole, end=end)
     with pytest.raises(Answered) as raised:
-        await anext(called(response, noted.append))
+        await anext(received_parts(response, reports.append))
     assert (raised.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
-    assert noted == [whole.reported]
+    assert reports == [whole.reported]
 
 
 def test_rays_handler_serialises_whole_answers_again():
-    """Once this fails, whole answers can use Ray's handler."""
+    """Once this fails, non-streaming answers can use Ray's handler."""
     from ray.serve.llm.ingress import OpenAiIngress
 
-    rays = inspect.getmodule(OpenAiIngress.chat)  # it is inherited
-    assert "JSONResponse(content=result.model_dump())" in inspect.getsource(rays)
+    module = inspect.getmodule(OpenAiIngress.chat)  # the method is inherited
+    assert "JSONResponse(content=result.model_dump())" in inspect.getsource(module)

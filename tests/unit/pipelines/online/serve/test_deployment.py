@@ -55,14 +55,13 @@ def test_lending_engine_schedules_by_priority(lends, policy):
     assert llm_config(lends=lends).engine_kwargs.get("scheduling_policy") == policy
 
 
-def test_grammar_backend_is_fixed():
-    """If this fails, vLLM issue 43920 is fixed."""
+def test_grammar_backend_is_always_xgrammar():
+    """If the first assertion fails, vLLM issue 43920 is fixed: the first request no longer chooses the backend."""
     from vllm.config import StructuredOutputsConfig
     from vllm.v1.structured_output import StructuredOutputManager
 
-    first = inspect.getsource(StructuredOutputManager.grammar_init).partition("if self.backend is None:")[2]
-    assert "backend = request.sampling_params.structured_outputs._backend" in first
-
+    first_request = inspect.getsource(StructuredOutputManager.grammar_init).partition("if self.backend is None:")[2]
+    assert "backend = request.sampling_params.structured_outputs._backend" in first_request
     assert StructuredOutputsConfig(**llm_config().engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
 
 
@@ -98,7 +97,7 @@ def test_parser_arguments():
     assert ServedModelOptions().parsers == {}
 
 
-def test_rays_defaults_that_we_replace():
+def test_rays_defaults_still_need_replacing():
     """If this fails, Ray has changed the defaults that we replace."""
     from ray.llm._internal.serve import constants
 
@@ -112,12 +111,12 @@ def spec(method=None, k=7, **keys):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8, 64, 256])
-def test_target_leaves_one_standard_deviation(slots):
+def test_target_leaves_room_for_one_standard_deviation(slots):
     target = target_ongoing_requests(slots)
     assert target + math.sqrt(target) == pytest.approx(slots)
 
 
-def test_small_step_has_fewer_slots():
+def test_small_token_budget_per_step_limits_the_slots():
     assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
     assert decode_slots(spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
     assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1

@@ -1,4 +1,4 @@
-"""Private names of Starlette and FastAPI still exist and have the expected meaning."""
+"""Tests that the private names of Starlette and FastAPI that we use still exist and behave as expected."""
 
 import pytest
 

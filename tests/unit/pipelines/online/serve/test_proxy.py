@@ -14,7 +14,7 @@ from pipelines.online.config import ServeConfig
 from pipelines.online.serve import proxy
 from pipelines.online.serve.proxy import ProxyMiddleware, middlewares, require_certificate
 
-OURS = (b"x-peagle-request-id", b"r")
+GATE_HEADER = (b"x-peagle-request-id", b"r")  # marks answers of our gate
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -38,8 +38,8 @@ def responses(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"
     return sent
 
 
-def passed_on(*messages, error=None, **request):
-    """Return what a client receives if the proxy sends these messages, and then optionally fails."""
+def received(*messages, error=None, **request):
+    """Return what a client receives if the proxy sends these messages and then raises `error`, if given."""
 
     async def proxy(scope, receive, send):
         for message in messages:
@@ -50,7 +50,7 @@ def passed_on(*messages, error=None, **request):
     return responses(proxy, **request)
 
 
-def got_through(*headers, **request):
+def forwarded_headers(*headers, **request):
     """Return the client's headers that reach the proxy."""
     seen = []
 
@@ -62,7 +62,7 @@ def got_through(*headers, **request):
 
 
 def no_route(path):
-    """Return the answer of Ray's proxy if no application has the path."""
+    """Return the messages that Ray's proxy sends if no application has the path."""
     from ray.serve._private.proxy import HTTPProxy
 
     async def messages():
@@ -75,22 +75,22 @@ def no_route(path):
 @pytest.mark.parametrize(
     "messages",
     [
-        (start(200, OURS), body(b"all")),
-        (start(200, OURS, EVENTS), body(b"data: 1\n\n", True), body()),
-        (start(503, OURS), body(b"the gate's own")),
-        (start(404, OURS), body(b"the gate's own")),
+        (start(200, GATE_HEADER), body(b"all")),
+        (start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True), body()),
+        (start(503, GATE_HEADER), body(b"from the gate")),
+        (start(404, GATE_HEADER), body(b"from the gate")),
         (start(404), body(b"no such route")),
-        (start(404), body(b"of another application, ", True), body(b"in pieces")),
-        (start(200, OURS), body(b"half", True)),
+        (start(404), body(b"from another application, ", True), body(b"in pieces")),
+        (start(200, GATE_HEADER), body(b"half", True)),
     ],
 )
 def test_answers_of_the_ingress_pass(messages):
-    assert passed_on(*messages) == list(messages)
+    assert received(*messages) == list(messages)
 
 
 @pytest.mark.parametrize("messages", [(), (start(500), body(b"ActorDiedError: ray::Secret")), (start(503), body(b"x"))])
 def test_crashed_ingress_is_503(messages):
-    head, text = passed_on(*messages)
+    head, text = received(*messages)
     assert head["status"] == 503
     assert int(dict(head["headers"])[b"retry-after"]) > 0
     assert int(dict(head["headers"])[b"content-length"]) == len(text["body"])
@@ -101,7 +101,7 @@ def test_crashed_ingress_is_503(messages):
 def test_missing_endpoint_is_503(path):
     messages = no_route(path)
     assert messages[0]["status"] == 404
-    head, text = passed_on(*messages, path=path)
+    head, text = received(*messages, path=path)
     assert head["status"] == 503
     assert int(dict(head["headers"])[b"retry-after"]) > 0
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
@@ -110,13 +110,13 @@ def test_missing_endpoint_is_503(path):
 @pytest.mark.parametrize("path", ["/", "/another/application"])
 def test_404_of_other_paths_passes(path):
     messages = no_route(path)
-    assert passed_on(*messages, path=path) == messages
+    assert received(*messages, path=path) == messages
 
 
 @pytest.mark.parametrize("error", [None, KeyError("Secret")])
 def test_interrupted_stream_ends_with_an_error_event(error):
-    begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
-    *first, last = passed_on(*begun, error=error)
+    begun = [start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = received(*begun, error=error)
     assert first == begun
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
@@ -124,7 +124,7 @@ def test_interrupted_stream_ends_with_an_error_event(error):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/another/application"])
 def test_failure_of_the_proxy_is_503(path):
-    head, text = passed_on(error=KeyError("Secret"), path=path)
+    head, text = received(error=KeyError("Secret"), path=path)
     assert head["status"] == 503
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
 
@@ -138,17 +138,17 @@ def test_failure_of_the_proxy_is_503(path):
     ],
 )
 def test_answers_of_other_applications_pass(messages):
-    assert passed_on(*messages, path="/another/application") == list(messages)
+    assert received(*messages, path="/another/application") == list(messages)
 
 
 def test_answers_of_the_gate_are_recognised_on_any_path():
-    *_, last = passed_on(start(200, OURS, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
+    *_, last = received(start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
     assert b"overloaded_error" in last["body"]
 
 
 @pytest.fixture
 def control():
-    """The headers that Ray's proxy acts on, and those that it logs."""
+    """The names of the headers that Ray's proxy obeys, and of those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -157,22 +157,22 @@ def control():
         ray.SERVE_MULTIPLEXED_MODEL_ID,
         ray.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
     ]
-    noted = [ray.SERVE_HTTP_REQUEST_ID_HEADER, ray.SERVE_SESSION_ID, ray.SERVE_SESSION_ID.replace("-", "_")]
-    return [name.encode() for name in obeyed], [name.encode() for name in noted]
+    logged = [ray.SERVE_HTTP_REQUEST_ID_HEADER, ray.SERVE_SESSION_ID, ray.SERVE_SESSION_ID.replace("-", "_")]
+    return [name.encode() for name in obeyed], [name.encode() for name in logged]
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_control_headers_of_clients_are_removed(control, kind):
-    obeyed, noted = ([(name, "é".encode()) for name in names] for names in control)
-    assert got_through(*obeyed, *noted, kind=kind) == []
-    assert got_through(*obeyed, *noted, kind=kind, path="/another/application") == [*obeyed, *noted]
+    obeyed, logged = ([(name, "é".encode()) for name in names] for names in control)
+    assert forwarded_headers(*obeyed, *logged, kind=kind) == []
+    assert forwarded_headers(*obeyed, *logged, kind=kind, path="/another/application") == [*obeyed, *logged]
 
 
 def test_logged_values_are_short(control):
     """Ray writes the method, the path and the id of each request into its logs."""
-    _, noted = control
+    _, logged = control
     path = "/another/application"
-    assert got_through(*((name, b"x" * 129) for name in noted), path=path) == []
+    assert forwarded_headers(*((name, b"x" * 129) for name in logged), path=path) == []
     for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
         head, _ = responses(None, **request)
         assert head["status"] == status
@@ -183,17 +183,17 @@ def test_logged_values_are_short(control):
 def test_undecodable_headers_are_removed(control, kind, path):
     other = (b"x-other", b"\xff")
     unreadable = [(name, b"\xff") for names in control for name in names]
-    assert got_through(*unreadable, other, kind=kind, path=path) == [other]
+    assert forwarded_headers(*unreadable, other, kind=kind, path=path) == [other]
 
 
 def test_other_scopes_pass_unchanged():
-    assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
+    assert received({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
 def test_import_path(monkeypatch):
     from uvicorn.protocols.http import auto
 
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # which it changes
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # `middlewares` replaces it
     module, _, name = proxy.IMPORT_PATH.partition(":")
     assert (module, name) == (proxy.__name__, "middlewares")
     (middleware,) = middlewares()
@@ -201,7 +201,7 @@ def test_import_path(monkeypatch):
 
 
 def test_rays_timeout_is_disabled():
-    """Read when Ray's module is imported, so the test needs another process."""
+    """Ray reads the variable when its module is imported, so the test needs another process."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
@@ -209,25 +209,25 @@ def test_rays_timeout_is_disabled():
 
 
 def test_ray_reads_the_variables():
-    """In a separate process. Ray's defaults differ from ours."""
+    """Ray reads the variables at import, so the test needs other processes. Without them, Ray's defaults apply."""
     script = """if True:
         from ray.serve._private import constants as c
         print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
               c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
     """
-    others = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
-    probe_script = [
+    without = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
+    outputs = [
         subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-        for env in (others | proxy.ENVIRONMENT, others)
+        for env in (without | proxy.ENVIRONMENT, without)
     ]
-    assert probe_script == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+    assert outputs == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
 def test_ray_reads_the_log_rotation_variables():
     from ray._private import node
 
-    read = inspect.getsource(node)
-    assert [name for name in proxy.ENVIRONMENT if "ROTATION" in name and name in read] == [
+    source = inspect.getsource(node)
+    assert [name for name in proxy.ENVIRONMENT if "ROTATION" in name and name in source] == [
         "RAY_ROTATION_MAX_BYTES",
         "RAY_ROTATION_BACKUP_COUNT",
     ]
@@ -245,12 +245,12 @@ async def test_text_of_rays_404():
 def test_header_names_are_rays():
     from ray.serve._private import constants
 
-    orders = {
+    obeyed = {
         constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
         constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
         constants.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
     }
-    assert {name.encode() for name in orders} == proxy._OBEYED_HEADERS
+    assert {name.encode() for name in obeyed} == proxy._OBEYED_HEADERS
     assert {
         constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(),
         constants.SERVE_SESSION_ID.encode(),
@@ -259,9 +259,9 @@ def test_header_names_are_rays():
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
 def test_unprintable_api_path_is_refused(end):
-    head, answer = passed_on(start(200), body(b"all"), path=f"/v1/models{end}")
+    head, answer = received(start(200), body(b"all"), path=f"/v1/models{end}")
     assert (head["status"], json.loads(answer["body"])["error"]["code"]) == (400, "invalid_path")
-    assert passed_on(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
+    assert received(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
 
 
 NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2")
@@ -279,7 +279,7 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture
 def pair(tmp_path, certificates):
-    """Write a certificate and a key, and check them."""
+    """Return a function that writes a certificate and a key, and checks them."""
 
     def require(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -294,7 +294,7 @@ def pair(tmp_path, certificates):
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
 def test_matching_certificate_and_key_pass(pair, certificates, mode):
     pair(mode=mode)
-    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # followed by the issuer certificates
+    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # a certificate chain
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
@@ -321,10 +321,10 @@ def test_wrong_certificate_or_key_is_refused(pair, certificates, certificate, ke
 
 
 def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):
-    files = ("-keyout", tmp_path / "locked", "-out", tmp_path / "of-it", "-passout", "pass:word")
+    files = ("-keyout", tmp_path / "encrypted.key", "-out", tmp_path / "its.pem", "-passout", "pass:word")
     subprocess.run([*NEW_KEY, "-subj", "/CN=localhost", *files], check=True, capture_output=True)
     with pytest.raises(ConfigError, match="the key is encrypted"):
-        pair(certificate=(tmp_path / "of-it").read_bytes(), key=(tmp_path / "locked").read_bytes())
+        pair(certificate=(tmp_path / "its.pem").read_bytes(), key=(tmp_path / "encrypted.key").read_bytes())
 
 
 def test_folder_is_refused(tmp_path):

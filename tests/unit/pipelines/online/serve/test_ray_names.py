@@ -1,4 +1,4 @@
-"""Private names of Ray Serve still exist and have the expected meaning."""
+"""Tests that the private names of Ray Serve and vLLM that we use still exist and behave as expected."""
 
 import inspect
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def test_deletion_does_not_block(monkeypatch):
 
     assert inspect.signature(serve.delete).parameters["_blocking"].default is True
     seen = []
-    monkeypatch.setattr(serve, "delete", lambda name, **how: seen.append((name, how)))
+    monkeypatch.setattr(serve, "delete", lambda name, **options: seen.append((name, options)))
     ray_names.begin_deletion("peagle")
     assert seen == [("peagle", {"_blocking": False})]
 
@@ -62,19 +62,20 @@ def raised(error, cause=None):
         return caught
 
 
-ALTERNATE, UNTOLD = jinja2.TemplateError("roles must alternate"), "the engine cannot process this request: a field has"
+TEMPLATE_ERROR = jinja2.TemplateError("roles must alternate")
+HIDDEN = "the engine cannot process this request: a field has"
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (VLLMValidationError("too long", parameter="prompt"), "too long (parameter=prompt)"),
-        (raised(ValueError("roles must alternate"), ALTERNATE), "roles must alternate"),
-        (ALTERNATE, "roles must alternate"),
-        (TypeError("tuple indices must be integers or slices, not str"), UNTOLD),
-        (ValueError("invalid literal for int() with base 10: 'x'"), UNTOLD),
-        (raised(ValueError("can only concatenate str"), TypeError("can only concatenate str")), UNTOLD),
-        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), UNTOLD),
+        (raised(ValueError("roles must alternate"), TEMPLATE_ERROR), "roles must alternate"),
+        (TEMPLATE_ERROR, "roles must alternate"),
+        (TypeError("tuple indices must be integers or slices, not str"), HIDDEN),
+        (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN),
+        (raised(ValueError("can only concatenate str"), TypeError("can only concatenate str")), HIDDEN),
+        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN),
     ],
 )
 def test_python_errors_are_hidden(error, text):
@@ -83,16 +84,16 @@ def test_python_errors_are_hidden(error, text):
     answers = [refusal(error), serving.create_error_response(error)]
     for answer in answers:
         assert (answer.error.code, answer.error.message[: len(text)]) == (400, text)
-    assert serving.create_error_response("plain words").error.message == "plain words"
+    assert serving.create_error_response("plain text").error.message == "plain text"
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("too long"), 400), (RuntimeError("boom"), None)])
-def test_refusal_is_vllms(error, status):
+def test_only_client_errors_are_refusals(error, status):
     result = refusal(error)
     assert (result and result.error.code) == status
 
 
-def test_crash_and_return_are_reported():
+def test_crash_and_restart_of_a_serve_process_are_reported():
     processes, messages, now = {("a", 1): "controller", ("b", 2): "proxy"}, [], [0.0]
     watch = ProcessWatch(lambda: processes, messages.append, lambda: now[0])
     watch.check()
@@ -114,7 +115,7 @@ def test_crash_and_return_are_reported():
     ]
 
 
-def test_missing_part_is_reported_once():
+def test_process_that_does_not_restart_is_reported_once():
     processes, messages, now = {("b", 2): "proxy"}, [], [0.0]
     watch = ProcessWatch(lambda: processes, messages.append, lambda: now[0])
     processes.clear()

@@ -24,7 +24,7 @@ def test_valid_chat():
     assert chat(temperature=0.5).temperature == 0.5
 
 
-def test_crash_of_a_validator_is_a_client_error():
+def test_crash_of_rays_validator_is_a_client_error():
     with pytest.raises(ApiError) as raised:
         chat(structured_outputs=[])
     assert (raised.value.status, raised.value.code) == (422, "invalid_type")
@@ -37,8 +37,8 @@ def test_rays_types_still_need_our_validation():
     """If a part of this fails, its work-around in `request_types.py` can be removed."""
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
-    late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(late.messages[0]["content"], list)  # so it has not been validated
+    lazy = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
+    assert not isinstance(lazy.messages[0]["content"], list)  # an iterator, which has not been validated
     with pytest.raises(ValidationError) as raised:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
     assert len(raised.value.errors()) >= 1000
@@ -47,13 +47,13 @@ def test_rays_types_still_need_our_validation():
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
 def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
-    """xgrammar 0.2.8 needs eight seconds for this, and minutes with other numbers."""
+    """xgrammar 0.2.8 takes eight seconds to compile this tag, and minutes for larger ones."""
     patterns = {f"^a{{1,{1000 + number}}}$": {"type": "string"} for number in range(20)}
     schema = {"type": "object", "patternProperties": patterns}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    given = tag if where == "response_format" else {"structural_tag": json.dumps(tag)}
+    value = tag if where == "response_format" else {"structural_tag": json.dumps(tag)}
     began = time.process_time()
-    TypeAdapter(kind).validate_python({**TEXT, "messages": MESSAGES, where: given})
+    TypeAdapter(kind).validate_python({**TEXT, "messages": MESSAGES, where: value})
     assert time.process_time() - began < 4
 
 
@@ -77,7 +77,7 @@ def test_wrong_type_has_its_location():
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM parses it itself
 def test_cap_does_not_reserve_context():
-    """According to vLLM, after the request was pickled."""
+    """vLLM's own calculation shows this, even after the request was pickled."""
 
     def room_for_prompt(request):
         return request.build_tok_params(SimpleNamespace(max_model_len=8192)).max_input_tokens
@@ -87,8 +87,8 @@ def test_cap_does_not_reserve_context():
     capped = pickle.loads(pickle.dumps(capped))
     assert room_for_prompt(capped) == room_for_prompt(chat()) == 8192
     assert room_for_prompt(chat(max_tokens=8000)) == room_for_prompt(chat(max_completion_tokens=8000)) == 192
-    for num_prompt_tokens, left in ((100, 8000), (1000, 7192)):
-        assert get_max_tokens(8192, capped.max_completion_tokens, num_prompt_tokens, {}) == left
+    for num_prompt_tokens, max_tokens in ((100, 8000), (1000, 7192)):
+        assert get_max_tokens(8192, capped.max_completion_tokens, num_prompt_tokens, {}) == max_tokens
 
 
 def test_lists_in_messages_can_be_sent_to_an_engine():
@@ -119,7 +119,7 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
     ids=range(10),
 )  # fmt: skip
 def test_only_first_error_of_a_list_is_reported(body, changes):
-    """Pydantic collected fifteen errors for each invalid message, which took minutes."""
+    """By default, Pydantic collects fifteen errors for each invalid message, which takes minutes."""
     began = time.process_time()
     with pytest.raises(ValidationError) as raised:
         TypeAdapter(body).validate_python({"model": "m", **changes})

@@ -1,4 +1,4 @@
-"""The choice of an engine for a request, with engines represented by names."""
+"""Tests of how the router chooses an engine for a request."""
 
 import inspect
 import time
@@ -15,7 +15,7 @@ LONG = "def add(a, b):\n    return a + b\n" * 20
 
 
 class Router(PrefixRouter):
-    """The router, with engines given by name and number of requests."""
+    """The router, with fake engines that have a name and a number of requests."""
 
     def __init__(self, most_ahead=2, max_blocks=100):
         super().__init__(
@@ -114,8 +114,8 @@ async def test_two_random_engines_are_the_fallback():
     router = await make_router()
     router.set_engines(a=0, b=0, c=0)
     router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
-    alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
-    assert [item.replica_id.unique_id for item in alike] == ["c"]
+    matching, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
+    assert [item.replica_id.unique_id for item in matching] == ["c"]
     assert len(others) == 2
 
 
@@ -123,9 +123,8 @@ async def test_removed_engines_are_forgotten():
     router = await make_router()
     router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
     router.on_replica_actor_died(replica_id("b"))
-    router.on_request_routed(
-        request(prompt=LONG), replica_id("b"), None
-    )  # its answer arrived before its crash was noticed
+    # An answer of the crashed engine arrives before the router knows of the crash.
+    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
     assert await first_group(router, request(prompt=LONG)) == {"a"}
     router.set_engines(a=0, b=0)
     assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
@@ -146,7 +145,7 @@ async def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
 
 
 async def test_prefix_matches_respect_cache_salt():
-    """Engines separate prefixes by salt, so another salt has no cache hits."""
+    """Engines cache prefixes per salt, so a request with another salt gets no cache hits."""
     router = await make_router()
     router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
     assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}

@@ -1,4 +1,4 @@
-"""Real output processors of vLLM, which get the outputs of an engine core from tests."""
+"""Tests with vLLM's real output processors, which get fake outputs of an engine core."""
 
 import asyncio
 import gc
@@ -33,14 +33,14 @@ class Whole(SimpleNamespace):
 
 
 class Engine:
-    """A front end that gets outputs from `send_outputs`."""
+    """A vLLM front end without a core: tests send the core's outputs with `send_outputs`."""
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
         report_sequences(SimpleNamespace(output_processor=self.processor))
 
     def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
-        """Like `AsyncLLM.add_request`."""
+        """Add a request as `AsyncLLM.add_request` does."""
         params = SamplingParams(n=n, max_tokens=9, output_kind=kind)
         names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
         whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
@@ -68,7 +68,7 @@ class Engine:
         self.processor.process_outputs(outputs, time.monotonic(), IterationStats())
 
     async def answers(self, *names, n=1):
-        """Yield a whole answer to these prompts."""
+        """Yield one non-streaming answer to these prompts."""
         for name in names:
             children, queue = self.add(name, n)
             await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ async def test_concurrent_requests_are_separate(engine, engine_account, tmp_path
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_whole_answer_has_a_ttft(engine, engine_account, tmp_path, n):
-    """Measured from the start of its account."""
+    """The TTFT is measured from when the engine's account began the request."""
     began = time.time()
     (answer,) = asyncio.run(drain(relay(engine.answers("a", n=n), begin_of(engine_account, "r"), shown_usage="last")))
     record = records(tmp_path)["r"]
@@ -130,15 +130,15 @@ def test_whole_answer_has_a_ttft(engine, engine_account, tmp_path, n):
 
 
 def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
-    async def answers(says):
-        names, queue = engine.add("-".join(says))
-        for _ in says:
+    async def answers(tokens):
+        names, queue = engine.add("-".join(tokens))
+        for _ in tokens:
             engine.send_outputs(*names, ends=False)
         await queue.get()
         yield
 
-    async def leave(name, says):
-        stream = relay(answers(says), begin_of(engine_account, name), shown_usage="last")
+    async def leave(name, tokens):
+        stream = relay(answers(tokens), begin_of(engine_account, name), shown_usage="last")
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.01)
         reader.cancel()
@@ -161,12 +161,12 @@ def test_drafts_of_a_merged_stream_end_are_kept(engine):
     engine.send_outputs(*names)
     (output,) = queue.get_nowait().outputs
     assert output.finish_reason == "length"
-    assert output.spec_decode_metrics is None, "vLLM keeps them now"
+    assert output.spec_decode_metrics is None, "vLLM keeps the drafts now, so ours are no longer needed"
     assert sequences.speculation.num_drafts == 3
 
 
 def test_vllm_reports_no_drafts_after_a_stop_string(engine):
-    """The front end finds the string and aborts the sequence in the core, which has the drafts."""
+    """The core has the drafts, but the front end finds the stop string and aborts the sequence in the core."""
     sequences = Sequences()
     sequences.listen()
     names, queue = engine.add("a", n=2)
@@ -192,7 +192,7 @@ def test_ended_sequences_are_dropped(engine):
     assert [state() is None for state in states] == [True] * 8 + [False] * 2
 
 
-def test_no_figures_without_listener_or_sequences(engine):
+def test_no_statistics_without_listener_or_sequences(engine):
     async def answer(drafted):
         names, _ = engine.add("a")
         engine.send_outputs(*names, drafted=drafted)

@@ -1,4 +1,4 @@
-"""Raw sockets against real uvicorn servers, with both of its protocols, and as Ray's proxies start it."""
+"""Tests with raw sockets and real uvicorn servers, with both HTTP implementations and as Ray's proxies start it."""
 
 import asyncio
 import contextlib
@@ -43,12 +43,12 @@ async def app(scope, receive, send):
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
     monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # some tests change it
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # restores what some tests replace
 
 
 @contextlib.contextmanager
 def serving(protocol, app):
-    """A server with this protocol."""
+    """Run a server with this protocol."""
     config = uvicorn.Config(
         app, port=0, http=protocol, ws="websockets-sansio", log_level="critical", lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -67,7 +67,7 @@ def serving(protocol, app):
 
 @contextlib.contextmanager
 def connected_to(protocol):
-    """A connection to a server with this protocol."""
+    """Connect to a new server with this protocol."""
     with (
         serving(protocol, app) as server,
         socket.create_connection(server.servers[0].sockets[0].getsockname(), timeout=10) as client,
@@ -81,8 +81,8 @@ def client(request):
         yield client
 
 
-def rest(client):
-    """Return everything until the server closes the connection, and the time that it took."""
+def read_to_end(client):
+    """Return the data until the server closes the connection, and the seconds that this took."""
     started, data = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
@@ -99,7 +99,7 @@ def is_open(client):
 
 
 def trickle(client, data):
-    """Send byte by byte, slower than the limit. Returns how much could be sent."""
+    """Send the data byte by byte, slower than the limit; return the number of bytes sent before the server reacted."""
     client.settimeout(LIMIT_S / 10)
     for index in range(len(data)):
         with contextlib.suppress(TimeoutError):
@@ -125,7 +125,7 @@ def check_408(message):
 
 
 def test_silent_connection_is_closed(client):
-    data, took_s = rest(client)
+    data, took_s = read_to_end(client)
     assert data == b""
     assert 0.5 * LIMIT_S < took_s < 8 * LIMIT_S
 
@@ -133,21 +133,21 @@ def test_silent_connection_is_closed(client):
 def test_slow_headers_get_408(client):
     assert trickle(client, HEAD) < len(HEAD)
     client.settimeout(10)
-    data, _ = rest(client)
+    data, _ = read_to_end(client)
     check_408(data)
 
 
-@pytest.mark.parametrize("half", [HEAD, b"G"])
-def test_slow_headers_of_the_next_request_get_408(client, half):
+@pytest.mark.parametrize("partial", [HEAD, b"G"])
+def test_slow_headers_of_the_next_request_get_408(client, partial):
     client.sendall(REQUEST)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
-    client.sendall(half)
-    data, took_s = rest(client)
+    client.sendall(partial)
+    data, took_s = read_to_end(client)
     check_408(data)
     assert took_s < 8 * LIMIT_S
 
 
-def test_empty_lines_do_not_keep_a_connection():
+def test_empty_lines_do_not_keep_a_connection_open():
     with connected_to(slow_clients.limited(HttpToolsProtocol)) as client:  # h11 refuses them
         client.sendall(REQUEST)
         answer(client)
@@ -158,30 +158,30 @@ def test_rest_of_an_answered_body_is_limited(client):
     client.sendall(HEAD.replace(b"/", b"/early", 1) + b"\r\n")
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(b"b")
-    _, took_s = rest(client)
+    _, took_s = read_to_end(client)
     assert took_s < 8 * LIMIT_S
 
 
 @pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
-@pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
-def test_endless_headers_are_refused(protocol, status, begun):
+@pytest.mark.parametrize("partial", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
+def test_endless_headers_are_refused(protocol, status, partial):
     with connected_to(slow_clients.limited(protocol)) as client:
         client.sendall(REQUEST)
         answer(client)
-        client.sendall(begun + b"x" * (slow_clients.LIMIT_BYTES - len(begun)))
+        client.sendall(partial + b"x" * (slow_clients.LIMIT_BYTES - len(partial)))
         client.sendall(b"x")
-        data, _ = rest(client)
+        data, _ = read_to_end(client)
     assert data.startswith(b"HTTP/1.1 " + status)
     assert b"connection: close" in data
 
 
-@pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
-def test_endless_trailers_and_extensions_are_refused(begun):
+@pytest.mark.parametrize("partial", [b"0\r\nx: ", b"4;x="])
+def test_endless_trailers_and_extensions_are_refused(partial):
     head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
     with connected_to(slow_clients.limited(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
-        client.sendall(head + begun + b"x" * READ_BYTES)
+        client.sendall(head + partial + b"x" * READ_BYTES)
         client.sendall(b"x" * 2 * slow_clients.LIMIT_BYTES)
-        assert rest(client)[0] == b""
+        assert read_to_end(client)[0] == b""
 
 
 @pytest.mark.parametrize("path", [b"/", b"/early"])
@@ -263,7 +263,7 @@ def server(request, monkeypatch):
 
 @contextlib.contextmanager
 def requesting(server):
-    """A client with a small buffer that has sent a request."""
+    """Connect with a small receive buffer, and send a request."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.connect(server.servers[0].sockets[0].getsockname())
@@ -279,7 +279,7 @@ def reader(server):
 
 
 def num_read(client, pause_s=0.0):
-    """Return the number of bytes until the connection ends."""
+    """Read until the connection ends; return the number of bytes."""
     total = 0
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(1 << 18):
@@ -312,14 +312,14 @@ def test_very_slow_reader_is_closed(server, reader):
 
 
 def test_slow_reader_gets_the_whole_answer(reader):
-    """Even if it takes longer than the limit in total."""
+    """The limit is for each read, not for the whole answer."""
     started = time.monotonic()
     assert num_read(reader, pause_s=READER_LIMIT_S / 40) > NUM_BYTES
     assert time.monotonic() - started > READER_LIMIT_S
 
 
 class SlowReader:
-    """A connection that reads nothing."""
+    """A connection whose client reads nothing."""
 
     def __init__(self, owners, unread_bytes, paused_at):
         self.owners, self.unread_bytes, self.paused_at, self.is_aborted = owners, unread_bytes, paused_at, False
@@ -334,7 +334,7 @@ class SlowReader:
         ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
-        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # slow only briefly
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # they have been slow for too short a time
         ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
     ],
 )
@@ -346,12 +346,12 @@ def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connection
     unread._check(loop)
     aborted = [reader for reader in slow if reader.is_aborted]
     assert len(aborted) == num_aborted
-    assert all(item.paused_at == 0.0 for item in aborted)  # the slowest
+    assert all(item.paused_at == 0.0 for item in aborted), "only the slowest may be closed"
 
 
 def test_memory_is_returned_after_slow_clients(monkeypatch):
     calls = []
-    loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, what, *args: calls.append(what))
+    loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, callback, *args: calls.append(callback))
     unread = slow_clients._Unread()
     reader = SlowReader(("a",), slow_clients._TRIM_BYTES + 1, 0.0)
     unread._watched = {reader}
@@ -371,7 +371,7 @@ def test_application_does_not_wait_for_a_slow_client(server):
         await large_answer(scope, receive, patient)
         seen.update(queued=connection.queued_bytes, unread=connection.unread_bytes, owners=connection.owners)
         await patient.drain()
-        seen.update(left=connection.queued_bytes)
+        seen.update(queued_after_drain=connection.queued_bytes)
 
     server.config.loaded_app.app = eager
     with requesting(server) as client:
@@ -382,4 +382,4 @@ def test_application_does_not_wait_for_a_slow_client(server):
         assert num_read(client) >= NUM_BYTES
     assert seen["owners"] == ("127.0.0.1", "key")
     assert seen["unread"] >= seen["queued"] > NUM_BYTES // 2
-    assert seen["left"] == 0
+    assert seen["queued_after_drain"] == 0

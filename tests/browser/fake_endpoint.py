@@ -1,6 +1,7 @@
-"""An endpoint without Ray and engines: the real gate, page, ledger and figures, but prewritten answers.
+"""A fake endpoint without Ray and engines: its gate, page, ledger and metrics are real, but its answers are fixed.
 
-The prompt decides the answer: "busy", "break", "slow", "html", "differ", else the same text from each model.
+A prompt that begins with "busy", "break", "slow", "html" or "differ" gets a special answer. For all others, each model
+returns the same text.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ HTML = '<img src="https://example.org/x.png" onerror="alert(1)"> <script>alert(2
 
 
 def text_of(prompt: str, model: str) -> str:
-    """Return the prewritten answer of a model."""
+    """Return the fixed answer of a model."""
     if prompt.startswith("html"):
         return HTML
     if prompt.startswith("slow"):
@@ -67,15 +68,15 @@ def text_of(prompt: str, model: str) -> str:
     return _TEXT
 
 
-class StandIn:
+class FakeEndpoint:
     """The server, in a thread.
 
     Args:
-        folder: contains the ledger.
-        num_requests: of each engine in the ledger, within the last minutes.
-        models: as clients call them.
+        folder: parent of the ledger.
+        num_requests: number of requests per engine in the ledger, within the last minutes.
+        models: served names.
         budgets: keys with a budget.
-        access: of `GateSettings`: keys, or none.
+        access: fields of `GateSettings` that define the keys; without any, no key is required.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class StandIn:
             Route("/page/{name}", lambda request: get_page(request.path_params["name"])),
             Route("/health", self._health),
             Route("/v1/models", self._models),
-            Route("/v1/live", self._figures),
+            Route("/v1/live", self._live_metrics),
             Route("/v1/cost", self._spending),
             Route(CHAT_URL, self._chat, methods=["POST"]),
         ]
@@ -135,16 +136,16 @@ class StandIn:
     async def _models(self, request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [_card(model) for model in self._sessions]})
 
-    async def _figures(self, request: Request) -> JSONResponse:
+    async def _live_metrics(self, request: Request) -> JSONResponse:
         key = key_of(request)
-        own = None if key.is_operator else key.name
-        report = await asyncio.to_thread(self._live.report, own, int(request.query_params["window_s"]))
+        key_name = None if key.is_operator else key.name
+        report = await asyncio.to_thread(self._live.report, key_name, int(request.query_params["window_s"]))
         replicas = {"num_running_replicas": 1, "num_starting_replicas": 0, "num_stopping_replicas": 0}
         load = {
             model: describe_load(_card(model)["peagle"], replicas, self._load.num_running(model))
             for model in self._sessions
         }
-        return JSONResponse(report if own else report | {"load": load})
+        return JSONResponse(report if key_name else report | {"load": load})
 
     async def _spending(self, request: Request) -> JSONResponse:
         query = request.query_params
@@ -155,8 +156,8 @@ class StandIn:
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     def _report(self) -> dict[str, Any]:
-        named = {"budgets": self._budgets, "shared_budgets": SharedBudgets(self.ledger).all()}
-        return self._cost.report() | {name: self._cost.budgets(payers) for name, payers in named.items()}
+        payers = {"budgets": self._budgets, "shared_budgets": SharedBudgets(self.ledger).all()}
+        return self._cost.report() | {name: self._cost.budgets(group) for name, group in payers.items()}
 
     async def _chat(self, request: Request) -> StreamingResponse:
         body = pass_of(request).body.values
@@ -186,18 +187,18 @@ class StandIn:
         yield "data: [DONE]\n\n"
 
     def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
-        """Write the requests of each engine up to now, and a heartbeat."""
-        chance, now = random.Random(5), time.time()
+        """Write recent requests and a heartbeat of each engine."""
+        rng, now = random.Random(5), time.time()
         for index, (model, session_id) in enumerate(self._sessions.items()):
             ends, busy_s = now - 1.0, 0.0
             for _ in range(num_requests):
-                tokens = chance.randint(20, 120)
-                lasts_s = tokens / chance.gauss(_WORDS_PER_S[model] / 4, 3)
-                ttft_s = chance.lognormvariate(-2.3, 0.5)
+                tokens = rng.randint(20, 120)
+                lasts_s = tokens / rng.gauss(_WORDS_PER_S[model] / 4, 3)
+                ttft_s = rng.lognormvariate(-2.3, 0.5)
                 record = _record(session_id, model, tokens, ends - lasts_s, ends, ttft_s=ttft_s)
                 append_request(self.ledger, record)
                 busy_s += record.usage.busy_s
-                ends -= lasts_s + chance.expovariate(1 / 3)
+                ends -= lasts_s + rng.expovariate(1 / 3)
             write_session(self.ledger, _session(session_id, model, index, now - lived_s, now, busy_s))
 
 
