@@ -91,7 +91,7 @@ class LinearCost:
         fade = 1 - _MEMORY
         self._information = _MEMORY * self._information + fade * self._prior + np.outer(row, row)
         self._moments = _MEMORY * self._moments + fade * self._prior @ self._expected + row * (predicted + residual)
-        self._weights = np.linalg.solve(self._information, self._moments)
+        self._weights = np.asarray(np.linalg.solve(self._information, self._moments), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
