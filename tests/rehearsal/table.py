@@ -10,7 +10,7 @@ from tests.rehearsal.cards import CARDS
 
 _DRAFTER_NAMES = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _HEADER = (
-    "| card | drafter | requests | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
+    "| card | drafter | requests | flags | runner | weights, KV cache | attention: target, draft | graphs to |"
     " sizes | slots | one request: vLLM, ours | full requests |\n"
     "|---|---|--:|---|---|---|---|--:|--:|--:|--:|--:|"
 )
@@ -80,7 +80,7 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
         concurrency,
-        "; ".join([*more_flags, *last["flags"]]) or "as it is",
+        "; ".join([*more_flags, *last["flags"]]) or "none",
         last["runner"],
         f"{weights}, {cache}",
         f"{', '.join(last['back_ends'])}; {draft}",
@@ -99,27 +99,26 @@ def _cell(text: str) -> str:
 
 _INTRODUCTION = """# The GPU configuration, rehearsed
 
-**Rehearsed on a CPU without a card, nothing measured.** Written by `make rehearsal` on {date}, with {version}.
+**Rehearsed on a CPU without a card; nothing is measured.** Written by `make rehearsal` on {date}, with {version}.
 
-For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 concurrent requests:
-`peagle` decides as for `peagle generate`, and vLLM's own configuration for CUDA takes what it decided. What vLLM
-decides later, when the model is loaded, is asked of its own functions with layers that are described and not loaded.
-A node has eight of the cards. Each configuration is accepted by vLLM, or refused by `peagle` before anything is
-bought, with what would fit.
+The tables have every model of the catalog, with and without a drafter, on every card below and for 1 to 256 concurrent
+requests. `peagle` chooses a configuration as for `peagle generate`, and vLLM's configuration for CUDA checks it. vLLM
+makes some choices only when it has loaded the model; here, the same vLLM functions make them from descriptions of the
+layers. A node has eight cards. vLLM accepts each configuration, or `peagle` refuses it and names what would fit.
 
 {cards}
 
-- **asked for**: flags in addition to `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
-  is, it is what the refusal names. K is the catalog's figure for that many requests, else the head's own or its
-  method's usual one. Models in 16 bits are there again in INT8, on the cards that compute it.
-- **requests**: concurrent requests with equal results; the other columns are those of the largest number.
+- **flags**: flags in addition to `--model`, `--drafter` and `--max-num-seqs`. If a model does not fit without flags,
+  they are those that the refusal suggests. K is that of the catalog for this number of requests, or else the default
+  of the head or its method. 16-bit models are also listed in INT8, on the cards that support it.
+- **requests**: numbers of concurrent requests with equal results; the other columns are those of the largest number.
 - **runner**: vLLM's model runner.
-- **graphs to**: concurrent requests up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
-  steps are captured, and the largest in tokens (4,096 at most).
+- **graphs to**: the highest concurrency at which verifying and drafting both run as CUDA graphs; **sizes**: the number
+  of captured steps, and the largest in tokens (4,096 at most).
 - **slots**: `max_num_batched_tokens`.
-- **one request**: the KV cache of one request of full length on all its cards in GiB, as vLLM reckons it and as
-  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds next to weights, graphs and a
-  step, which are estimated.
+- **one request**: the KV cache of one request of full length on all its cards in GiB, according to vLLM and as
+  `peagle` estimates it; **full requests**: how many of these fit, if weights, graphs and a step need as much memory as
+  estimated.
 
-The heads are of the published layouts and of the sizes that the catalog and their cards name; where nobody publishes
-a head (Qwen3-Coder with EAGLE-3, Gemma 4 with P-EAGLE) it is one of the same form, given by its folder."""
+Heads have the published layouts, and the sizes in the catalog or on the models' cards. If no head is published
+(Qwen3-Coder with EAGLE-3, Gemma 4 with P-EAGLE), the drafter is a folder with a head of the same form."""
