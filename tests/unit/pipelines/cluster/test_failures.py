@@ -36,7 +36,7 @@ def test_ray_data_wrapper_is_removed():
     wrapped = "UserCodeException: UDF failed to process a data block.\n" + ADVICE
     chained = "The above exception was the direct cause of the following exception:"
     text = f"Traceback\nOSError: disk full\n\n{chained}\n{wrapped}"
-    assert explain(RayTaskError(text), "it failed", hint="see logs/").message == "it broke off: OSError: disk full"
+    assert explain(RayTaskError(text), "it failed", hint="see logs/").message == "it failed: OSError: disk full"
 
 
 def test_retry_advice_of_ray_data_is_removed():
@@ -52,4 +52,4 @@ def test_retry_advice_of_ray_data_is_removed():
     )
     message = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
     assert "disk full" in message
-    assert explain(RayTaskError(message), "it failed", hint="see logs/").message == "it broke off: disk full"
+    assert explain(RayTaskError(message), "it failed", hint="see logs/").message == "it failed: disk full"
