@@ -87,8 +87,7 @@ def make_setup(
         label += " with lookup"
     if drafter is not None and drafter.verify == "auto":
         name_parts.append("auto")
-    elif drafter is not None and drafter.has_head:
-        label += ", all verified"
+        label += ", verify auto"
     return Setup(
         name="-".join([*name_parts, f"k{k}"]),
         label=label,

@@ -59,9 +59,9 @@ class TargetOptions(BaseModel):
         " request's text; auto: where a measurement showed a gain",
     )
     verify: Verify = Field(
-        "auto",
-        description="auto: verify the drafts that are worth their time at the current load, possibly none; all: every"
-        " draft, as always on GPUs",
+        "all",
+        description="all: verify every draft; auto: those that are worth their time at the current load, possibly none"
+        " (CPUs only)",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,

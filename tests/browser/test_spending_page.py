@@ -1,4 +1,4 @@
-"""Tests of the page of `peagle cost` in a real browser, with the month that docs/cost.md computes step by step."""
+"""Tests of the page of `peagle cost` in a real browser, with the month of docs/reference/worked-month.md."""
 
 import pytest
 

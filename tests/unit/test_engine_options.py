@@ -67,9 +67,7 @@ def test_too_large_model_in_store_is_refused():
 def test_accelerators_of_an_engine():
     keys = EngineOptions(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, CPU, MODEL, NO_HEAD).spec.num_accelerators == 6
-    assert (
-        compose_engine(EngineOptions(tensor_parallel_size=2, verify="all"), CPU, MODEL, HEAD).spec.drafter == HEAD.spec
-    )
+    assert compose_engine(EngineOptions(tensor_parallel_size=2), CPU, MODEL, HEAD).spec.drafter == HEAD.spec
 
 
 def test_break_even():
@@ -79,14 +77,16 @@ def test_break_even():
     head = replace(HEAD, spec=spec, name=name)
 
     def engine(keys=None, model=model, head=head):
-        return compose_engine(keys or EngineOptions(precision="bf16", verify="all"), CPU, model, head)
+        return compose_engine(keys or EngineOptions(precision="bf16"), CPU, model, head)
 
-    assert engine(EngineOptions(precision="bf16")).break_even(CPU) == {}  # it only verifies drafts that pay
+    assert (
+        engine(EngineOptions(precision="bf16", verify="auto")).break_even(CPU) == {}
+    )  # it only verifies drafts that pay
     assert engine().break_even(CPU) == card.steps[0].break_even("eagle3", 3)
     assert engine().drafter_watch(CPU, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
-    assert engine(EngineOptions(precision="float32", verify="all")).break_even(CPU) == {}
-    assert engine(EngineOptions(precision="bf16", verify="all", enforce_eager=True)).break_even(CPU) == {}
+    assert engine(EngineOptions(precision="float32")).break_even(CPU) == {}
+    assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(CPU) == {}
     assert engine(head=replace(head, name="custom head")).break_even(CPU) == {}
     assert engine(model=MODEL).break_even(CPU) == {}
     assert engine(head=NO_HEAD).drafter_watch(CPU) is None

@@ -75,9 +75,7 @@ def test_every_method_and_k_has_an_engine(target, head):
     assert [setup.label for setup in planned] == [
         "no speculation", "P-EAGLE K=2", "P-EAGLE K=4", "EAGLE-3 K=2", "EAGLE-3 K=4", "n-gram K=2", "n-gram K=4",
     ]  # fmt: skip
-    assert planned[2].drafter == DrafterSpec(
-        method="peagle", model=str(head()), num_speculative_tokens=4, verify="auto"
-    )
+    assert planned[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
     assert planned[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
     assert (planned[1].fingerprint, planned[1].head) == (planned[2].fingerprint, "peagle")
 

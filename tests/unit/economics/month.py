@@ -1,4 +1,4 @@
-"""The example month of docs/cost.md, as files.
+"""The example month of docs/reference/worked-month.md, as files.
 
 serve      an endpoint on one H100 at 6.88 USD an hour: an engine from 3 November, 22:00, to 4 November, 02:00
 nightly    a bulk run on 2 vCPUs at 0.10264 USD an hour: from 30 November, 20:00, to 1 December, 06:00

@@ -88,17 +88,17 @@ def test_head_has_its_own_cache_and_attention():
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
     drafter = drafter_with(HEAD, keys, GPU)
     assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetOptions(), CPU) == replace(HEAD, verify="auto")
+    assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
 def test_lookup_needs_a_head_and_a_request():
     with_lookup = TargetOptions(draft_lookup="on")
-    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True, verify="auto")
+    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
     assert drafter_with(NGRAM, with_lookup, CPU) == NGRAM
     for other in ("auto", "off"):
         keys = TargetOptions(draft_lookup=other)
-        assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [replace(HEAD, verify="auto"), HEAD]
+        assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
     assert lookup_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
 
@@ -123,3 +123,8 @@ def test_fingerprint_has_only_changed_options():
 
 def test_values_that_are_not_json_are_text():
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
+
+
+def test_drafts_are_chosen_on_cpus_only():
+    keys = TargetOptions(verify="auto")
+    assert [drafter_with(HEAD, keys, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]

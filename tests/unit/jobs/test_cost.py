@@ -10,7 +10,7 @@ import pytest
 from jobs import cli
 from tests.unit.economics.month import write_endpoint, write_nightly
 
-DOCS = Path(__file__).parents[3] / "docs" / "cost.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "worked-month.md"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def total_spend(sources, days=None):
 
 @pytest.fixture
 def month(tmp_path, monkeypatch):
-    """The example month of docs/cost.md, in the current folder."""
+    """The example month of docs/reference/worked-month.md, in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "serve")
     write_nightly(tmp_path / "nightly")
