@@ -43,7 +43,8 @@ def generate(
         options: other keys of `peagle generate`, such as `max_tokens=64`.
 
     Raises:
-        PeagleError: as the command; `StoppedEarly` if it was interrupted, with the command that continues the run.
+        PeagleError: as the command does. `StoppedEarly` means that the run was interrupted; its hint has the command
+            that continues the run.
     """
     from rich.console import Console
 
@@ -56,7 +57,7 @@ def generate(
         GenerateConfig, config, {"input": input, "output": output, "model": model, "drafter": drafter, **options}
     )
     keep_private()
-    command = ["peagle", "generate", *flags.words(loaded)]
+    command = ["peagle", "generate", *flags.to_arguments(loaded)]
     generate_run(RunRequest(config=loaded, command=command), RunProgress(Console(quiet=not progress)))
     return Run.open(loaded.output)
 
@@ -94,12 +95,12 @@ def serve(
 
 
 def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -> dict[str, Any]:
-    """Return what runs and endpoints cost, as `peagle cost --format json`.
+    """Return what runs and endpoints cost, in the format of `peagle cost --format json`.
 
     Args:
         sources: run directories, `--state` folders of endpoints, or globs of them.
-        month: as 2026-11; None for all time.
-        by: dimensions, as `key,model,day`.
+        month: such as 2026-11; None means all time.
+        by: comma-separated dimensions, such as `key,model,day`.
 
     Raises:
         PeagleError: a source is missing or damaged, or an argument is invalid.
@@ -115,7 +116,7 @@ def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -
 
 
 def _load(model: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:
-    """Return a configuration from options, environment and YAML; options that are None count as not given.
+    """Return a configuration from options, environment and YAML. An option that is None is ignored.
 
     Raises:
         ConfigError: a key is unknown, or a value is invalid.

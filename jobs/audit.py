@@ -7,17 +7,18 @@ from typing import Any
 HELP = """\
 Audit a run: compare its files with its plan, and a sample of its rows with what the target generates without a drafter.
 
-Files: every unit exists, every id is in exactly one row or dead letter, usage is the sum of the rows, the ledger
-agrees, nothing is left over and the input is unchanged. Rows: the sample is generated again without the drafter, on the
-same engine settings, and compared token by token. This verifies that speculative decoding did not change the text.
+Files: every unit exists, every id is in exactly one row or dead letter, usage is the sum over the rows, the ledger
+agrees, no temporary files remain and the input is unchanged. Rows: the sample is generated again without the drafter,
+on the same engine settings, and compared token by token. This verifies that speculative decoding did not change the
+text.
 
   peagle audit runs/first
   peagle audit runs/first --sample 64 --seed 1
   peagle audit runs/first --no-regenerate      check only files; start no engine
   peagle audit runs/first --json -             print only JSON
 
-Where two texts differ, the log-probabilities of the two tokens decide: nearly equal ones are a rounding tie (how near
-depends on the precision), anything else is a difference. Rows at a temperature above 0 cannot be compared and are
+Where two texts differ, the log-probabilities of the two tokens decide: if they are nearly equal, it is a rounding tie
+(the limit depends on the precision), otherwise a difference. Rows at a temperature above 0 cannot be compared and are
 skipped. The engine runs in this process, without Ray; nothing is written into the run directory.
 """
 EPILOG = """\

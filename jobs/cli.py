@@ -1,8 +1,8 @@
 """The `peagle` command, a table of subcommands.
 
-"models add" is jobs/models_add.py. A command's module has HELP, `add_arguments(parser)` and
-`run(args) -> (exit code, result for --json)`; COMMON lists the options of its short help. It is imported when needed:
-`peagle --help` loads neither torch nor Ray.
+The module of the command "models add" is jobs/models_add.py. It has HELP, `add_arguments(parser)` and
+`run(args) -> (exit code, result for --json)`; COMMON lists the options of its short help. Modules are imported only
+when their command runs, so `peagle --help` loads neither torch nor Ray.
 
 Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 broken output pipe.
 """
@@ -145,13 +145,15 @@ def _without_command(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print(format_help(), file=sys.stderr)
         return 2
-    words = " ".join(argv[:2])
-    if instead := removed.COMMANDS.get(words):
-        print(f"peagle: the command `{words}` was removed: {instead}", file=sys.stderr)
+    name = " ".join(argv[:2])
+    if instead := removed.COMMANDS.get(name):
+        print(f"peagle: the command `{name}` was removed: {instead}", file=sys.stderr)
         return 2
-    longer = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
-    near = difflib.get_close_matches(words, COMMANDS, n=1) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
-    hint = f"choose {' or '.join(longer)}" if longer else f"did you mean {near[0]}?" if near else "see peagle --help"
+    subcommands = [command for command in COMMANDS if command.startswith(f"{argv[0]} ")]
+    similar = difflib.get_close_matches(name, COMMANDS, n=1) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "see peagle --help"
+    if subcommands:
+        hint = f"choose {' or '.join(subcommands)}"
     print(f"peagle: unknown command {argv[0]!r}\n  {hint}", file=sys.stderr)
     return 2
 
@@ -169,7 +171,7 @@ def format_help() -> str:
 
 
 def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, or exit with a message that suggests the nearest flag."""
+    """Parse the arguments of a command; exit with a message that suggests the most similar flag if one is unknown."""
     args, unknown = parser.parse_known_args(argv)
     if getattr(args.module, "FORWARDS_ARGS", False):
         args.forwarded = unknown
@@ -177,8 +179,8 @@ def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
         flag = unknown[0].partition("=")[0]
         if instead := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
             parser.error(f"{flag} was removed: {instead}")
-        near = difflib.get_close_matches(flag, parser.options(), n=1)
-        parser.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))
+        similar = difflib.get_close_matches(flag, parser.options(), n=1)
+        parser.error(f"unknown argument {flag}" + (f": did you mean {similar[0]}?" if similar else ""))
     return args
 
 

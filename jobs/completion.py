@@ -1,4 +1,4 @@
-"""`peagle completion`: the completion of commands, options and groups of help for a shell."""
+"""`peagle completion`: shell completion for commands and options."""
 
 import argparse
 from typing import Any
@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from jobs.cli import COMMANDS, parser_of
 
-    words = {command: parser_of(command).options() for command in COMMANDS}
-    for command in COMMANDS:  # the second word of `serve keys` completes `serve`
+    completions = {command: parser_of(command).options() for command in COMMANDS}
+    for command in COMMANDS:  # `serve` is also completed with the second word of `serve keys`
         first, _, second = command.partition(" ")
         if second:
-            words.setdefault(first, []).append(second)
-    cases = {command: f'        "{command}") words="{" ".join(options)}" ;;' for command, options in words.items()}
+            completions.setdefault(first, []).append(second)
+    cases = {command: f'        "{command}") words="{" ".join(words)}" ;;' for command, words in completions.items()}
     script = _SCRIPT.format(
         two_words="\n".join(case for command, case in cases.items() if " " in command),
         one_word="\n".join(case for command, case in cases.items() if " " not in command),

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     command = command_of(args.file)
     parser = argparse.ArgumentParser(prog=f"peagle config show {args.file}", usage=f"%(prog)s [FLAGS of {command}]")
     importlib.import_module(f"jobs.{command}").add_arguments(parser)
-    own = parser.parse_args(["--config", str(args.file), *args.forwarded])
-    config = flags.load(model_of(command), own)
-    args.variables = own.variables
-    origins = flags.origins(config, own)
+    command_args = parser.parse_args(["--config", str(args.file), *args.forwarded])
+    config = flags.load(model_of(command), command_args)
+    args.variables = command_args.variables
+    origins = flags.origins(config, command_args)
     rows = {name: (getattr(config, name), origins[name]) for name in origins if name not in _UNLISTED}
     try:
         rows |= _resolved_defaults(config)

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--currency", metavar="CODE", help="convert amounts to this currency; FOCUS then uses only this currency"
     )
-    parser.add_argument("--rate", type=float, metavar="X", help="amount of that currency per dollar")
+    parser.add_argument("--rate", type=float, metavar="X", help="amount of --currency per dollar")
     parser.add_argument("--format", type=_format, choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
@@ -128,7 +128,9 @@ def _positive(flag: str, value: float) -> float:
 
 
 def days_of(month: str | None, first: str | None, last: str | None) -> "Days":
-    """Return a period from a month (2026-11), or from its first and last day (2026-11-30); None is open.
+    """Return a period from a month (2026-11), or from its first and last day (2026-11-30).
+
+    A day that is None leaves that end of the period open.
 
     Raises:
         ConfigError: a date is invalid, or a month is combined with days.

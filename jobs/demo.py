@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     progress, reports = RunProgress(console(soft_wrap=True)), []
     with QuietStderr() as quiet, ray_cluster():
         quiet.move_to(folder / "ray.log")
-        for number, own in enumerate(runs, 1):
-            progress.say(f"[{number}/{len(runs)}] {own['limit']} HumanEval prompts, drafter: {own['drafter']}")
-            keys = {**common, **own}
+        for number, options in enumerate(runs, 1):
+            progress.say(f"[{number}/{len(runs)}] {options['limit']} HumanEval prompts, drafter: {options['drafter']}")
+            keys = {**common, **options}
             config = GenerateConfig(**keys)
-            # The demo would start a new run instead of resuming.
-            request = RunRequest(config=config, command=["peagle", "generate", *flags.words(config)])
+            # The command that continues a stopped run; `peagle demo` would start a new one.
+            request = RunRequest(config=config, command=["peagle", "generate", *flags.to_arguments(config)])
             reports.append(generate(request, progress).report)
             progress.say(short_summary(reports[-1]) + "\n")
     write_atomic(folder / "report.html", render_html(reports).encode())

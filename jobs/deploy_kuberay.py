@@ -16,8 +16,7 @@ Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJ
   peagle deploy kuberay serve.yaml --image registry.example/peagle:cuda --namespace team --apply
 
 There is one pod per machine, sized by the configuration's instance_type. Secrets are referenced by name and never read;
-the commands that create them are printed to standard error. docs/how-to/kubernetes.md has all
-commands.
+the commands that create them are printed to standard error. docs/how-to/kubernetes.md shows the whole procedure.
 """
 COMMON = ("image", "name", "namespace", "output", "env_secret", "keys_secret", "schedule", "apply")
 
@@ -42,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     secrets.add_argument("--service-account", metavar="TEXT", help="service account of the pods, instead of AWS keys")
     secrets.add_argument(
-        "--token-secret", default="peagle-ray", metavar="TEXT", help="Ray's token, as auth_token (default: %(default)s)"
+        "--token-secret",
+        default="peagle-ray",
+        metavar="TEXT",
+        help="Secret whose key auth_token is Ray's token (default: %(default)s)",
     )
     secrets.add_argument(
-        "--keys-secret", default="peagle-keys", metavar="TEXT", help="API keys, as keys.json (default: %(default)s)"
+        "--keys-secret",
+        default="peagle-keys",
+        metavar="TEXT",
+        help="Secret whose key keys.json has the API keys (default: %(default)s)",
     )
     bulk = parser.add_argument_group("bulk")
     bulk.add_argument(

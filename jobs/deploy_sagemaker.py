@@ -53,23 +53,23 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.catalog.cards import load_catalog
     from peagle.deploy.sagemaker_api import SageMaker
 
-    keys, card = flags.load(SageMakerOptions, args), load_catalog().get(args.model)
-    found = preset(
+    options, card = flags.load(SageMakerOptions, args), load_catalog().get(args.model)
+    drafter_preset = preset(
         card,
-        instance_type=keys.instance_type,
-        concurrency=keys.concurrency,
-        has_model_data=keys.model_data is not None,
-        has_head_data=keys.head_data is not None,
+        instance_type=options.instance_type,
+        concurrency=options.concurrency,
+        has_model_data=options.model_data is not None,
+        has_head_data=options.head_data is not None,
     )
-    requests = make_requests(card, keys, found)
-    say(f"drafter: {found.drafter}")
-    if known_offer(keys) is None:
-        say(f"{keys.instance_type} is not in the price table, so it is unknown whether {card.name} fits")
+    requests = make_requests(card, options, drafter_preset)
+    say(f"drafter: {drafter_preset.drafter}")
+    if known_offer(options) is None:
+        say(f"{options.instance_type} is not in the price table, so it is unknown whether {card.name} fits")
     say(f"{format_usd(requests.usd_per_hour)} an hour while it exists ({requests.price})")
     if args.dry_run:
         say(json.dumps(requests.to_dict(), indent=2))
         return 0, requests.to_dict()
-    arn = SageMaker(keys.region, say=say).create(requests)
+    arn = SageMaker(options.region, say=say).create(requests)
     down = f"`peagle deploy sagemaker --down {requests.name}`"
     say(f"{requests.name} is in service; {down} deletes it and stops the charges")
     return 0, {**requests.to_dict(), "arn": arn}

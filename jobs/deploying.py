@@ -1,4 +1,4 @@
-"""Shared code of `peagle deploy TARGET`: arguments, the workload, YAML, the target's client."""
+"""Shared code of `peagle deploy TARGET`: arguments, the workload, YAML, and running the target's client."""
 
 import argparse
 import shutil
@@ -48,9 +48,10 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
             pipeline_parallel_size=config.pipeline_parallel_size,
             num_nodes=config.nodes_per_engine,
         )
-        size, engines = config.accelerators_per_engine // config.nodes_per_engine, config.engine_range
-        smallest = [(size, engines.smallest * config.nodes_per_engine)]
-        largest = [(size, engines.largest * config.nodes_per_engine)]
+        accelerators_per_node = config.accelerators_per_engine // config.nodes_per_engine
+        engines = config.engine_range
+        smallest = [(accelerators_per_node, engines.smallest * config.nodes_per_engine)]
+        largest = [(accelerators_per_node, engines.largest * config.nodes_per_engine)]
     else:
         command, grace_s = "serve", max(model.drain_s for model in config.served)
         for model in config.served:
@@ -105,7 +106,7 @@ def write_file(text: str, output: Path | None) -> None:
 
 
 def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
-    """Run a target's client with the file on its standard input.
+    """Run a target's client with `text` as its standard input.
 
     Raises:
         ConfigError: the client is not installed.

@@ -55,10 +55,10 @@ def add_flags(
         text = argparse.SUPPRESS if name in hidden else _help(field)
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
-        kind, form = _plain(field.annotation), field.json_schema_extra
-        if isinstance(form, dict) and "flag" in form:  # a map; each flag adds one entry
-            names = [f"--{form['flag']}"]
-            options |= {"action": "append", "metavar": form["metavar"]}
+        kind, extra = _without_none(field.annotation), field.json_schema_extra
+        if isinstance(extra, dict) and "flag" in extra:  # a map; each flag adds one entry
+            names = [f"--{extra['flag']}"]
+            options |= {"action": "append", "metavar": extra["metavar"]}
         elif kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
@@ -99,30 +99,30 @@ def load(
     return _validate(model, values | dict(foreign) | from_environment | flags, args.variables)
 
 
-def words(config: pydantic.BaseModel) -> list[str]:
-    """Return the flags that set the keys of `config` which are not at their defaults by themselves."""
+def to_arguments(config: pydantic.BaseModel) -> list[str]:
+    """Return command-line flags for the keys that were set in `config`."""
     result: list[str] = []
     for name, value in config.model_dump(mode="json", exclude_unset=True).items():
-        form = type(config).model_fields[name].json_schema_extra
-        flag = f"--{form['flag'] if isinstance(form, dict) and 'flag' in form else name.replace('_', '-')}"
+        extra = type(config).model_fields[name].json_schema_extra
+        flag = f"--{extra['flag'] if isinstance(extra, dict) and 'flag' in extra else name.replace('_', '-')}"
         if isinstance(value, bool):
             result.append(flag if value else f"--no-{flag.removeprefix('--')}")
         elif isinstance(value, dict) and flag != f"--{name}":
-            result += [word for key, part in value.items() for word in (flag, f"{key}={part}")]
+            result += [argument for key, item in value.items() for argument in (flag, f"{key}={item}")]
         elif isinstance(value, list):
-            result += [word for part in value for word in (flag, str(part))]
+            result += [argument for item in value for argument in (flag, str(item))]
         elif value is not None:
             result += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return result
 
 
 def load_file(model: type[Model], path: Path) -> Model:
-    """Return the configuration of only a YAML file; raises as `load`."""
+    """Load a configuration from a YAML file, ignoring flags and environment variables. Raises as `load`."""
     return _validate(model, _from_yaml(path, model.model_fields), {})
 
 
 def keys_of(path: Path) -> frozenset[str]:
-    """Return the keys of a YAML file for any command.
+    """Return the top-level keys of a YAML file, whichever command it is for.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -144,7 +144,7 @@ def origins(config: pydantic.BaseModel, args: argparse.Namespace) -> dict[str, s
             result[name] = f"environment, {args.variables[name]}"
         elif name in args.in_yaml:
             result[name] = str(args.config)
-        elif name in config.model_fields_set:  # only a profile sets keys that the user left open
+        elif name in config.model_fields_set:  # only a profile sets keys that the user did not set
             result[name] = f"profile {getattr(config, 'profile', None)}"
         else:
             result[name] = "default"
@@ -162,9 +162,9 @@ _METAVARS = {int: "N", float: "X", Path: "PATH", StoragePath: "PATH", str: "TEXT
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 2:8 and 18:30 as text. In YAML 1.1 they are numbers to the base of 60."""
+    """Reads 2:8 and 18:30 as text. YAML 1.1 would read them as base-60 numbers."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it like this
         first: [("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+$")), *resolvers]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -179,7 +179,7 @@ def _variable(name: str) -> str:
 
 
 def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Return the keys set by variables. Ignores empty ones, and those that Kubernetes sets for a service."""
+    """Return the keys that PEAGLE_* variables set. Skips empty variables, and those that Kubernetes sets for services."""
     values: dict[str, Any] = {}
     for name, field in known.items():
         value: Any = os.environ.get(_variable(name), "")
@@ -188,7 +188,7 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
         if not is_unicode(str(value)):
             raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
         if value and not (name.endswith("port") and is_service_link(value)):
-            values[name] = [value] if typing.get_origin(_plain(field.annotation)) is list else value
+            values[name] = [value] if typing.get_origin(_without_none(field.annotation)) is list else value
     return values
 
 
@@ -239,7 +239,7 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
     return f"{where}: {message}" if is_named else f"{where}: {message}, not {error['input']!r}"
 
 
-def _plain(annotation: Any) -> Any:
+def _without_none(annotation: Any) -> Any:
     """Return the annotation without `| None`."""
     if isinstance(annotation, types.UnionType):
         (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]

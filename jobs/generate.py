@@ -19,9 +19,9 @@ Generate text for every row of a corpus. Rows are committed exactly once; run th
   peagle generate --config job.yaml --dry-run
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
-Ctrl-C, SIGTERM,
---budget-usd and --deadline stop the run: running units get --grace-s to be committed, and the command to continue is
-printed. A second Ctrl-C stops immediately. Rows that fail go to OUTPUT/failed with a reason; the run continues.
+Ctrl-C, SIGTERM, --budget-usd and --deadline stop the run: running units have --grace-s to be committed, and the command
+to continue is printed. A second Ctrl-C stops immediately. Rows that fail go to OUTPUT/failed with a reason; the run
+continues.
 RAY_ADDRESS selects the cluster. It must require a token, unless RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a
 cluster is started on this machine, and stopped at the end.
 """

@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         actions = {action.dest: action for action in self._actions_of_all_groups()}
         formatter = _Formatter(self.prog)
         formatter.add_section("most used options", [_brief(actions[name]) for name in self._common])
-        lines = [f"  --help={title:<13} {_names(group)}" for title, group in groups.items() if title not in _UNNAMED]
+        lines = [f"  --help={title:<13} {_names(group)}" for title, group in groups.items() if title not in _UNLISTED]
         lines.append(f"  --help={'all':<13} every option, with more about this command")
         return "\n".join(
             [
@@ -85,7 +85,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _groups(self) -> dict[str, list[argparse.Action]]:
-        """Return the actions by the title of their group, as argparse passes them to the formatter of its own help."""
+        """Return the actions by group title, as argparse passes them to the formatter of its own help."""
         collector = _GroupCollector(self.prog)
         self.formatter_class = lambda *, prog: collector
         self.format_help()
@@ -118,7 +118,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         self.end_section()
 
 
-_UNNAMED = ("options", "positional arguments")
+_UNLISTED = ("options", "positional arguments")  # argparse's own groups
 
 
 class _Help(argparse.Action):
@@ -130,7 +130,7 @@ class _Help(argparse.Action):
 
 
 def _first_examples(text: str) -> list[str]:
-    """Return the first examples; an example continues after a line that ends with a backslash."""
+    """Return the lines of the first examples. A line that ends with a backslash is continued."""
     lines: list[str] = []
     num_complete = 0
     for line in text.splitlines():
@@ -142,7 +142,7 @@ def _first_examples(text: str) -> list[str]:
 
 
 def _brief(action: argparse.Action) -> argparse.Action:
-    """Return a copy of an option for the short help: its long name and the first clause of its help."""
+    """Return a copy of an option for the short help, with only the first clause of its help and no --no- form."""
     default = re.search(r" \(default: [^)]*\)$", action.help or "")
     clause = (action.help or "").removesuffix(default.group() if default else "").split(";")[0]
     names = [name for name in action.option_strings if not name.startswith("--no-")]

@@ -53,13 +53,13 @@ def _print_variables(card: "ModelCard") -> dict[str, str]:
     """Print the variables in the format of `docker run --env-file`."""
     from peagle.deploy.sagemaker import preset
 
-    found = preset(card)
-    print(f"# {card.title}; drafter: {found.drafter}")
-    for folder, place in found.uploads:
-        print(f"# upload {folder} to S3, for {place}")
-    for name, value in found.variables.items():
+    drafter_preset = preset(card)
+    print(f"# {card.title}; drafter: {drafter_preset.drafter}")
+    for folder, purpose in drafter_preset.uploads:
+        print(f"# upload {folder} to S3, for {purpose}")
+    for name, value in drafter_preset.variables.items():
         print(f"{name}={value}")
-    return found.variables
+    return drafter_preset.variables
 
 
 def _print_list(cards: "list[ModelCard]") -> None:

@@ -1,4 +1,4 @@
-"""Output of commands: safe standard streams, progress lines, forecasts."""
+"""Output of commands: encoding errors and broken pipes, progress lines, forecasts."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ _REPORT_EVERY_S = 15.0
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[SimpleNamespace]:
-    """Escape text that the streams cannot encode, and exit as after SIGPIPE if the reader has exited.
+    """Escape text that the streams cannot encode, and exit as if killed by SIGPIPE if the reader has exited.
 
     Yields:
         A namespace in which the command sets its exit `code`; on exit it may become `PIPE_CODE`.
@@ -50,14 +50,14 @@ def broken_pipe(message: str) -> int:
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         print(message, file=sys.stderr)
         return 1
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter prints an error at exit
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)  # else the interpreter prints an error at exit
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
     return PIPE_CODE
 
 
 def console(**options: Any) -> "Console":
-    """Return a rich console that raises BrokenPipeError; rich's own exits the process with code 1."""
+    """Return a rich console that raises BrokenPipeError. Rich's own console would exit the process with code 1."""
     from rich.console import Console
 
     class PipeConsole(Console):
@@ -73,7 +73,7 @@ def prints_unicode() -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text is valid Unicode. Undecodable bytes of an argument are half surrogate pairs in it."""
+    """Whether the text is valid Unicode. Python decodes the invalid bytes of an argument as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,7 +82,7 @@ def is_unicode(text: str) -> bool:
 
 
 class Throttle:
-    """Limit a progress callback to one call every few seconds, and always pass the first and last one."""
+    """Limits a progress callback to one call every few seconds. The first and the last call are always passed on."""
 
     def __init__(self, report: Any) -> None:
         self._report, self._last = report, float("-inf")
@@ -126,7 +126,7 @@ class Forecast(Protocol):
         """Return labels and facts to print."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same for --json."""
+        """Return the forecast for --json."""
 
 
 def print_forecast(forecast: Forecast) -> tuple[int, dict[str, Any]]:

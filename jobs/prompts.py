@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet to write")
     parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: each function or text once")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of order and wordings (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for order and wording (default: 0)")
     parser.add_argument(
         "--exclude",
         action="append",
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    made, checked = shipped_prompts(args.source, index_of(args.exclude or DEFAULT), limit=args.limit, seed=args.seed)
-    prompts = [asdict(prompt) for prompt in made]
+    built, checked = shipped_prompts(args.source, index_of(args.exclude or DEFAULT), limit=args.limit, seed=args.seed)
+    prompts = [asdict(prompt) for prompt in built]
     _write(prompts, args.output)
     for drop in checked.dropped:
         print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {drop.evaluation_set}")

@@ -61,9 +61,9 @@ def _print(conversion: "Conversion") -> None:
         figures = (f"{value:.3%}" for value in (error.max_relative, error.mean_relative, error.rms_relative))
         table.add_row(error.name, shape, *figures)
     console().print(table)
-    print("\nRelative error: largest and mean of the elements in FP8's normal range, norm of all.")
-    for why in sorted(set(conversion.kept.values())):
-        print(f"kept ({why}): {', '.join(name for name, reason in conversion.kept.items() if reason == why)}")
+    print("\nRelative error: max and mean over the elements in FP8's normal range, rms over all elements.")
+    for reason in sorted(set(conversion.kept.values())):
+        print(f"kept ({reason}): {', '.join(name for name, why in conversion.kept.items() if why == reason)}")
     before, after = conversion.num_bytes_before, conversion.num_bytes_after
     print(f"weights: {after:,} bytes, {before:,} before ({after / before:.0%})")
     print(f"head: {conversion.output}")

@@ -51,8 +51,7 @@ _IF_LOST = (
 )
 _POLL_S = 0.5
 _STOPPED_NOW = "stopped immediately: running requests are lost"
-# In addition to the time for requests: Serve polls, and kills processes that do not exit.
-_SPARE_S = 30.0
+_SPARE_S = 30.0  # added to the drain time, because Serve polls, and kills processes that do not exit
 _GROUPS = {
     "model": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
@@ -107,15 +106,15 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if config.tls_cert and config.tls_key:
         require_certificate(config.tls_cert, config.tls_key)
     with QuietStderr() as quiet:
-        here = detect_machine()
+        hardware = detect_machine()
         is_remote = cluster.is_remote()
         if not is_remote:
             require_startable()
         prepare_batches(config)
-        served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
-        gate = gate_settings(config, here, served)  # may refuse the configuration, like the price below
+        served = [] if is_remote else resolve(config, hardware, num_nodes=1, announce=print)
+        gate = gate_settings(config, hardware, served)  # may refuse the configuration, like the price below
         if not is_remote:
-            endpoint_price(config, here, served)
+            endpoint_price(config, hardware, served)
             require_free("port", config.port, config.host, hint="choose another port, or stop the program that uses it")
         if gate.prompts:
             print(f"prompts are written to {gate.prompts}", flush=True)
@@ -130,10 +129,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:
-                here = inspect()
-                served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
-            price = endpoint_price(config, here, served)
-            _deploy(config, here, served, is_remote=is_remote)
+                hardware = inspect()
+                served = resolve(config, hardware, num_nodes=cluster.num_nodes(hardware), announce=print)
+            price = endpoint_price(config, hardware, served)
+            _deploy(config, hardware, served, is_remote=is_remote)
             stopped = threading.Event()
             record_up(config.state, price)
             # Ray replaces the SIGTERM handler when it starts, so ours is installed afterwards.
@@ -143,7 +142,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ):
                 print(_banner(config, None if is_remote else cluster.metrics_port()))
                 print(config.url, flush=True)
-                _wait(config, here, served, stopped)
+                _wait(config, hardware, served, stopped)
                 print("stopping: waiting for running requests; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [model.options.served_name for model in served]}
@@ -182,7 +181,7 @@ def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
     return print_forecast(forecast(config, print))
 
 
-def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:
+def _deploy(config: ServeConfig, hardware: Any, served: "list[Served]", *, is_remote: bool) -> None:
     """Start the application and wait for its engines; remove it on failure.
 
     Raises:
@@ -205,7 +204,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
         print(model.describe(), flush=True)
     serve.start(http_options=_http_options(config), logging_config={"enable_access_log": False})
     _require_address(config)
-    application = bind(config, here, served)
+    application = bind(config, hardware, served)
     try:
         _start(application, config.state)
     except BaseException:  # including Ctrl-C: a remote cluster would keep the application
@@ -224,7 +223,7 @@ def _http_options(config: ServeConfig) -> dict[str, Any]:
 
 
 def _require_address(config: ServeConfig) -> None:
-    """Check that a running Serve instance listens on this address; it only warns if the address differs."""
+    """Check that a running Serve instance listens on the configured address. Serve itself would only log a warning."""
     from pipelines.online.serve.ray_names import running_http_options
 
     running = running_http_options()
@@ -274,7 +273,7 @@ def _start(application: Any, state: Path) -> None:
         print(format_start_warning(warning), flush=True)
 
 
-def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
+def _wait(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: threading.Event) -> None:
     """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
@@ -284,12 +283,12 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     watches = {}
     for model in served:
         name = model.options.served_name
-        for note in model.engine.profile_notes(here):
+        for note in model.engine.profile_notes(hardware):
             print(f"{name}: {note}", flush=True)
-        if (watch := model.engine.drafter_watch(here)) is not None:
+        if (watch := model.engine.drafter_watch(hardware)) is not None:
             watches[name] = watch
     if watches:
-        view = CostView(config.state / "ledger", resolve_price(config, here))
+        view = CostView(config.state / "ledger", resolve_price(config, hardware))
         watch_engines(watches, view, stopped, print)
     stopped.wait()
 
@@ -301,8 +300,8 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
     from pipelines.online.serve.ray_names import begin_deletion
 
     if is_up or is_remote:
-        # Serve kills the application after `drain_s`. If its controller dies in that time, the next one starts over,
-        # so this may take twice as long.
+        # Serve kills the application after `drain_s`. If its controller dies meanwhile, the new controller waits for
+        # the full `drain_s` again, so this may take twice as long.
         limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
         give_up_at = time.monotonic() + limit_s
         begin_deletion(APP_NAME)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pipelines.online.gateway.keys import KeyRecord
 
-# Fields of a key's record by flag.
+# For each flag, the field of a key's record that it sets.
 _LIMITS = {
     "requests_per_min": "requests_per_min",
     "input_tokens_per_min": "input_tokens_per_min",
@@ -198,18 +198,18 @@ def _edit(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
 def _describe(record: "KeyRecord") -> list[str]:
     """Return a key's name and limits for the list."""
     limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at", "tags"}, exclude_none=True)
-    words = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
-    words += [f"tag {key}={value}" for key, value in record.tags.items()]
+    parts = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
+    parts += [f"tag {key}={value}" for key, value in record.tags.items()]
     if record.expires_at is not None:
-        words.append(f"expires_at={datetime.fromtimestamp(record.expires_at, UTC):%Y-%m-%dT%H:%M:%SZ}")
-    return [*words, "expired"] if record.is_expired() else words
+        parts.append(f"expires_at={datetime.fromtimestamp(record.expires_at, UTC):%Y-%m-%dT%H:%M:%SZ}")
+    return [*parts, "expired"] if record.is_expired() else parts
 
 
 def _expiry(args: argparse.Namespace) -> float | None:
     """Return the Unix time at which a key expires, or None.
 
     Raises:
-        ConfigError: it is invalid or in the past.
+        ConfigError: the time is invalid or in the past.
     """
     from peagle.errors import ConfigError
 

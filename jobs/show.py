@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     for row in rows:
         print(_response_text(row) if is_text else to_json(row))
         result["num_rows"] += 1
-    for letter in failed:
-        print(_failure_text(letter) if is_text else to_json(letter))
+    for dead_letter in failed:
+        print(_failure_text(dead_letter) if is_text else to_json(dead_letter))
         result["num_failed_rows"] += 1
     if is_text and not any(result.values()):
         print("no failed rows" if args.failed else "no rows are committed yet")
@@ -54,7 +54,7 @@ def _response_text(row: dict[str, Any]) -> str:
     return "\n".join([printable(str(row["id"])), *(f"  | {printable(line)}" for line in lines)])
 
 
-def _failure_text(letter: dict[str, Any]) -> str:
+def _failure_text(dead_letter: dict[str, Any]) -> str:
     from peagle.runs.export import printable
 
-    return printable(f"{letter['id']}  failed: {letter['reason']}: {letter['message']}")
+    return printable(f"{dead_letter['id']}  failed: {dead_letter['reason']}: {dead_letter['message']}")

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         from peagle.drafter.pipeline import check_training
         from peagle.runs.progress import RunProgress
 
-        check_training(config, say)  # the trainer checks the same, but only hours later
+        check_training(config, say)  # the trainer repeats this check, but only after hours of generating responses
         from pipelines.training.responses import regenerate
 
         regenerate(config, RunProgress(console(soft_wrap=True)), command=args.command_line)

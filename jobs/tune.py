@@ -13,7 +13,7 @@ from peagle.tuning.config import TuneConfig
 
 HELP = """\
 Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits.
-Each is measured once within a budget of engine time, and the best are measured again. Ray is not needed.
+Each candidate is measured once within a budget of engine time, and the best are measured again. Ray is not needed.
 
   peagle tune --dataset mine.jsonl --time-budget-s 1800
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --time-budget-s 1200

@@ -171,7 +171,7 @@ def test_configuration_survives_conversion_to_flags(tmp_path):
     config = GenerateConfig(**keys)
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
-    assert flags.load(GenerateConfig, parser.parse_args(flags.words(config))) == config
+    assert flags.load(GenerateConfig, parser.parse_args(flags.to_arguments(config))) == config
 
 
 def test_old_names_are_accepted(tmp_path, monkeypatch):
