@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
-VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto" verifies the drafts that pay, anything else all
+VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
 
 
 @dataclass(slots=True)
@@ -30,13 +30,13 @@ class RequestDrafts:
     """The drafts of one request.
 
     Attributes:
-        num_head: drafts of the head in the current draft; the others are copies.
-        log_odds: [K], the head's for the current draft; not a number for copies.
+        num_head_tokens: how many tokens of the current draft come from the head; the others are copies.
+        log_odds: [K], the head's log-odds of each token of the current draft; NaN for copies.
         has_gap: whether tokens are missing in the drafter's KV cache, so that the head cannot draft any more.
     """
 
     lookup: PromptLookup | None = None
-    num_head: int = 0
+    num_head_tokens: int = 0
     log_odds: Array | None = None
     has_gap: bool = False
 
@@ -47,7 +47,7 @@ class SchedulerDrafts:
     An error disables the feature that failed, and does not stop the engine.
 
     Args:
-        min_ngram: of the lookup; None without a lookup.
+        min_ngram: the lookup's shortest n-gram; None disables the lookup.
         num_speculative_tokens: K, if only drafts that pay are to be verified; None to verify all.
     """
 
@@ -115,7 +115,7 @@ class SchedulerDrafts:
             assert self._min_ngram is not None
             lookup = drafts.lookup = PromptLookup(self._min_ngram)
         lookup.extend(text[len(lookup) :])
-        redrafted, drafts.num_head = lookup.redraft(tokens)
+        redrafted, drafts.num_head_tokens = lookup.redraft(tokens)
         return redrafted
 
     def _choose(
@@ -144,7 +144,7 @@ class SchedulerDrafts:
             is_missing[row, len(drafted.draft_token_ids[index]) :] = True
             is_sampled[row] = _source(request) == "sampled"
             if self._min_ngram is not None:
-                odds[row, drafts.num_head :] = math.nan
+                odds[row, drafts.num_head_tokens :] = math.nan
         survival = budget.survival("greedy", odds)
         if is_sampled.any():
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
@@ -164,7 +164,7 @@ class SchedulerDrafts:
         drafts = _drafts_of(request)
         if self._budget is not None and drafts.log_odds is not None:
             self._observed[_source(request)].append((drafts.log_odds, num_drafts, num_accepted))
-        num_copies = max(0, num_accepted - drafts.num_head) if self._min_ngram is not None else 0
+        num_copies = max(0, num_accepted - drafts.num_head_tokens) if self._min_ngram is not None else 0
         _count(request, num_lookup=num_copies, num_verified=num_drafts)
 
 
@@ -180,7 +180,7 @@ def _drafts_of(request: Any) -> RequestDrafts:
 
 
 def _count(request: Any, *, num_lookup: int = 0, num_dropped: int = 0, num_verified: int = 0) -> None:
-    """Add to the counts of a request, in a list that vLLM leaves empty with "summary".
+    """Add to the counts of a request, in `per_step_drafted`, a list that vLLM leaves empty at the level "summary".
 
     Entries: accepted copies, dropped drafts, and for each position the verified drafts.
     """
@@ -291,7 +291,7 @@ class Confidence:
     """What the worker tells the scheduler about a step's drafts.
 
     Attributes:
-        log_probabilities: [requests][K], the drafter's.
+        log_probabilities: [requests][K], the drafter's log-probability of each draft.
         drafter_s: seconds of the drafter's pass; 0 if it did not run.
     """
 
