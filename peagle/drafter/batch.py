@@ -7,8 +7,8 @@ sampling keeps all positions at depth 0 and a share ratio**d of them at depth d.
 The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
 the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed.
 
-Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows under the loss, P positions
-under the loss; in a batch each includes its padding, which bears no loss.
+Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows with a loss, P positions
+with a loss; in a batch each includes its padding, which has no loss.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -55,12 +55,12 @@ def sample_rows(
 ) -> Rows:
     """Sample the rows of one document.
 
-    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens under the loss and end with
-    the loss. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends to the
+    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens with a loss and stop where
+    such tokens end. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends to the
     smaller depths of its own chain.
 
     Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
-        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (predicts from 3 and 4) and of anchor 3 (from 4).
+        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (rows at positions 3 and 4) and of anchor 3 (row at 4).
 
     Args:
         num_depths: K_train, including depth 0.
@@ -97,11 +97,11 @@ class TrainingBatch:
 
     token_ids_T: torch.Tensor  # the known token at each position (x[t+1] of its document)
     aux_TAH: torch.Tensor  # the target's aux states (at t)
-    last_PH: torch.Tensor  # the target's states before its final norm, at positions under the loss (at t+1)
+    last_PH: torch.Tensor  # the target's states before its final norm, at positions with a loss (at t+1)
     anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
     place_S: torch.Tensor  # the row's position within its document, for the rotary embedding
-    row_R: torch.Tensor  # rows under the loss, ordered by the position they predict from
+    row_R: torch.Tensor  # rows with a loss, ordered by the position they predict from
     target_R: torch.Tensor  # index in P of each row in `row_R`
     documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
     num_loss_rows: int
@@ -143,7 +143,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Append zeros, so that few lengths occur: at most an eighth of the length, or 7 rows."""
+    """Append zeros so that only a few lengths occur: at most an eighth of the length, or 7 rows if it is short."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

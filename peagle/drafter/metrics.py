@@ -1,7 +1,7 @@
-"""The metrics of a training by step, in metrics.jsonl, and their plot.
+"""The metrics of a training run, step by step, in metrics.jsonl, and their plot.
 
 The loss of single steps is noisy, so each point of the plot is the mean of several steps. Depths share one colour,
-paler with the depth, and are numbered at the end of their curve.
+paler at greater depths, and are numbered at the end of their curve.
 """
 
 import json

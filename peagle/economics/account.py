@@ -4,8 +4,8 @@ Every device-second of an engine belongs to one share: load, compile, busy (prod
 (work that was not committed). All seconds cost money; only committed tokens are output.
 
 Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
-commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total. The cost
-is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
+commits 1,500 tokens in 50 busy seconds. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total.
+The cost is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -123,7 +123,7 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     """Compute the account of a run.
 
     A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
-    seconds count and extend the session.
+    seconds still count, and the session is extended to contain them.
     """
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:

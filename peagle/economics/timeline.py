@@ -1,7 +1,7 @@
 """A run over time: output tokens, dollars, and the state of each engine, in a fixed number of steps.
 
 Only seconds with a live engine count; pauses are omitted. A heartbeat records how long an engine was in each state, but
-not when. The timeline assumes: loading and compiling first, busy while a unit is running that is committed later, lost
+not when. The timeline assumes: loading and compiling first, busy while running a unit that is later committed, lost
 seconds at the end, and idle otherwise.
 """
 

@@ -73,7 +73,7 @@ class GraceClock:
         self._over_at: float | None = None
 
     def is_stopping(self) -> bool:
-        """Whether the run is being stopped, so that nothing is started."""
+        """Whether the run is being stopped, in which case nothing new may be started."""
         if self._over_at is None and (grace_s := self._read_grace_s()) is not None:
             self._over_at = self._monotonic() + grace_s
         return self._over_at is not None

@@ -19,8 +19,8 @@ from peagle.errors import CapacityError
 from peagle.private import SECRET_MODE, temporary_folder
 
 _MAX_SLOTS = 1024
-# From this many concurrent requests on, OpenMP threads do not yield. On 2 cores, an engine was mostly faster with
-# yields at up to 4 requests, and without them at 16.
+# With at least this many concurrent requests, OpenMP threads do not yield. On 2 cores, yielding was usually faster at
+# up to 4 requests, and slower at 16.
 _MANY_SEQS = 8
 
 

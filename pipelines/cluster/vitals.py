@@ -197,6 +197,6 @@ def _reachable(name: str, address: str, patience_s: float) -> Part:
 
 
 def _print(text: str) -> None:
-    """Print a line from any thread. Standard error is a log while a command uses Ray."""
+    """Print a line from any thread. While a command uses Ray, standard error is redirected to a log."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace"))

@@ -1,14 +1,14 @@
-"""The drafter drafts the same when served as in training: our drafts equal vLLM's, token by token, in float32.
+"""The drafter proposes the same tokens in serving as in training: our drafts equal vLLM's, token by token, in float32.
 
 vLLM's drafts come from real engines with the 135M-parameter target and a head folder. recorded_drafts.py records their
-proposers: in batches, with prefix-cache hits, with rejected drafts after the last token. Our drafts come from the
-states that Transformers computes for the finished text (as in feature extraction, before rounding to bf16), the head
-that `load_head` loads, and the forward passes of training and of the offline estimate.
+proposers: in batches, with prefix-cache hits, with rejected drafts after the last accepted token. Our drafts come from
+the states that Transformers computes for the finished text (as in feature extraction, before rounding to bf16), the
+head that `load_head` loads, and the forward passes of training and of the offline estimate.
 
 In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K then
-show that they draft the same, and that chunked prompts do. At the end of a chunk, vLLM 0.29 gives its head the prompt's
-last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row in the KV cache.
-Training has no such row, so the comparison imitates the proposer in this one respect.
+check that they draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the
+prompt's last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row in the KV
+cache. Training has no such row, so the comparison imitates the proposer in this one respect.
 """
 
 import functools

@@ -9,7 +9,7 @@ own code then says which attention back ends and CUDA graphs it would use, and h
 model is run and nothing is measured.
 
     cards.py     the cards
-    shapes.py    config.json of the models and heads, in a cache of Hugging Face's client
+    shapes.py    writes the config.json of the models and heads into a Hugging Face cache
     pretend.py   makes vLLM believe that it runs on a card; each card has its own process, which is unusable afterwards
     cell.py      one cell: a model, a drafter and a number of requests on the card of the process
     queued.py    the commands of benchmarks/GPU_QUEUE.md

@@ -50,7 +50,7 @@ class Accepted:
     """vLLM's configuration of a cell.
 
     Attributes:
-        flags: flags without which the model would not fit, in addition to model, drafter and requests.
+        flags: flags that were added to make the model fit, besides those for model, drafter and requests.
         back_ends, draft_back_ends: names of attention back ends, without duplicates.
         verify, draft: how the widest steps run: FULL, PIECEWISE or NONE (eagerly); "-" if there is no such step.
         graphs_to: the highest concurrency at which both run as CUDA graphs.
@@ -164,7 +164,7 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
 
 
 def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
-    """Return the argument for a converted INT8 target without weights; empty for other precisions."""
+    """Return the `model` argument: a folder that describes the target in INT8, without weights; else nothing."""
     if spec.precision != "int8":
         return {}
     write_json(folder, {**model.config, "quantization_config": quantization_config([])})

@@ -226,7 +226,7 @@ def test_optimizer_state_round_trip(parameters, optimizer):
     step(parameters, first)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     second = make(copies, optimizer=optimizer)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))  # as a file would
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # a copy, as after saving and loading
     torch.manual_seed(1)
     moved = step(parameters, first)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Tests with raw sockets and real uvicorn servers, with both HTTP implementations and as Ray's proxies start it."""
+"""Tests with raw sockets and real uvicorn servers, with both HTTP implementations and as Ray's proxies start them."""
 
 import asyncio
 import contextlib
