@@ -95,7 +95,7 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodingStep:
     """What determines the duration of a decoding step.
 
     Attributes:
@@ -194,7 +194,7 @@ class DraftBudget:
     def _drafter_s(self, num_requests: int, num_verified: Array) -> Array:
         return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified)))
 
-    def observe_step(self, step: Step, *, target_s: float, drafter_s: float) -> None:
+    def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
         verified = np.float64(step.num_verified)
         self._target.observe(_target_features(step.num_requests, verified, step.context_tokens), target_s)

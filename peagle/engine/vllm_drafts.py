@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from peagle.engine.lookup import PromptLookup
-from peagle.engine.verification import Array, DraftBudget, Step, log_odds
+from peagle.engine.verification import Array, DecodingStep, DraftBudget, log_odds
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class SchedulerDrafts:
         self._k = num_speculative_tokens
         self._budget = DraftBudget(num_speculative_tokens) if num_speculative_tokens else None
         self._started_s = self._ended_s = 0.0
-        self._step: Step | None = None  # the running step, if it only decodes
+        self._step: DecodingStep | None = None  # the running step, if it only decodes
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, requests: dict[str, Any], scheduled: Any) -> None:
@@ -74,7 +74,7 @@ class SchedulerDrafts:
         self._step = None
         if scheduled.total_num_scheduled_tokens == num_requests + num_verified:
             context_tokens = sum(requests[name].num_computed_tokens for name in scheduled.num_scheduled_tokens)
-            self._step = Step(num_requests, num_verified, context_tokens)
+            self._step = DecodingStep(num_requests, num_verified, context_tokens)
         if num_requests and not self._budget.pays(num_requests, self._started_s):
             scheduled.num_spec_tokens_to_schedule = 0
             for name in scheduled.num_scheduled_tokens:

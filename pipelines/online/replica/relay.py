@@ -247,6 +247,6 @@ def _with_summary(answer: Any, request: RequestAccount) -> WholeAnswer:
     request.tally.read(reported)
     reported[PEAGLE_KEY] = summary(request.finish("ok"))
     setattr(answer, PEAGLE_KEY, reported[PEAGLE_KEY])
-    if drafts := answer.metrics and answer.metrics.speculative_decoding:
+    if drafts := getattr(answer.metrics, "speculative_decoding", None):
         drafts.per_step_drafted = None
     return WholeAnswer(body=answer.model_dump_json().encode(), reported=reported)

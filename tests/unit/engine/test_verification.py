@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from peagle.engine.verification import Calibration, DraftBudget, LinearCost, Step, log_odds
+from peagle.engine.verification import Calibration, DecodingStep, DraftBudget, LinearCost, log_odds
 
 K = 7
 
@@ -47,7 +47,7 @@ def speed(num_requests, token_ms, k=None, num_steps=900):
             num_verified = np.full(num_requests, k)
         num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
         budget.observe_drafts("greedy", odds, num_verified, num_accepted)
-        step = Step(num_requests, int(num_verified.sum()), 200 * num_requests)
+        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests)
         budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
         if number >= 100:
             num_tokens += num_requests + num_accepted.sum()
