@@ -20,6 +20,7 @@ from pathlib import Path
 
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
+from peagle.hardware import Hardware
 from peagle.private import temporary_folder, user_path
 
 ROOT = "VLLM_CACHE_ROOT"
@@ -60,12 +61,17 @@ def has_compiled_code(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
     return _note(spec, inherited).exists()
 
 
-def note_compiled(spec: EngineSpec, inherited: Mapping[str, str]) -> None:
-    """Note that an engine has compiled and stored its code. Without the note, later engines only start eagerly."""
-    if not spec.enforce_eager:
-        with contextlib.suppress(OSError):
-            _note(spec, inherited).parent.mkdir(exist_ok=True)
-            _note(spec, inherited).touch()
+def note_compiled(spec: EngineSpec, hardware: Hardware, inherited: Mapping[str, str]) -> None:
+    """Note that an engine on a CPU has compiled and stored its code, so that later engines load it.
+
+    Does nothing for an engine that does not compile, or on GPUs.
+    """
+    if spec.enforce_eager or hardware.platform != "cpu":
+        return
+    note = _note(spec, inherited)
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(exist_ok=True)
+        note.touch()
 
 
 def _note(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:

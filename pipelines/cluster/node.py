@@ -105,8 +105,7 @@ def start_vllm(
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-    if here.platform == "cpu":
-        note_compiled(spec, os.environ)
+    note_compiled(spec, here, os.environ)
     return engine
 
 

@@ -47,7 +47,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
-        self._idle = IdleSlots(decode_slots(job.spec, hardware.detect()), job.counts.target)
+        here = hardware.detect()
+        self._idle = IdleSlots(decode_slots(job.spec, here), job.counts.target)
         self._is_fake = job.options.engine == "fake"
         self._pace = Pace(
             job.options.stream_interval_ms / 1000, job.options.stream_pieces_per_s or pieces_per_s(job.placement)
@@ -63,8 +64,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
         if not self._is_fake:
-            if hardware.detect().platform == "cpu":
-                note_compiled(job.spec, os.environ)
+            note_compiled(job.spec, here, os.environ)
             client = engine_client(self.engine)
             report_sequences(client)
             hide_python_errors(self.engine)
