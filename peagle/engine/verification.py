@@ -3,11 +3,12 @@
 A draft survives if it and all earlier drafts of its request are accepted. The drafter's own log-probability predicts
 this well. Of all drafts, the most likely to survive are verified, as many as maximise
 
-    expected tokens of the step / predicted seconds of the step
+    expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
-as in vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs. Both factors are learned from the engine's
-own steps. The decision only uses what is known before verification, so the output stays the target's: the rejection
-sampler is exact for any number of drafts, and a number that does not depend on its random numbers cannot bias it.
+vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs, maximises the ratio of tokens and seconds for
+each step. Tokens and seconds are learned from the engine's own steps. The decision only uses what is known before
+verification, so the output stays the target's: the rejection sampler is exact for any number of drafts, and a number
+that does not depend on its random numbers cannot bias it.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ class Calibration:
 
     def observe(self, log_odds: Array, is_seen: Mask, is_accepted: Mask) -> None:
         """Learn from drafts [requests, positions]; the target decided about those that are seen."""
-        errors = (is_accepted - (probability := self.probabilities(log_odds))) * is_seen
+        probability = self.probabilities(log_odds)
+        errors = (is_accepted - probability) * is_seen
         spread = probability * (1 - probability) * is_seen
         fade = _MEMORY ** is_seen.sum(axis=0)
         features = np.stack([np.ones_like(log_odds), log_odds], axis=-1)
@@ -154,7 +156,7 @@ class DraftBudget:
         best_first = best_first[: np.count_nonzero(best_first)]
         tokens = num_requests + np.concatenate(([0.0], np.cumsum(best_first)))
         verified = np.arange(len(tokens), dtype=np.float64)
-        target_s = self.target_s(num_requests, verified, context_tokens)
+        target_s = self._target_s(num_requests, verified, context_tokens)
         # Seconds in tokens that a step without drafts would yield in that time.
         step_s = target_s + self._drafter_s(num_requests, verified)
         plain_tokens = step_s * num_requests / target_s[0]
@@ -187,7 +189,7 @@ class DraftBudget:
             return False
         return True
 
-    def target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
+    def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
         return np.maximum.accumulate(self._target.predict(_target_features(num_requests, num_verified, context_tokens)))
 

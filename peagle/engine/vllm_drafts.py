@@ -53,7 +53,6 @@ class SchedulerDrafts:
 
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int | None) -> None:
         self._min_ngram = min_ngram
-        self._k = num_speculative_tokens
         self._budget = DraftBudget(num_speculative_tokens) if num_speculative_tokens else None
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step, if it only decodes
