@@ -109,9 +109,9 @@ layers. A node has eight cards. vLLM accepts each configuration, or `peagle` ref
 {cards}
 
 - **flags**: flags in addition to `--model`, `--drafter` and `--max-num-seqs`. If a model does not fit without flags,
-  they are those that the refusal suggests. K is that of the catalog for this number of requests, or else the default
+  they are the ones that the refusal suggests. K is the catalog's for this number of requests, or else the default
   of the head or its method. 16-bit models are also listed in INT8, on the cards that support it.
-- **requests**: numbers of concurrent requests with equal results; the other columns are those of the largest number.
+- **requests**: numbers of concurrent requests with equal results; the other columns are for the largest number.
 - **runner**: vLLM's model runner.
 - **graphs to**: the highest concurrency at which verifying and drafting both run as CUDA graphs; **sizes**: the number
   of captured steps, and the largest in tokens (4,096 at most).
