@@ -179,7 +179,7 @@ def _variable(name: str) -> str:
 
 
 def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Return the keys that PEAGLE_* variables set. Skips empty variables, and those that Kubernetes sets for services."""
+    """Return the keys that PEAGLE_* variables set. Skips empty ones, and those that Kubernetes sets for services."""
     values: dict[str, Any] = {}
     for name, field in known.items():
         value: Any = os.environ.get(_variable(name), "")
