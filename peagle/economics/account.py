@@ -1,11 +1,11 @@
-"""The account of a run: usage times price, over committed output.
+"""The account of a run: the cost of its engines, by use of their time, and the output that they committed.
 
 Every device-second of an engine belongs to one share: load, compile, busy (produced committed output), idle, or lost
 (work that was not committed). All seconds cost money; only committed tokens are output.
 
-Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
-commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total. The cost
-is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
+Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour runs for 100 s: 20 load, 10 compile, 60 busy, 10 idle. Its only
+committed unit has 1,500 tokens and took 50 of the busy seconds. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle,
+20 lost; 200 in total. The cost is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -122,8 +122,8 @@ class Account:
 def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price: Price) -> Account:
     """Compute the account of a run.
 
-    A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
-    seconds count and extend the session.
+    A committed unit is never lost. If an engine crashed after a commit but before the next heartbeat, the busy seconds
+    of that unit count, and the session is extended by them.
     """
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:
@@ -188,19 +188,20 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
         committed_s: busy seconds of the work committed in each period.
     """
     total_s = accumulate(committed_s)
-    lost_s = _for_good([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
+    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
     # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
-    load_s = _for_good([end.load_s for end in ends])
+    load_s = _suffix_minima([end.load_s for end in ends])
     compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
     idle_s = [end.idle_s for end in ends]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
-        Shares(load=load, compile=start, busy=busy, idle=idle, lost=lost) for load, start, idle, lost, busy in parts
+        Shares(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)
+        for load, compiling, idle, lost, busy in parts
     ]
 
 
-def _for_good(totals: Sequence[float]) -> list[float]:
-    """Return the part of each running total that later totals do not reduce."""
+def _suffix_minima(totals: Sequence[float]) -> list[float]:
+    """Return the minimum of each running total and all later ones: the part that is not taken back later."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 

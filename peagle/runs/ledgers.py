@@ -166,10 +166,10 @@ def _endpoint(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
     work = read_work(ledger)  # before the sessions, so that every request has a session
 
-    def then(session: EngineSession, moment: float) -> EngineSession:
+    def at_time(session: EngineSession, moment: float) -> EngineSession:
         return session_at_time(ledger, session, moment)
 
-    return Ledger(run=name, sessions=read_sessions(ledger), work=work, then=then)
+    return Ledger(run=name, sessions=read_sessions(ledger), work=work, session_at=at_time)
 
 
 def _bulk(name: str, run: RunDirectory) -> Ledger:
@@ -204,5 +204,5 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[whose] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(
-        run=name, sessions=sessions, work=work, then=lambda session, moment: session_at(moment, None, session)
+        run=name, sessions=sessions, work=work, session_at=lambda session, moment: session_at(moment, None, session)
     )
