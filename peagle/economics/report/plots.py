@@ -36,7 +36,7 @@ SHARE_RULES = "".join(
     f"svg .on-{name} {{ fill: var(--on-{name}); }}\n"
     for name in SHARES
 )
-_LABEL_LETTERS = 64
+_LABEL_CHARS = 64
 _MIN_WIDTH = 3  # of a bar that is not 0
 _MAX_BAR_WIDTH = 240  # the rest of the width is for text
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
@@ -87,7 +87,7 @@ def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     parts, y = [], 4.0
     for label, shares in runs:
         if label_height:
-            parts.append(text(0, y + 12, shortened(label, _LABEL_LETTERS), "label", "start"))
+            parts.append(text(0, y + 12, shortened(label, _LABEL_CHARS), "label", "start"))
         parts += _stacked_bar(y + label_height, bar_height, label, shares)
         y += label_height + bar_height + gap
     return drawing(round(y - gap + 4), "Cost by engine state", parts)
@@ -147,7 +147,7 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
     most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
     drawn, y = [], 2.0
     for bar in bars:
-        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_LETTERS), "label", "start"))
+        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
         x = 0.0
         for kind, amount, tooltip in bar.parts:
             width = _MAX_BAR_WIDTH * amount / most
