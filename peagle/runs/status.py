@@ -159,9 +159,7 @@ def _driver(state: State, lease: Lease | None) -> str:
         if state != "finished":
             return f"{silent}: the same command continues the run"
         # The report and the export come after the last unit.
-        return (
-            f"{lease.describe()}, is writing the report" if lease.seems_alive() else f"{silent}: {_MISSING_REPORT_HINT}"
-        )
+        return f"{lease.describe()}, is writing the report" if lease.seems_alive() else f"{silent}: {_REPORT_HINT}"
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
