@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import Self
 
-# A step with a drafter always takes longer than one without (at K=3 on two CPU cores, 15 % longer), so that below this
-# length a drafter never saves time.
+# A step with a drafter always takes longer than a step without (15 % longer at K=3 on two CPU cores). So below this
+# acceptance length, a drafter never saves time.
 NEVER_PAYS_BELOW = 1.05
 
 
@@ -20,9 +20,9 @@ class SpeculationStats:
 
     Attributes:
         num_drafts: verify steps with a draft.
-        accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
-            accepted as a prefix.
-        num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
+        accepted_per_position: entry i counts drafts whose token i was accepted. The entries never increase, because
+            only a prefix of a draft is accepted.
+        num_lookup_tokens: accepted tokens from the prompt lookup; the others are from the head.
 
     >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
@@ -42,7 +42,7 @@ class SpeculationStats:
         bounds = (self.num_drafts, *self.accepted_per_position)
         if any(earlier < later for earlier, later in pairwise(bounds)):
             raise ValueError(
-                f"a draft is accepted as a prefix, so of {self.num_drafts} drafts the accepted by position "
+                f"only a prefix of a draft is accepted, so of {self.num_drafts} drafts the accepted by position "
                 f"cannot be {list(self.accepted_per_position)}"
             )
         if self.num_accepted_tokens > self.num_draft_tokens:
@@ -56,9 +56,10 @@ class SpeculationStats:
 
     @classmethod
     def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, num_lookup_tokens: int = 0) -> Self:
-        """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
+        """Return the counts from a histogram of vLLM's `RequestSpecDecodeMetrics`.
 
-        Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
+        Entry j of the histogram counts drafts with j accepted tokens. Example with K=2: of the 9 drafts in [4, 3, 2],
+        3 + 2 were accepted at position 0, and 2 at position 1.
         """
         at_least = list(accumulate(reversed(histogram)))[::-1]
         return cls(
@@ -97,7 +98,7 @@ class SpeculationStats:
         return SpeculationStats(
             num_drafts=self.num_drafts + other.num_drafts,
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
-            accepted_per_position=tuple(mine + theirs for mine, theirs in pairs),
+            accepted_per_position=tuple(ours + theirs for ours, theirs in pairs),
             num_lookup_tokens=self.num_lookup_tokens + other.num_lookup_tokens,
         )
 
@@ -160,7 +161,7 @@ def note(length: float | None, *, break_even: float | None = None) -> str | None
 
 
 def sources_note(stats: SpeculationStats) -> str | None:
-    """Return a sentence on accepted tokens by source, or None without a prompt lookup."""
+    """Return a sentence about accepted tokens by source (prompt lookup or head), or None without a prompt lookup."""
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None

@@ -1,14 +1,15 @@
 """COD sampling and training batches.
 
-P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The row at depth 0 has the last known token and the target's
-state; the row at depth d, d tokens later, has a mask token and a learned state. Conditional-on-distribution (COD)
-sampling keeps all positions at depth 0 and a share ratio**d of them at depth d.
+P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The input row at depth 0 has the last known token and the
+target's state; the row at depth d, d tokens later, has a mask token and a learned state. These rows are a chain, and
+the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all positions at
+depth 0, and a share ratio**d of them at depth d.
 
 The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
 the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed.
 
-Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows under the loss, P positions
-under the loss; in a batch each includes its padding, which bears no loss.
+Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows with a loss, P positions with a
+loss. In a batch, each includes padding, which has no loss.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -28,7 +29,7 @@ class Rows:
 
     anchor_S: torch.Tensor  # position of the last known token of the row's chain
     depth_S: torch.Tensor  # number of tokens after the anchor; the row's position is anchor + depth
-    first_anchor: int = 0  # rows with earlier anchors only provide context and bear no loss (`training.py`)
+    first_anchor: int = 0  # rows with earlier anchors only provide context, and have no loss (`training.py`)
 
     @property
     def position(self) -> torch.Tensor:
@@ -55,16 +56,16 @@ def sample_rows(
 ) -> Rows:
     """Sample the rows of one document.
 
-    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens under the loss and end with
-    the loss. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends to the
-    smaller depths of its own chain.
+    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens with a loss, and end at the
+    last token with a loss. An anchor that is kept at depth d is also kept at all smaller depths, because a row attends
+    to the smaller depths of its own chain.
 
-    Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
-        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (predicts from 3 and 4) and of anchor 3 (from 4).
+    Example: with T=5, a loss at the positions 2, 3 and 4, ratio 1 and three depths, depth 0 has the anchors 0 to 4.
+    The chain of anchor 2 has rows at the positions 3 and 4, the chain of anchor 3 a row at position 4.
 
     Args:
         num_depths: K_train, including depth 0.
-        ratio: share of the anchors kept from one depth to the next; 1 keeps all.
+        ratio: share of the anchors that are kept from one depth to the next.
     """
     num_tokens = loss_mask_T.shape[0]
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
@@ -83,7 +84,7 @@ def sample_rows(
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
-    """Return [..., Q, K] bool: rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
+    """Return [..., Q, K] bool. Rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
     query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
     query_d, key_d = query.depth_S[..., :, None], key.depth_S[..., None, :]
     known = (key_d == 0) & (key_a <= query_a)
@@ -97,11 +98,11 @@ class TrainingBatch:
 
     token_ids_T: torch.Tensor  # the known token at each position (x[t+1] of its document)
     aux_TAH: torch.Tensor  # the target's aux states (at t)
-    last_PH: torch.Tensor  # the target's states before its final norm, at positions under the loss (at t+1)
+    last_PH: torch.Tensor  # the target's states before its final norm, at positions with a loss (at t+1)
     anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
     place_S: torch.Tensor  # the row's position within its document, for the rotary embedding
-    row_R: torch.Tensor  # rows under the loss, ordered by the position they predict from
+    row_R: torch.Tensor  # rows with a loss, ordered by the position they predict from
     target_R: torch.Tensor  # index in P of each row in `row_R`
     documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
     num_loss_rows: int
@@ -143,7 +144,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Append zeros, so that few lengths occur: at most an eighth of the length, or 7 rows."""
+    """Append zeros to round the length up, so that few different lengths occur. Adds at most 1/8, or 7 rows."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
