@@ -7,7 +7,7 @@ import torch
 
 from peagle.drafter import forward
 from peagle.drafter.batch import make_batch, sample_rows
-from peagle.drafter.forward import batch_loss, drafted_tokens, estimate_acceptance, head_states, count_accepted
+from peagle.drafter.forward import batch_loss, count_accepted, drafted_tokens, estimate_acceptance, head_states
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting
 
