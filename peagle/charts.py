@@ -38,17 +38,17 @@ svg .area { fill: var(--s0); opacity: .25; }
 )
 _MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
 _LABEL_HEIGHT = 12
-_HEADING_LETTERS, _LEGEND_LETTERS = 58, 60  # that fit in `WIDTH`, bold and regular
+_HEADING_CHARS, _LEGEND_CHARS = 58, 60  # that fit into `WIDTH`, in bold and regular type
 
 
-def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
+def text(x: float, y: float, content: str, kind: str, anchor: str) -> str:
     """Return a text element of class `kind`; `anchor` is "start", "middle" or "end"."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
-def title(words: str) -> str:
-    """Return a tooltip, to be placed inside its element."""
-    return f"<title>{escape(words)}</title>"
+def title(content: str) -> str:
+    """Return a tooltip, to be placed inside the element that it describes."""
+    return f"<title>{escape(content)}</title>"
 
 
 def grid_line(y: float, label: str) -> str:
@@ -57,13 +57,13 @@ def grid_line(y: float, label: str) -> str:
     return line + text(LEFT - 6, y + 4, label, "tick", "end")
 
 
-def x_axis_name(words: str, height: int = HEIGHT) -> str:
-    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, height - 2, words, "axis", "middle")
+def x_axis_name(name: str, height: int = HEIGHT) -> str:
+    return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, height - 2, name, "axis", "middle")
 
 
-def y_axis_name(words: str, *, at_right: bool = False) -> str:
+def y_axis_name(name: str, *, at_right: bool = False) -> str:
     """Return the name of the vertical axis, above the chart."""
-    return text(WIDTH - RIGHT, 9, words, "axis", "end") if at_right else text(LEFT, 9, words, "axis", "start")
+    return text(WIDTH - RIGHT, 9, name, "axis", "end") if at_right else text(LEFT, 9, name, "axis", "start")
 
 
 def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
@@ -84,19 +84,19 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
         pools.append((first, count))
     firsts = [first for first, count in pools for _ in range(count)]
     placed = zip(firsts, ordered, strict=True)
-    return [(first + n * _LABEL_HEIGHT, words) for n, (first, (_, words)) in enumerate(placed)]
+    return [(first + n * _LABEL_HEIGHT, label) for n, (first, (_, label)) in enumerate(placed)]
 
 
-def shortened(words: str, num_letters: int) -> str:
-    """Shorten text by replacing its middle, because the start of a name and the end of a path say most.
+def shortened(content: str, max_chars: int) -> str:
+    """Shorten text by replacing its middle, because the start of a name and the end of a path are most informative.
 
     >>> shortened("heads/2026-11-21/warm/head", 16)
     'heads/2…arm/head'
     """
-    if len(words) <= num_letters:
-        return words
-    front = (num_letters - 1) // 2
-    return f"{words[:front]}…{words[front + 1 - num_letters :]}"
+    if len(content) <= max_chars:
+        return content
+    front = (max_chars - 1) // 2
+    return f"{content[:front]}…{content[front + 1 - max_chars :]}"
 
 
 def drawing(height: int, name: str, parts: Sequence[str]) -> str:
@@ -117,13 +117,13 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
         f'<rect class="page" width="{width}" height="{page_height}"/>',
-        text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_LETTERS), "value", "start"),
+        text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_CHARS), "value", "start"),
         chart.replace("<svg ", nested, 1),
     ]
     for series, label in enumerate(legend):
         y = legend_top + _LEGEND_LINE * series
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
-        parts.append(text(_MARGIN + 18, y + 10, shortened(label, _LEGEND_LETTERS), "label", "start"))
+        parts.append(text(_MARGIN + 18, y + 10, shortened(label, _LEGEND_CHARS), "label", "start"))
     size = f'width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
@@ -131,7 +131,7 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
 Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and points (x, value)
 
 _INSET = 20  # between the axis and the first point
-_MAX_STEPS = 4  # of the vertical axis
+_MAX_STEPS = 4  # between grid lines of the vertical axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +140,9 @@ class Axes:
 
     Attributes:
         name: accessible label of the chart.
-        x_prefix: of an x value in a tooltip: "K=".
+        x_prefix: text before the x value in a tooltip, such as "K=".
         first: start of the vertical axis.
-        is_even: points are equally spaced, whatever their x.
+        is_even: whether points are equally spaced, regardless of their x.
     """
 
     name: str
@@ -155,12 +155,12 @@ class Axes:
 
 
 def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
-    """Return a chart with a line for each series; a series with one point is only that point."""
+    """Return a chart with a line for each series. A series with a single point is a dot."""
     xs = sorted({at for _, points in curves for at, _ in points})
     span = max(value for _, points in curves for _, value in points) - axes.first
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
-    every_value = len(curves) <= 2  # with more curves, only the last points have values, to their right
+    every_value = len(curves) <= 2  # with more curves, only the last points are labelled, to their right
     width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else 30)
 
     def x(at: int) -> float:
@@ -182,25 +182,29 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
         parts.append(f'<polyline class="line-{series}" points="{path}"/>')
         for at, value in points:
-            words = title(f"{label}, {axes.x_prefix}{at}: {value:.{axes.decimals}f}")
-            parts.append(f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{words}</circle>')
+            tooltip = title(f"{label}, {axes.x_prefix}{at}: {value:.{axes.decimals}f}")
+            parts.append(
+                f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{tooltip}</circle>'
+            )
     if every_value:
         for at, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
             is_crowded = any(0 < y(value) - other < 24 for other in others)  # then the value is below its point
-            words = f"{value:.{axes.decimals}f}"
-            parts.append(text(x(at), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
+            label = f"{value:.{axes.decimals}f}"
+            parts.append(text(x(at), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:
         last = [
             (y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == xs[-1]
         ]
-        parts += [text(x(xs[-1]) + 10, height + 4, words, "value", "start") for height, words in apart(last)]
+        parts += [text(x(xs[-1]) + 10, height + 4, label, "value", "start") for height, label in apart(last)]
     parts += [x_axis_name(axes.x_name), y_axis_name(axes.y_name)]
     return drawing(HEIGHT, axes.name, parts)
 
 
 def grid_step(span: float, finest: int = -1) -> float:
-    """Return a distance of grid lines so that there are few; `finest` is the power of ten of the smallest distance.
+    """Return a round distance between grid lines, so that there are at most `_MAX_STEPS` steps.
+
+    `finest` is the power of ten of the smallest distance.
 
     >>> grid_step(0.6), grid_step(2.9), grid_step(230)
     (0.2, 1.0, 100.0)

@@ -33,7 +33,7 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
 SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
-# Rows, usage and reports must not name a real model.
+# Rows, usage and reports of the fake engine must not name a real model.
 FAKE_MODEL = ResolvedModel(
     name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192, "vocab_size": 256}
 )
@@ -94,9 +94,9 @@ class ResolvedEngine:
     """A resolved engine.
 
     Attributes:
-        spec: names its models so that any node can resolve them; its precision is never `auto`.
-        precision: the formats on this hardware.
-        profile: the tuning that it uses, or None.
+        spec: names models so that any node can resolve them; its precision is never `auto`.
+        precision: the number formats on this hardware.
+        profile: the profile of `peagle tune` that is used, or None.
     """
 
     spec: EngineSpec
@@ -107,10 +107,10 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether the drafter is the profile's; otherwise the profile's acceptance does not apply."""
+        """Whether the drafter is the profile's. If not, the profile's measurements do not apply."""
         drafter = self.spec.drafter
-        own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
-        return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
+        method_and_k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
+        return self.profile is not None and method_and_k == (self.profile.chosen.method, self.profile.chosen.k)
 
     def break_even(self, hardware: Hardware) -> dict[int, float]:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
@@ -121,7 +121,7 @@ class ResolvedEngine:
         if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
             return {}
         if self.follows_profile and (profile := self.profile) is not None:
-            return break_evens(profile.chosen, _alike(profile))
+            return break_evens(profile.chosen, _cells_in_chosen_precision(profile))
         drafter, table = self.spec.drafter, self._step_table(hardware)
         if drafter is None or table is None:
             return {}
@@ -133,7 +133,8 @@ class ResolvedEngine:
             if profile.hardware != hardware.describe():
                 return None
             chosen, source = profile.chosen, f"peagle tune, {profile.made_at}"
-            return baseline_of_cells(_alike(profile), chosen.method, chosen.k, source)
+            cells = _cells_in_chosen_precision(profile)
+            return baseline_of_cells(cells, chosen.method, chosen.k, source)
         drafter, table = self.spec.drafter, self._step_table(hardware)
         if table is None or table.hardware != hardware.describe():
             return None
@@ -147,11 +148,11 @@ class ResolvedEngine:
         heads = {str(method): head.id for method, head in card.heads.items()}
         if drafter is not None and self.drafter.name != heads.get(drafter.method):
             return None
-        here = (hardware.platform, self.precision.describe())
-        return next((table for table in card.steps if (table.platform, table.precision) == here), None)
+        conditions = (hardware.platform, self.precision.describe())
+        return next((table for table in card.steps if (table.platform, table.precision) == conditions), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
-        """Return a watch over its drafter; None without a drafter."""
+        """Return the watch that warns if the drafter costs more than it saves; None without a drafter."""
         if self.spec.drafter is None:
             return None
         return DrafterWatch(self.break_even(hardware), concurrency)
@@ -165,18 +166,18 @@ class ResolvedEngine:
         if not self.follows_profile:
             notes.append("the drafter differs from the profile's, so its measurements do not apply")
         head = profile.chosen.head_fingerprint if self.follows_profile else None
-        before = {
+        values = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, self.model.fingerprint),
             **({"head": (head, self.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
-        differences = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
+        differences = [f"{name} {measured}, now {now}" for name, (measured, now) in values.items() if measured != now]
         if differences:
             notes.append(f"the profile was made elsewhere ({'; '.join(differences)}): its speeds may not apply here")
         return notes
 
 
-def _alike(profile: Profile) -> list[MeasuredCell]:
+def _cells_in_chosen_precision(profile: Profile) -> list[MeasuredCell]:
     """Return the measurements in the precision that the profile chose."""
     return [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
 
@@ -193,9 +194,9 @@ def resolve_engine(
     """Resolve an engine, and check that the hardware can hold it.
 
     Args:
-        num_nodes: nodes of the engine's ranks.
-        commits: pinned commits by hub id, for a run that continues or an engine that must equal another one.
-        announce: called before something slow, such as converting a model.
+        num_nodes: number of nodes that the engine's ranks are on.
+        commits: pinned commits by hub id, for a resumed run or an engine that must equal another one.
+        announce: called with a message before something slow, such as converting a model.
     """
     require_usable(hardware)
     model = resolve_model(keys.model, commits=commits, announce=announce)
@@ -216,7 +217,7 @@ def resolve_engine(
 
 
 def compose_fake_engine(keys: EngineOptions, hardware: Hardware) -> ResolvedEngine:
-    """Return the fake engine: without a model, and with a pretended drafter if K is given."""
+    """Return the fake engine, which has no model. It simulates a drafter if K is set."""
     if keys.drafter not in ("auto", "none"):
         raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
     k = keys.num_speculative_tokens
@@ -232,7 +233,7 @@ def compose_engine(
 ) -> ResolvedEngine:
     """Return the engine of a resolved model and drafter. Raises PrecisionError if the hardware cannot run it."""
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29 does not pass the hidden states that a drafter reads from stage to stage.
+        # A drafter reads hidden states of several layers, but vLLM 0.29 does not pass them from stage to stage.
         raise ConfigError(
             f"drafter {drafter.name} needs hidden states of all layers, but with {keys.pipeline_parallel_size}"
             " pipeline stages vLLM keeps only those of the last stage",
@@ -268,7 +269,7 @@ def resolve_defaults(
 ) -> ResolvedDefaults:
     """Return values for options that are not set, from the catalog, the model and the machine.
 
-    `is_here` is whether the machine was detected; otherwise it comes from the price table.
+    `is_here` means that `hardware` is this machine; otherwise it is from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
@@ -286,7 +287,7 @@ def resolve_defaults(
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the footprint of a model that may not be on this disk, from its store or card."""
+    """Return the memory footprint of a model, which need not be downloaded: its store or card has the sizes."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

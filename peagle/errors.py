@@ -1,6 +1,6 @@
-"""Exceptions with hints for the user. Exit code 1, but 2 for `ConfigError` and 3 for `StoppedEarly`.
+"""Exceptions with hints for the user. The exit code is 1, but 2 for `ConfigError` and 3 for `StoppedEarly`.
 
-A message says what is wrong, the value and where; `hint` says how to fix it. `assert` is for invariants only.
+A message says what is wrong, where, and with which value; `hint` says how to fix it. `assert` is only for invariants.
 """
 
 import difflib
@@ -103,13 +103,13 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return a hint with the nearest valid names, or all of them if none is near.
+    """Return a hint with the most similar valid names, or all valid names if none is similar.
 
     >>> did_you_mean("temprature", ["temperature", "top_p"])
     'did you mean temperature?'
     """
     choices = sorted(valid)
-    near = difflib.get_close_matches(name[:_MAX_SHOWN], choices, n=2, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
+    similar = difflib.get_close_matches(name[:_MAX_SHOWN], choices, n=2, cutoff=0.6)
+    if similar:
+        return f"did you mean {' or '.join(similar)}?"
     return f"valid names: {', '.join(choices)}" if choices else "there are no choices"

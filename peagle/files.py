@@ -1,9 +1,10 @@
-"""Atomic, durable files: whole or absent, even after a power failure.
+"""Atomic, durable files: complete or absent, even after a power failure.
 
 When a function returns, its effect is on the disk: bytes (`fsync` of the file) and names (`fsync` of the folder).
 
-On NFS, a client repeats a request whose response was lost, and the repeated request fails: `link` finds the name taken,
-`rename` finds no source. So after an error, the target is compared with the file that was to get its name.
+On NFS, a client repeats a request whose response was lost, and the repetition fails although the first request had
+succeeded: for `link`, the name already exists; for `rename`, the source is missing. So after an error, the target is
+compared with the file that was to get its name.
 """
 
 import contextlib
@@ -27,13 +28,13 @@ from peagle.plain_json import to_json
 TEMPORARY_SUFFIX = ".tmp"
 _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-_LINKS = "use a local disk, NFS version 4 or newer (EFS), Lustre, or S3"
+_LINKS_HINT = "use a local disk, NFS version 4 or newer (EFS), Lustre, or S3"
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace `path` with `data`. Readers see either the old or the new bytes.
 
-    `mode` are the permissions from the first byte on, minus the umask.
+    The file is created with the permissions `mode`, minus the umask.
     """
     _put(path, data, _rename, mode)
 
@@ -52,7 +53,7 @@ def append_line(path: Path, line: bytes) -> None:
     """Append a line atomically: all of it or none."""
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, io.SEEK_END)
-        # A nearly full disk accepts a part of a write, and the next line would be joined to that part.
+        # A nearly full disk may write only a part of the line, and the next line would be joined to that part.
         if file.write(line + b"\n") <= len(line):
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -60,7 +61,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
-    """Convert OSError and the error types `also` to CapacityError about `path`."""
+    """Convert OSError and the error types in `also` to a CapacityError that names `path`."""
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -121,9 +122,9 @@ def require_links(folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        raise ConfigError(f"{folder}: {error.strerror}", hint=_LINKS) from error
+        raise ConfigError(f"{folder}: {error.strerror}", hint=_LINKS_HINT) from error
     if not is_exclusive:
-        raise ConfigError(f"{folder}: on this file system two writers can create the same name", hint=_LINKS)
+        raise ConfigError(f"{folder}: on this file system two writers can create the same name", hint=_LINKS_HINT)
 
 
 def _creates_exclusively(trial: Path) -> bool:
@@ -137,8 +138,8 @@ def _creates_exclusively(trial: Path) -> bool:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Lock out other processes that change the same file, by a lock on its folder."""
-    folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
+    """Lock a file against changes by other processes that use this function. The lock is on its folder."""
+    folder = os.open(path.parent, os.O_RDONLY)  # a lock on the file would be lost when the file is replaced
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -155,7 +156,10 @@ def json_bytes(value: Any) -> bytes:
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
-    """Delete the temporary files of killed writers; return their number. Other processes may write newer files."""
+    """Delete the temporary files of killed writers; return their number.
+
+    If other processes may be writing, spare the files of the last `older_than_s` seconds.
+    """
     num_removed = 0
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
@@ -171,13 +175,13 @@ def sha256(path: Path) -> str:
 
 
 def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool], mode: int) -> bool:
-    """Write a temporary file, and return whether `publish` could give it its name."""
+    """Write a temporary file, and return whether `publish` gave it the name `path`."""
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = _temporary_name(path)
         try:
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
-                _flush(file)  # before it gets its name, which a power cut may keep without the bytes
+                _flush(file)  # before it gets its name: after a power cut, a name without the bytes could remain
                 published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
@@ -186,7 +190,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
                 raise
         finally:
             temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)  # also if another writer was first: the caller relies on its name
+    sync_folder(path.parent)  # also if another writer was first, because the caller relies on that file
     return published
 
 
@@ -231,7 +235,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 class GroupSync:
-    """Syncs a file that many writers append to; they share `fdatasync` calls, which take milliseconds each."""
+    """Syncs a file that many writers append to. Writers share `fdatasync` calls, which take milliseconds each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -258,7 +262,7 @@ class GroupSync:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                # Waiters may have cancelled their future until now.
+                # Skips futures that their waiters have cancelled.
                 group = [done for done in self._waiting if done.set_running_or_notify_cancel()]
                 self._waiting = []
             try:

@@ -3,9 +3,8 @@
 A matrix [N, K] becomes float8_e4m3fn with a float32 scale per output, so that the largest element of a row becomes 448,
 the largest value of the format. The engine quantises activations per token.
 
-The quantised weights are those that vLLM 0.29 builds with the drafter's quantisation
-(`model_executor/models/llama_eagle3.py` and `qwen3_eagle3.py`): the projections of the decoder layers, `fc`, and
-`lm_head` if the head has its own. `embed_tokens` is built without.
+Only weights that vLLM 0.29 can load in FP8 are quantised (`model_executor/models/llama_eagle3.py` and
+`qwen3_eagle3.py`): the projections of the decoder layers, `fc`, and `lm_head` if the head has its own.
 """
 
 import re
@@ -19,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-OPTIONAL = ("fc", "lm_head")  # q, k, v and gate, up are one matrix each in vLLM, so that only these can be kept
+OPTIONAL = ("fc", "lm_head")  # may be kept in bf16; others not, because vLLM fuses q, k and v, and gate and up
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -32,7 +31,7 @@ class WeightError:
 
     Attributes:
         max_relative, mean_relative: |stored - original| / |original| over elements in FP8's normal range.
-        rms_relative: norm of the difference over norm of the original, all elements.
+        rms_relative: norm of the difference over norm of the original, for all elements.
     """
 
     name: str
@@ -85,7 +84,7 @@ def dequantize(stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without scales, FP8 matrices dequantised and rounded to bf16."""
+    """Return the tensors without scales. FP8 matrices are dequantised and rounded to bf16."""
     quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
     if unscaled := sorted(name for name in quantised if name + SCALE not in tensors):
         raise DrafterError(f"{unscaled[0]} has no scale", hint="the head is damaged: copy it again")
@@ -116,8 +115,8 @@ def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, 
 
     `tensors` are the head's weights before quantisation; `kept` says why each tensor that is not quantised stays.
     """
-    # Layers are named by patterns, because vLLM numbers a drafter's layers after the target's. For vLLM an lm_head is
-    # not a `Linear`, so it needs a separate target.
+    # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. lm_head needs a
+    # separate target, because it is not a `Linear` in vLLM.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}

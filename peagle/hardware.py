@@ -1,7 +1,7 @@
 """The hardware of this node: accelerators, memory, cores, number formats and instance type.
 
-Reads only the operating system, `nvidia-smi` and the metadata servers of Google and Microsoft: this takes
-milliseconds, and works without torch or CUDA.
+The information comes only from the operating system, `nvidia-smi` and the metadata servers of Google and Microsoft.
+Reading it takes milliseconds, and needs neither torch nor CUDA.
 """
 
 import os
@@ -26,7 +26,7 @@ _FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_
 
 
 class _Gpu(NamedTuple):
-    """A row of `nvidia-smi`. Memory is in GiB, or None if the GPU shares the machine's."""
+    """A row of `nvidia-smi`. Memory is in GiB, or None if the GPU uses the machine's memory."""
 
     number: str
     name: str
@@ -43,7 +43,7 @@ class Hardware:
 
     Attributes:
         platform: the build of vLLM for this node.
-        memory_gib, free_memory_gib: memory of one accelerator; of the machine on a CPU node.
+        memory_gib, free_memory_gib: memory of one accelerator, or of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
         accelerator_kinds: CUDA_VISIBLE_DEVICES by GPU name.
@@ -72,7 +72,7 @@ class Hardware:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere (8.0) on."""
+        """Whether the hardware computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere (8.0) on."""
         return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= (8, 0)
 
     @property
@@ -82,14 +82,14 @@ class Hardware:
 
     @property
     def supports_fp8_weights(self) -> bool:
-        """Whether it has FP8 matrix units: compute capability 8.9 (Ada) and up."""
+        """Whether the hardware has FP8 matrix units: compute capability 8.9 (Ada) and up."""
         return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= (8, 9)
 
     @property
     def supports_int8(self) -> bool:
         """Whether vLLM computes INT8 matrix products correctly."""
         if self.platform == "cpu":
-            # Without VNNI, products of bytes are added in 16 bits, which saturate
+            # Without VNNI, products of bytes are summed in 16 bits, which saturate
             # (docs/decisions/0016-int8-needs-vnni.md).
             return not self.cpu_flags.isdisjoint({"avx512_vnni", "avx_vnni"})
         # Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
@@ -158,22 +158,22 @@ def detect(*, root: Path = Path("/")) -> Hardware:
 
 
 def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
-    """Return the node with its GPUs. If they differ, it has the properties of the weakest."""
+    """Return the node with its GPUs. If they differ, the properties are those of the weakest GPU."""
     if not rows:
         return host
     kinds: dict[str, list[str]] = {}
     for row in rows:
         kinds.setdefault(row.name, []).append(row.number)
-    least = min(rows, key=lambda row: (row.capability, row.memory_gib or host.memory_gib))
+    weakest = min(rows, key=lambda row: (row.capability, row.memory_gib or host.memory_gib))
     return replace(
         host,
         platform="cuda",
-        accelerator=least.name,
+        accelerator=weakest.name,
         num_accelerators=len(rows),
         accelerator_kinds={name: ",".join(numbers) for name, numbers in kinds.items()},
         has_mig=any(row.is_sliced for row in rows),
-        driver=least.driver,
-        compute_capability=least.capability,
+        driver=weakest.driver,
+        compute_capability=weakest.capability,
         memory_gib=min(row.memory_gib or host.memory_gib for row in rows),
         free_memory_gib=min(row.free_gib or host.free_memory_gib for row in rows),
     )
@@ -194,9 +194,10 @@ def _nvidia_smi() -> list[_Gpu]:
 
 
 def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
-    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does; None if it is not set.
+    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as in CUDA.
 
-    An entry is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends the list.
+    An entry of `visible` is an index, the beginning of a UUID, or the UUID of a MIG slice. The first unknown entry ends
+    the list. None means that the variable is not set.
     """
     gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(output.strip().splitlines()):
@@ -215,7 +216,7 @@ def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
         return list(gpus.values())
     selected: list[_Gpu] = []
     for entry in map(str.strip, visible.split(",")):
-        # Which GPU a slice belongs to does not matter here.
+        # A slice matches every GPU that has slices, because the GPU does not matter here.
         matching = [
             gpu
             for uuid, gpu in gpus.items()
@@ -245,7 +246,7 @@ def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
         siblings = _read(folder / "topology/thread_siblings_list") or str(cpu)
         nodes = sorted(int(node.name.removeprefix("node")) for node in folder.glob("node[0-9]*"))
-        # The last hyper-thread of a core, as in vLLM's own binding.
+        # The last hyper-thread of each core, as vLLM binds its threads.
         cores[siblings] = (nodes[0] if nodes else 0, cpu)
     return len(allowed), tuple(cpu for _, cpu in sorted(cores.values()))
 
@@ -264,12 +265,12 @@ def _cpu_model(root: Path) -> tuple[str, frozenset[str]]:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """Return the CPUs that the cgroup's quota grants, None without a quota."""
+    """Return the number of CPUs that the cgroup's quota grants; None without a quota."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
-        if words := (_read(folder / "cpu.max") or "").split():  # version 2: "200000 100000" or "max 100000"
-            quotas.append((words[0], words[1]))
-        if quota := _read(folder / "cpu.cfs_quota_us"):  # version 1; -1 is no quota
+        if fields := (_read(folder / "cpu.max") or "").split():  # version 2: "200000 100000" or "max 100000"
+            quotas.append((fields[0], fields[1]))
+        if quota := _read(folder / "cpu.cfs_quota_us"):  # version 1; -1 means no quota
             quotas.append((quota, _read(folder / "cpu.cfs_period_us") or "100000"))
     granted = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal()]
     return min(granted, default=None)
@@ -292,7 +293,7 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders with this process's limits: the mount's root and our own group, for cgroup 2 and 1."""
+    """Return the folders with the limits of this process: the mount's root and the process's group, cgroup 2 and 1."""
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)
@@ -312,12 +313,12 @@ def _read(path: Path) -> str | None:
 
 # --- the instance type
 
-# EC2 writes it into the firmware's tables (DMI). On Google's and Microsoft's machines these only have the vendor, and
-# the metadata server has the type. Other machines are not queried.
+# EC2 writes the instance type into the firmware's tables (DMI). On Google's and Microsoft's machines, the tables only
+# have the vendor, and the metadata server has the type. On other machines, no server is queried.
 METADATA = "http://169.254.169.254"  # link-local, never routed
 _TIMEOUT_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is displayed and stored
-# By vendor and product in DMI: path and required header.
+# For each vendor and product in DMI: the path to query, and the required header.
 _QUERIES = {
     ("Google", "Google Compute Engine"): (
         "/computeMetadata/v1/instance/machine-type",  # projects/1234/machineTypes/a3-highgpu-8g

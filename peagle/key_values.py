@@ -13,13 +13,13 @@ def parse_pairs(
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in pairs:
         key, sign, value = str(pair).partition("=")
         name = spelling(key.strip())
         if not sign or not name:
             raise ValueError(f"{pair!r} is not {form}")
-        if name in found:
+        if name in values:
             raise ValueError(f"{name} is given twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

@@ -1,4 +1,4 @@
-"""Strict JSON: no NaN, no infinity, no values as their repr."""
+"""Strict JSON: without NaN and infinities, and with defined forms of bytes, times and decimals."""
 
 import base64
 import datetime
@@ -17,8 +17,8 @@ class HalfSurrogate(ValueError):  # noqa: N818
 def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null", **layout: Any) -> str:
     """Return a value as JSON text: bytes in base64, times as ISO 8601. `layout` are arguments of `json.dumps`.
 
-    NaN and infinities become null, are kept as Python writes and reads them, or are refused with ValueError. A value
-    without a JSON form raises TypeError.
+    NaN and infinities become null, are written as Python's `NaN` and `Infinity` ("keep"), or raise ValueError
+    ("refuse"). A value without a JSON form raises TypeError.
 
     >>> to_json({"é": [float("nan"), b"ab"]})
     '{"é": [null, "YWI="]}'
@@ -50,8 +50,8 @@ def has_non_finite(value: Any) -> bool:
 def from_json(text: str | bytes, **options: Any) -> Any:
     """Parse strict JSON text; bytes are UTF-8, with or without a BOM. `options` are arguments of `json.loads`.
 
-    Refuses with ValueError what only Python's parser accepts: NaN, infinities (also as 1e999), half surrogate pairs,
-    and bytes of other encodings.
+    Raises ValueError for what only Python's parser accepts: NaN, infinities (also as 1e999), half surrogate pairs, and
+    bytes in other encodings.
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     value = json.loads(text, parse_constant=refuse_constant, **{"parse_float": finite_float, **options})

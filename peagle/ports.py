@@ -6,13 +6,13 @@ import socket
 
 from peagle.errors import ConfigError
 
-# Ray's workers use 10002 to 19999; from 32768 on, Linux assigns ports to processes that ask for any, such as Ray's.
+# Outside the ports of Ray's workers (10002 to 19999) and those that Linux assigns automatically (from 32768).
 _PORTS = range(20_000, 32_768)
 _ATTEMPTS = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of `host` (empty: all addresses), outside the range of automatically assigned ports."""
+    """Return a free port of `host` (empty means all addresses) that neither Ray nor Linux assigns automatically."""
     for port in random.SystemRandom().sample(_PORTS, _ATTEMPTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -35,8 +35,8 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
-    """Refuse a port that is in use, or an address of another machine, with ConfigError about the option `key`."""
-    # Ray Serve would share the port with another Serve, and each would get some of the connections.
+    """Raise ConfigError, naming the option `key`, if a port is in use or `host` is not an address of this machine."""
+    # Without this check, Ray Serve would share the port with another Serve, and each would get some connections.
     if (error := _fault(port, host)) is not None:
         where = f" of {host}" if host else ""
         raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error

@@ -1,8 +1,8 @@
 """Keep new files private from other users of the machine.
 
-New files have no permissions for others; the umask decides about the group. Temporary files are in a folder that only
-the user can enter: in a shared `/tmp`, others could read or replace the files of Ray, torch and vLLM (logs, sockets,
-compiled code).
+New files have no permissions for others; the user's umask determines those of the group. Temporary files are in a
+folder that only the user can enter. In a shared `/tmp`, others could read or replace the files of Ray, torch and vLLM:
+logs, sockets and compiled code.
 """
 
 import os
@@ -15,13 +15,13 @@ from peagle.errors import ConfigError
 SECRET_MODE = 0o600
 _OTHERS = 0o007
 _ALL_BUT_OWNER = 0o077
-_MAX_SOCKET_PATH = 107  # bytes; Linux has 108 including the final zero
+_MAX_SOCKET_PATH = 107  # bytes; Linux's limit is 108 including the final zero
 
 
 def keep_private() -> None:
     """Make new files of this process and its children private, and use a private folder for temporary files.
 
-    Raises ConfigError if another user has created that folder.
+    Raises ConfigError if that folder belongs to another user.
     """
     os.umask(os.umask(_ALL_BUT_OWNER) | _OTHERS)  # the umask can only be read by setting it
     folder = str(temporary_folder())
@@ -50,9 +50,9 @@ def user_path(path: str | Path) -> Path:
 
 
 def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
-    """Refuse a temporary folder whose path is too long for the Unix sockets of `program` in it.
+    """Raise ConfigError if the path of a temporary folder is too long for the Unix sockets of `program` in it.
 
-    `num_bytes` is the longest socket path below the folder.
+    `num_bytes` is the length of the longest socket path below the folder.
     """
     length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
     if length > most:
@@ -63,7 +63,7 @@ def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
 
 
 def _own(folder: Path) -> Path:
-    """Return a folder that only the user can enter; create it if it is missing. Follows no links."""
+    """Return a folder that only the user can enter; create it if it is missing. A symbolic link is an error."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -85,8 +85,8 @@ def _own(folder: Path) -> Path:
     return folder
 
 
-def _unusable(folder: Path, why: str) -> ConfigError:
+def _unusable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"temporary folder {folder} {why}",
+        f"temporary folder {folder} {reason}",
         hint="set TMPDIR to a folder that only you can enter (mkdir -m 700), or have this one removed",
     )

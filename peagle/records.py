@@ -1,4 +1,4 @@
-"""JSON files with a list of records: API keys, budgets."""
+"""JSON files with a list of records, such as API keys and budgets."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
-    """Return the entries of a file, not validated; empty if the file does not exist.
+    """Return the unvalidated entries of a file; empty if the file does not exist.
 
     `noun` is the plural of the records, for messages; `hint` says how such files are created.
     """
@@ -28,7 +28,7 @@ def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
 
 
 def record_of(kind: type[Record], values: Any, *, where: str) -> Record:
-    """Validate a record. The ConfigError has the field, but not the value, which may be a secret."""
+    """Validate a record. The ConfigError names the field, but not the value, which may be a secret."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -20,9 +20,9 @@ STOPPED_CODE = 3  # exit code of a command that a signal stopped
 
 
 class _Handler:
-    """Calls `act` on a signal, but not on repeated signals.
+    """Calls `act` on a signal, but ignores repeated signals.
 
-    A signal that the replaced handler `before` has just received is not handled again.
+    It also ignores a signal that the handler it replaces, `before`, has just received.
     """
 
     def __init__(self, act: Callable[[], object], before: object) -> None:
@@ -53,21 +53,22 @@ def stop_on_signal(stop: threading.Event, *, message: str) -> Iterator[None]:
     Has no effect outside the main thread, and on signals that are ignored.
     """
 
-    def ask() -> None:
+    def request_stop() -> None:
         if stop.is_set():
-            with contextlib.suppress(OSError, ValueError):  # not `print`: the signal may have interrupted one
+            # Not `print`, which the signal may have interrupted.
+            with contextlib.suppress(OSError, ValueError):
                 os.write(sys.stdout.fileno(), f"\n{message}\n".encode(errors="backslashreplace"))
-            os._exit(STOPPED_CODE)  # Ray's processes exit with this one, as after kill -9
+            os._exit(STOPPED_CODE)  # Ray's processes then exit by themselves, as after kill -9
         stop.set()
 
-    with _handled_by(ask):
+    with _handled_by(request_stop):
         yield
 
 
 def interrupt_on_signal() -> None:
-    """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on, unless they are ignored. For the main thread.
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on, unless they are ignored. Call it in the main thread.
 
-    While the interpreter exits, they are ignored, so that a repeated signal does not change the exit code.
+    While the interpreter exits, both signals are ignored, so that a repeated signal does not change the exit code.
     """
     numbers = _install(_interrupt)
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in numbers])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Self
 
-# A step with a drafter always takes longer than one without (at K=3 on two CPU cores, 15 % longer), so that below this
-# length a drafter never saves time.
+# A step with a drafter always takes longer than a step without (15 % longer at K=3 on two CPU cores). So below this
+# acceptance length, a drafter never saves time.
 NEVER_PAYS_BELOW = 1.05
 
 
@@ -49,7 +49,7 @@ class SpeculationStats:
         bounds = (self.num_drafts, *self.accepted_per_position)
         if any(earlier < later for earlier, later in pairwise(bounds)):
             raise ValueError(
-                f"a draft is accepted as a prefix, so of {self.num_drafts} drafts the accepted by position "
+                f"only a prefix of a draft is accepted, so of {self.num_drafts} drafts the accepted by position "
                 f"cannot be {list(self.accepted_per_position)}"
             )
         verified = self.verified_by_position
@@ -192,7 +192,7 @@ def note(length: float | None, *, break_even: float | None = None) -> str | None
 
 
 def sources_note(stats: SpeculationStats) -> str | None:
-    """Return a sentence on accepted tokens by source, or None without a prompt lookup."""
+    """Return a sentence about accepted tokens by source (prompt lookup or head), or None without a prompt lookup."""
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None

@@ -1,4 +1,4 @@
-"""Text tables: aligned for a terminal, or in Markdown. rich would wrap or crop them at 80 columns in a pipe."""
+"""Text tables, aligned for a terminal or in Markdown. Rich would wrap or crop them at 80 columns in a pipe."""
 
 from collections.abc import Sequence
 

@@ -165,7 +165,7 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
     pool = ThreadPoolExecutor(8)
     try:
         todo = {
-            pool.submit(fetch_file, at, file, folder, count=count, is_given_up=cancelled.is_set)
+            pool.submit(fetch_file, at, file, folder, count=count, is_cancelled=cancelled.is_set)
             for file in sorted(missing, key=lambda file: -file.num_bytes)
         }
         with writing(folder, hint=_SPACE_HINT):

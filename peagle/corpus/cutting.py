@@ -1,7 +1,7 @@
 """Sizes of a corpus's work units: large at first, smaller at the end of the run.
 
-The small units are cut from the first rows, because the number of rows need not be known for that; `plan.py` schedules
-them last. `docs/decisions/0009-short-tail.md` has the reasons.
+The small units are cut from the first rows of the corpus, so the total number of rows need not be known; `plan.py`
+schedules them last. `docs/decisions/0009-short-tail.md` has the reasons.
 """
 
 import itertools
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_ROWS = 256
-_UNITS_PER_ENGINE = 16  # with fewer, the last unit of one engine leaves the others idle for long
-# Chosen with benchmarks/bulk/tail_simulated.py, for response lengths whose longest are six times the mean.
-_SMALL_UNITS_AT_ONCE = 24  # the smallest units that fill an engine
-_FILL = 3  # rows of open units per concurrent request: most of them have ended already
-_SLOWNESS = 3  # an engine that is this many times slower than the others still ends with them
+_UNITS_PER_ENGINE = 16  # with fewer units, the others wait too long for the engine with the last unit
+# The next three were chosen with benchmarks/bulk/tail_simulated.py. Its longest response is six times the mean.
+_SMALL_UNITS_PER_ENGINE = 24  # how many of the smallest units fill an engine
+_FILL = 3  # rows of open units per engine slot; most of these rows have already finished
+_SLOWNESS = 3  # an engine that is this many times slower than the others still finishes with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,18 @@ class Cut:
 
 
 def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
-    """Return a cut with a short tail and few files for a big corpus.
+    """Return a cut with few units, but with small units at the end of the run.
 
-    The smallest units keep an engine full with few of them. From the end of the run backwards, a unit is a third of an
-    even share of the remaining rows among all units that engines can have in flight, up to `rows_per_unit`.
-    Rows beyond `enough_rows` make no difference.
+    The smallest units are large enough that `_SMALL_UNITS_PER_ENGINE` of them keep an engine full. Counted from the end
+    of the run, the size of each unit is proportional to the number of rows after it, up to `rows_per_unit`: a third of
+    an even share of these rows among all units that the engines can have in flight. Rows beyond `enough_rows` make no
+    difference.
 
-    Example: 96 rows for one engine of 16 requests: no unit below ceil(3 * 16 / 24) = 2 rows.
+    Example: with 96 rows and one engine of 16 slots, the smallest units have ceil(3 * 16 / 24) = 2 rows.
     >>> auto_cut(96, 1, 16).rows_per_unit, set(auto_cut(96, 1, 16).small)
     (6, {2})
     """
-    smallest = math.ceil(_FILL * max_num_seqs / _SMALL_UNITS_AT_ONCE)
+    smallest = math.ceil(_FILL * max_num_seqs / _SMALL_UNITS_PER_ENGINE)
     num_shares = _num_shares(num_engines)
     rows_per_unit = auto_rows_per_unit(num_rows, num_engines)
     small: list[int] = []
@@ -61,17 +62,17 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
 
 
 def enough_rows(num_engines: int) -> int:
-    """Return a number of rows beyond which the cut does not change."""
+    """Return a number of rows above which the cut does not change."""
     return _MAX_ROWS * max(_UNITS_PER_ENGINE, _num_shares(1)) * num_engines
 
 
 def _num_shares(num_engines: int) -> int:
-    # Each engine has the units that it works on, and one that waits.
-    return _SLOWNESS * (_SMALL_UNITS_AT_ONCE + 1) * num_engines
+    # Each engine works on these units, and has one more waiting.
+    return _SLOWNESS * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 
 
 def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
-    """Return the units that an engine works on simultaneously, so that rows of the smallest units keep it full.
+    """Return how many units an engine must work on simultaneously, so that even the smallest units keep it full.
 
     >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)

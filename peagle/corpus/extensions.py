@@ -1,7 +1,7 @@
-"""Arrow's extension types, so that they are the same in every process.
+"""Convert Arrow's extension types, so that a schema is the same in every process.
 
 A type that a library registers (Ray's tensors, pandas' periods) only exists in processes that imported the library.
-Such a column becomes its storage type, and its field keeps Arrow's metadata, from which others restore the type.
+Such a column becomes its storage type, and its field keeps Arrow's metadata, from which the type can be restored.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
-# Other layouts of the same values, which Parquet does not distinguish; Arrow lacks half of its functions for them.
+# Views are another layout of the same values. Parquet does not distinguish them, and Arrow has few functions for them.
 _VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema without views and without types that are only known to this process."""
+    """Return a schema without views, and without types that are registered only in this process."""
     return pa.schema([_converted(column, _as_stored) for column in schema], schema.metadata)
 
 
@@ -31,7 +31,7 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return rows in Python: UUIDs and booleans as such, other extension types as stored."""
+    """Return rows as Python values. Of the extension types, only UUIDs and booleans become Python's own types."""
     stored = storage_schema(batch.schema)
     if not stored.equals(batch.schema):
         batch = batch.cast(stored).cast(pa.schema([_converted(column, _as_uuid_or_bool) for column in batch.schema]))
@@ -85,7 +85,7 @@ def _converted(column: pa.Field, convert: Callable[[pa.Field], pa.Field]) -> pa.
 
 
 def _nested(type_: pa.DataType, parts: list[pa.Field]) -> pa.DataType:
-    """Return a type of the same kind with other parts."""
+    """Return a nested type of the same kind with other parts."""
     kinds: list[tuple[Callable[[pa.DataType], bool], Callable[[], pa.DataType]]] = [
         (pa.types.is_struct, lambda: pa.struct(parts)),
         (pa.types.is_map, lambda: pa.map_(parts[0].type.field(0), parts[0].type.field(1), type_.keys_sorted)),

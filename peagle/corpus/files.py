@@ -1,7 +1,8 @@
 """The files of a corpus: discovery, format, compression, bytes.
 
-A compressed file or a Parquet row group cannot be entered in the middle. A process gets the units of a file in order,
-so it keeps the reader, skips ahead, and reads each file only once. An earlier unit starts again at the beginning.
+A compressed file or a Parquet row group can only be read from the beginning. A process usually gets the units of a file
+in order, so it keeps the reader open, skips ahead, and reads each file only once. For an earlier unit, the file is read
+again from the beginning.
 """
 
 import atexit
@@ -29,8 +30,8 @@ from peagle.private import user_path
 FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_KNOWN = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
-# Data in a format that is not read: such files in a folder are not ignored silently.
+_KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
+# Data formats that are not supported: such files in a folder are not ignored silently.
 _OTHER_DATA = frozenset({
     ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
     ".orc", ".parq", ".pq", ".pkl", ".npy", ".npz", ".msgpack", ".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".rar",
@@ -49,7 +50,7 @@ _SPECIAL_FILES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_MAX_ENTRIES = 1000  # checked in a subfolder
+_MAX_ENTRIES = 1000  # files of a subfolder that are checked
 _READ_ERRORS = (OSError, EOFError, zlib.error, pa.ArrowException)
 
 
@@ -71,15 +72,15 @@ def discover(
 ) -> list[SourceFile]:
     """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
-    An existing name is taken literally, even if it has wildcards. A glob skips hidden files and markers such as
-    `_SUCCESS`, unless it names their first character. Suffixes are not case-sensitive.
+    The name of an existing file is taken literally, even if it contains wildcards. A glob skips hidden files and
+    markers such as `_SUCCESS`, unless it spells out their first character. Suffixes are not case-sensitive.
 
     Args:
-        outside: the run directory, in which a glob matches nothing.
-        announce: receives a note for each reason why data-like files of a folder are ignored.
+        outside: the run directory; a glob does not match files in it.
+        announce: receives a note for each reason why files of a folder are ignored, although they may be data.
 
     Raises:
-        InputError: nothing exists, it is not a regular file, or the scheme or suffix is unknown.
+        InputError: a file does not exist or is not a regular file, or the scheme or suffix is unknown.
     """
     located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(located, _Folder):
@@ -163,16 +164,16 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
                     if _has_data(entry):
                         folder.sub_folders.append(str(entry))
                 elif entry.is_file() or (_kind(str(entry)) is not None and not entry.name.startswith(".")):
-                    folder.files.append(_sized(entry))  # refuses a pipe or a device with the name of data
+                    folder.files.append(_with_size(entry))  # refuses a pipe or a device with a data suffix
             return folder
         if os.path.lexists(path):
-            return [_sized(path)]
-        run = None if outside is None or "://" in outside else Path(outside).resolve()
+            return [_with_size(path)]
+        run_folder = None if outside is None or "://" in outside else Path(outside).resolve()
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob would also match hidden files
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
-        files = [file for file in files if run is None or not file.resolve().is_relative_to(run)]
-        return [_sized(file) for file in files] or _no_such_file(uri)
+        files = [file for file in files if run_folder is None or not file.resolve().is_relative_to(run_folder)]
+        return [_with_size(file) for file in files] or _no_such_file(uri)
     except OSError as error:
         raise InputError(f"input {uri!r}: cannot be read: {error.strerror}") from error
 
@@ -185,7 +186,7 @@ def _has_data(folder: Path) -> bool:
     return any(_kind(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 
 
-def _sized(path: Path) -> tuple[str, int]:
+def _with_size(path: Path) -> tuple[str, int]:
     """Return a file's path and size, or raise InputError if it is not a regular file."""
     if path.is_symlink() and not path.exists():
         target = str(path.readlink())
@@ -251,13 +252,13 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
     """Return the matches of a glob that are neither hidden nor markers, or raise InputError if no others match."""
     spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
-    kept = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
-    if names and not kept:
+    data = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
+    if names and not data:
         marker = PurePosixPath(names[0]).name
         raise InputError(
             f"input {uri!r}: it only matches hidden files and markers such as {marker}, which have no rows"
         )
-    return kept
+    return data
 
 
 def _is_skipped(part: str, spelled_out: list[str]) -> bool:
@@ -283,9 +284,11 @@ def _of_folder(
         chosen = [file for file in known if file[2] != "text"] or known
     else:
         chosen = [(path, size, input_format) for path, size, kind in known if kind == _SUFFIX_OF[input_format]]
-    taken = {path for path, *_ in chosen}
-    left_out = [path for path, _ in visible if path not in taken and not _is_skipped(PurePosixPath(path).name, [])]
-    notes = list(_reasons(uri, left_out, folder.sub_folders, input_format))
+    chosen_paths = {path for path, *_ in chosen}
+    ignored = [
+        path for path, _ in visible if path not in chosen_paths and not _is_skipped(PurePosixPath(path).name, [])
+    ]
+    notes = list(_reasons(uri, ignored, folder.sub_folders, input_format))
     if not chosen:
         kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_OF[input_format])
         wanted = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
@@ -295,10 +298,10 @@ def _of_folder(
     return chosen
 
 
-def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
-    """Yield a sentence for each reason, with the ignored files."""
+def _reasons(uri: str, ignored: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
+    """Yield a sentence for each reason to ignore files, with the names of these files."""
     names: dict[str, list[str]] = {}
-    for path in left_out:
+    for path in ignored:
         name = PurePosixPath(path)
         if _is_packed_parquet(path):
             why = "compressed Parquet is not supported; decompress it"
@@ -312,15 +315,15 @@ def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format
         else:
             continue
         names.setdefault(why, []).append(name.name)
-    for why, ignored in names.items():
-        yield f"{_some(ignored)} ignored: {why}"
+    for why, ignored_names in names.items():
+        yield f"{_some(ignored_names)} ignored: {why}"
     if sub_folders:
         folders = _some([f"{PurePosixPath(path).name}/" for path in sub_folders])
         yield f"{folders} ignored: subfolders need a glob such as '{uri.rstrip('/')}/**/*.parquet'"
 
 
 def _some(names: list[str]) -> str:
-    """Name the first three, and count the others.
+    """Return the first three names, and the number of the others.
 
     >>> _some(["a", "b"]), _some(["a", "b", "c", "d", "e"])
     ('a and b', 'a, b, c and 2 more')
@@ -366,15 +369,15 @@ Reader = TypeVar("Reader", bound=_Reader)
 
 
 class ForwardReaders(Generic[Reader]):
-    """Open readers by path. Only one caller has a reader; a failed one is not put back."""
+    """Open readers by path. A caller takes a reader out, and puts it back only after success."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Reader] = OrderedDict()
+        self._readers: OrderedDict[str, Reader] = OrderedDict()
         atexit.register(self.close)  # else the interpreter warns of unclosed files
 
     def take(self, path: str, position: int) -> Reader | None:
         """Return a reader of `path` that is not past `position`, or None."""
-        reader = self._kept.pop(path, None)
+        reader = self._readers.pop(path, None)
         if reader is not None and reader.position > position:
             reader.close()
             return None
@@ -382,12 +385,12 @@ class ForwardReaders(Generic[Reader]):
 
     def put_back(self, path: str, reader: Reader) -> None:
         """Keep a reader for the next unit of its file."""
-        if (other := self._kept.pop(path, None)) is not None:
+        if (other := self._readers.pop(path, None)) is not None:
             other.close()
-        self._kept[path] = reader
-        while len(self._kept) > _MAX_READERS:
-            self._kept.popitem(last=False)[1].close()
+        self._readers[path] = reader
+        while len(self._readers) > _MAX_READERS:
+            self._readers.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].close()
+        while self._readers:
+            self._readers.popitem()[1].close()

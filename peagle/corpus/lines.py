@@ -1,4 +1,4 @@
-"""Numbered, decompressed lines of a file with byte positions."""
+"""The decompressed lines of a file, with line numbers and byte positions."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class Lines:
-    """The lines of a file, newline included."""
+    """The lines of a file, including their newlines."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class Lines:
             self._stream = decompress(path, self._raw)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield lines up to `end`; raises InputError if the file cannot be read, or is not text with short lines."""
+        """Yield lines up to `end`; raises InputError if the file cannot be read, is not text, or has a huge line."""
         with naming(self.path):
             while self.end is None or self.position < self.end:
                 line = self._stream.readline(MAX_LINE_BYTES)
@@ -84,7 +84,7 @@ _readers: ForwardReaders[Lines] = ForwardReaders()
 
 
 def carriage_returns(path: str) -> InputError:
-    """Return the error for line ends of old Macs and some spreadsheets."""
+    """Return the error for a file with the line ends of old Macs and some spreadsheets."""
     return InputError(
         f"input {path}: its lines end with only a carriage return (CR)",
         hint="convert it: tr '\\r' '\\n' < OLD > NEW",

@@ -1,4 +1,4 @@
-"""Parquet corpora: spans from the footer, a fingerprint of all bytes, forward reading."""
+"""Parquet corpora: cut files into spans by their footer, compute fingerprints, and read rows."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ from peagle.errors import InputError
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536
-_NO_VALUE = (OverflowError, ValueError)  # not in Python: the year 10000, text that is not UTF-8
+_NO_PYTHON_VALUE = (OverflowError, ValueError)  # raised for the year 10000, and for text that is not UTF-8
 
 
 def count_parquet(file: SourceFile) -> int:
@@ -37,7 +37,7 @@ def count_parquet(file: SourceFile) -> int:
 def scan_parquet(
     file: SourceFile, sizes: Iterator[int], left: int, digest: Any, estimate: WorkEstimate, *, as_before: bool = False
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans, and update `digest` with the content (`as_before`: as older plans did).
+    """Cut a file into spans, and update `digest` with its content. `as_before` computes the digest of older plans.
 
     Raises InputError if the file is not valid Parquet, or rows cannot hold one of its columns.
     """
@@ -52,7 +52,7 @@ def scan_parquet(
         stored = storage_schema(schema)
         schema = pa.schema([wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)])
     with naming(file.path), open_raw(file.path) as handle:
-        if as_before:  # only the footer, which an edit of equal length may not change
+        if as_before:  # reads only the footer, so it misses some edits that do not change the length
             handle.seek(-min(file.size, _FOOTER_BYTES), 2)
             digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
         else:
@@ -92,7 +92,7 @@ def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
 
 
 def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
-    """Refuse columns whose values a row cannot hold without loss."""
+    """Raise InputError for columns whose values cannot be converted to Python without loss."""
     schema = storage_schema(parquet.schema_arrow)
     if name := repeated_name(schema):
         raise InputError(f"input {path}: there are two columns {name!r}", hint="give each column a different name")
@@ -105,7 +105,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
                 f"input {path}: column {column.name!r} has times of day in nanoseconds; rows hold microseconds",
                 hint="convert that column to microseconds or text",
             )
-    for column in _not_carried(path, parquet):
+    for column in _unsupported_columns(path, parquet):
         raise InputError(
             f"input {path}: column {column.name!r} is a {column.type}, which rows cannot hold",
             hint="convert that column to another type, or drop it",
@@ -156,7 +156,7 @@ def _in_nanoseconds(path: str, columns: list[str], **rows: Any) -> Iterator[Iter
 
 
 def _is_same(coarse: pa.Array, fine: pa.Array) -> bool:
-    # The cast wraps around as reading in nanoseconds does.
+    # The unsafe cast wraps around, as reading in nanoseconds does.
     return bool(coarse.cast(fine.type, safe=False).equals(fine))
 
 
@@ -175,8 +175,8 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
             yield batch
 
 
-def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
-    """Yield columns that rows cannot hold, by trying the first row: Arrow lacks functions for some types."""
+def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
+    """Yield columns that cannot be converted, because Arrow lacks functions for their types. Tries the first row."""
     with _reading(path):
         first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
     if first is None:
@@ -188,8 +188,8 @@ def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
             pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
         except (pa.ArrowException, NotImplementedError, TypeError):
             yield column
-        except _NO_VALUE:
-            continue  # an error of that row only
+        except _NO_PYTHON_VALUE:
+            continue  # only this row has an error
 
 
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
@@ -234,11 +234,11 @@ class _ForwardParquet:
             pass
 
     def rows(self, num_rows: int) -> Iterator[RawRow]:
-        """Yield the next rows, fewer at the end of the file. A row with a value that Python lacks has an error."""
+        """Yield the next rows, or fewer at the end of the file. A row with a value that Python lacks has an error."""
         for piece in self._pieces(num_rows):
             try:
                 rows = [RawRow(columns) for columns in _values(piece)]
-            except _NO_VALUE:
+            except _NO_PYTHON_VALUE:
                 first = self.position - piece.num_rows
                 rows = [_row(piece.slice(n, 1), f"{self._path} row {first + n}") for n in range(piece.num_rows)]
             yield from rows
@@ -264,7 +264,7 @@ _readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
 
 
 def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
-    """As `to_values`, but raise ValueError for values that Python would change."""
+    """Return the rows as `to_values` does, but raise ValueError for values that Python would change."""
     for column in rows.cast(storage_schema(rows.schema)).columns:
         if changed := changed_in_python(column):
             raise ValueError(changed)
@@ -274,15 +274,15 @@ def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
     """Return the row of a one-row batch, with its readable columns. `where` counts rows from 0, as ids do."""
     columns: dict[str, Any] = {}
-    wrong = None
+    first_error = None
     for column in piece.schema:
         try:
             columns |= _values(piece.select([column.name]))[0]
-        except _NO_VALUE as error:
-            if wrong is None:
-                what = f"column {column.name!r}, a {column.type}, cannot be read: {error}"
-                wrong = f"{where} (counted from 0): {what}"
-    return RawRow(columns, error=wrong)
+        except _NO_PYTHON_VALUE as error:
+            if first_error is None:
+                message = f"column {column.name!r}, a {column.type}, cannot be read: {error}"
+                first_error = f"{where} (counted from 0): {message}"
+    return RawRow(columns, error=first_error)
 
 
 def _open(path: str) -> pq.ParquetFile:

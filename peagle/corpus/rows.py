@@ -34,7 +34,7 @@ class RawRow:
 
 
 _BYTES_PER_TOKEN = 4
-_PROMPT_TOKEN = 0.1  # relative to an output token: one step reads many prompt tokens
+_PROMPT_TOKEN = 0.1  # work relative to an output token; a step can prefill many prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,13 @@ class WorkEstimate:
         parameters = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
         max_tokens = parameters.get("max_completion_tokens") or parameters.get("max_tokens") or self.max_tokens
         num_responses = parameters.get("n") or 1
-        wanted = self.max_tokens
+        num_output_tokens = self.max_tokens
         if all(type(count) is int and 0 < count < 2**31 for count in (max_tokens, num_responses)):  # not yet validated
-            wanted = max_tokens * num_responses
-        return wanted + self.of_prompt(num_bytes)
+            num_output_tokens = max_tokens * num_responses
+        return num_output_tokens + self.of_prompt(num_bytes)
 
     def of_rows(self, num_rows: int, num_bytes: float) -> int:
-        """Return the work of rows, from their size."""
+        """Return the work of rows that have `num_bytes` in total."""
         return num_rows * self.max_tokens + self.of_prompt(num_bytes)
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""Scan a corpus: files, columns, rows, unique ids; read the rows of a range.
+"""Scan a corpus for its columns, rows and repeated ids, cut it into spans, and read the rows of a span.
 
 Text formats have no schema, so planning reads the whole corpus once; memory grows with spans, not with rows. Parquet
-has row counts in footers; its bytes are read only for the fingerprint. An invalid row gets a dead letter later.
+files have row counts in their footers, so other bytes are read only for the fingerprint. Invalid rows are not refused
+during planning; they become dead letters later.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ from peagle.errors import InputError
 _BUCKETS = 256
 _IN_MEMORY_BYTES = 1 << 16  # per bucket; 16 MiB in total
 _ENTRY = struct.Struct("<16sQQ")
-_Places = tuple[tuple[int, int], tuple[int, int]]
+_Occurrences = tuple[tuple[int, int], tuple[int, int]]
+"""File and line of both occurrences of an id."""
 
 
 class UniqueIds:
@@ -49,19 +51,20 @@ class UniqueIds:
         digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=16).digest()
         self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
 
-    def first_repeated(self) -> _Places | None:
+    def first_repeated(self) -> _Occurrences | None:
         """Return the file and line of both occurrences of the first repeated id, or None."""
         pairs = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
         return min(pairs, key=lambda pair: pair[1], default=None)
 
     @staticmethod
-    def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Places | None:
+    def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Occurrences | None:
         bucket.seek(0)
         entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
         order = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
-        a, b = entries[order[:-1]], entries[order[1:]]
-        same = (a["high"] == b["high"]) & (a["low"] == b["low"])
-        pairs = zip(a[same][["file", "line"]].tolist(), b[same][["file", "line"]].tolist(), strict=True)
+        entry, following = entries[order[:-1]], entries[order[1:]]
+        is_same = (entry["high"] == following["high"]) & (entry["low"] == following["low"])
+        columns = ["file", "line"]
+        pairs = zip(entry[is_same][columns].tolist(), following[is_same][columns].tolist(), strict=True)
         return min(pairs, key=lambda pair: pair[1], default=None)
 
 
@@ -73,7 +76,7 @@ def find(
 ) -> list[SourceFile]:
     """Find a corpus's files with their formats. JSON lines that start with an OpenAI batch request are a batch.
 
-    Parameters and errors are those of `discover`; a batch next to other files is refused, too.
+    Parameters and errors are those of `discover`. A batch together with other files is also an error.
     """
     files = discover(uri, input_format, outside=outside, announce=announce)
     if input_format == "auto":
@@ -89,7 +92,7 @@ def find(
 
 
 def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
-    """Count rows quickly, up to `at_most`: footers of Parquet, else lines, including blank ones."""
+    """Count rows quickly, up to `at_most`, from Parquet footers and from lines, including blank lines."""
     num_rows = 0
     for file in files:
         if file.format == "parquet":
@@ -107,7 +110,7 @@ def scan(
     """Cut the files into spans with estimated work; return them with the schema of all columns and a fingerprint.
 
     Args:
-        like: a fingerprint to compare with; the new one uses the same version.
+        like: a fingerprint to compare with; the new fingerprint has the same version.
 
     Raises:
         InputError: an unreadable file, no valid row, or a batch with a repeated custom_id.
@@ -177,7 +180,7 @@ def _read_text(file: SourceFile) -> Iterator[RawRow]:
 
 
 class _TextScan:
-    """One pass over a text file: spans, columns, and the ids of a batch."""
+    """A pass over a text file that finds its spans, its columns, and the ids of a batch."""
 
     def __init__(self, file: SourceFile, index: int, ids: UniqueIds, estimate: WorkEstimate) -> None:
         self._file = file

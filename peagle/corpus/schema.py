@@ -1,7 +1,7 @@
-"""Column types of rows without a schema, in one pass with bounded memory; and conversions between Arrow and Parquet.
+"""Infer column types of rows without a schema, in one pass with bounded memory; check what Parquet and Python can hold.
 
-Columns are the union of all keys, and numbers widen (int to float if all integers are exact). A column without a common
-Arrow type, or with one that Parquet cannot hold, becomes text: strings as they are, other values as JSON.
+Columns are the union of all keys, and numbers widen (int to float if all integers are exact). A column becomes text if
+its values have no common Arrow type, or one that Parquet cannot store: strings unchanged, other values as JSON.
 """
 
 import io
@@ -16,11 +16,11 @@ from peagle.corpus.extensions import children, from_values, storage_schema
 from peagle.corpus.rows import RawRow
 from peagle.plain_json import to_json
 
-_DEEPEST = 100  # levels in Parquet
+_MAX_DEPTH = 100  # levels of nesting in Parquet
 _NANOSECOND_TIME = pa.time64("ns")
 _NOT_A_TIME = -(2**63)  # NaT in pandas
 _UNITS_OF_A_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
-LARGEST_EXACT = 2**53  # of the integers that a double holds exactly
+LARGEST_EXACT = 2**53  # up to here, a double holds all integers exactly
 
 
 def can_be_stored(schema: pa.Schema) -> bool:
@@ -36,9 +36,9 @@ def can_be_stored(schema: pa.Schema) -> bool:
 
 def is_too_deep(type_: pa.DataType) -> bool:
     """Whether a type has too many levels for Parquet."""
-    # Not recursive: it may have more levels than Python's stack.
+    # Not recursive, because the type may have more levels than Python's stack.
     level = [type_]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [field.type for nested in level for field in children(nested)]
         if not level:
             return False
@@ -46,7 +46,7 @@ def is_too_deep(type_: pa.DataType) -> bool:
 
 
 def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
-    """Whether `new`, to which Arrow would widen, holds all values of `old`.
+    """Whether `new`, the type to which Arrow would widen `old`, holds all values of `old`.
 
     `wide` means that `old` may have integers beyond `LARGEST_EXACT`.
     """
@@ -67,7 +67,7 @@ def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
 
 
 def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
-    """Whether it contains integers beyond `LARGEST_EXACT`, at any depth."""
+    """Whether an array contains integers beyond `LARGEST_EXACT`, at any depth."""
     if isinstance(array, pa.ChunkedArray):
         return any(map(is_wide, array.chunks))
     if pa.types.is_integer(array.type) and array.type.bit_width == 64:
@@ -79,17 +79,17 @@ def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def has_long_integers(type_: pa.DataType) -> bool:
-    """Whether it contains 64-bit integers, at any depth."""
+    """Whether a type contains 64-bit integers, at any depth."""
     return any(pa.types.is_integer(leaf) and leaf.bit_width == 64 for leaf in leaf_types(type_))
 
 
 def has_nanosecond_times(type_: pa.DataType) -> bool:
-    """Whether it contains times of day in nanoseconds, at any depth."""
+    """Whether a type contains times of day in nanoseconds, at any depth."""
     return any(leaf == _NANOSECOND_TIME for leaf in leaf_types(type_))
 
 
 def loses_nanoseconds(array: pa.Array) -> bool:
-    """Whether it contains times of day with fractions of a microsecond, which Python lacks."""
+    """Whether an array contains times of day with fractions of a microsecond, which Python cannot represent."""
     times = (leaf for leaf in _leaf_arrays(array) if leaf.type == _NANOSECOND_TIME)
     return any(not leaf.equals(leaf.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)) for leaf in times)
 
@@ -97,7 +97,7 @@ def loses_nanoseconds(array: pa.Array) -> bool:
 def changed_in_python(array: pa.Array) -> str | None:
     """Describe a value that Python would silently change, or return None.
 
-    Python wraps times outside of a day around, and pandas takes the smallest 64-bit integer for null.
+    Python wraps a time of day that is outside the day. Pandas reads the smallest 64-bit integer as null.
     """
     for leaf in _leaf_arrays(array):
         unit = getattr(leaf.type, "unit", "")
@@ -197,7 +197,7 @@ def json_text(name: str) -> pa.Field:
 
 
 def widen(a: pa.Field, b: pa.Field) -> pa.Field:
-    """Return a column for the values of both."""
+    """Return a column that can hold the values of both columns."""
     if _is_json(a) or _is_json(b):
         return json_text(a.name)
     try:
@@ -235,7 +235,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
 
 
 def _stored(column: pa.Field) -> pa.Field:
-    """Return a column in its final form. It is nullable, because other files may lack it."""
+    """Return a column in its final form. It is nullable, because some files may not have it."""
     if _is_json(column) or (pa.types.is_nested(column.type) and not can_be_stored(pa.schema([column]))):
         return json_text(column.name)
     if _is_wide(column):

@@ -1,7 +1,7 @@
 """Rows of text formats: JSON lines, plain text, CSV and OpenAI batches.
 
-An invalid row is yielded, too: it gets an id and, later, a dead letter with its file and line. The envelope of a batch
-request is validated here, its body in `peagle/requests/builder.py`. Bodies are stored as JSON text.
+Invalid rows are also yielded: they get an id and, later, a dead letter with their file and line. The envelope of a
+batch request is validated here, its body in `peagle/requests/builder.py`. Bodies are stored as JSON text.
 """
 
 import csv
@@ -24,7 +24,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, the number of its first line, and the header it was read with (CSV only)."""
+    """A row, the number of its first line, and the header of its file (CSV only)."""
 
     row: RawRow
     line: int
@@ -32,7 +32,7 @@ class Record:
 
 
 def _csv_records(lines: Lines, header: str) -> Iterator[Record]:
-    """Yield rows with `header`, the column names as JSON; if it is empty, the lines start with the column names."""
+    """Yield rows. `header` has the column names as JSON; if it is empty, the first line has the column names."""
     rows = _csv_rows(lines)
     if not header:
         header = _header(rows, lines.path)
@@ -45,7 +45,7 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
     """Yield the fields of non-blank rows with the numbers of their first lines."""
     csv.field_size_limit(MAX_LINE_BYTES)
     without_bom = (line.removeprefix(_BOM) if lines.number == 2 else line for line in lines)
-    # Escape invalid bytes, so that only the row with them is refused.
+    # Invalid bytes are escaped, so that only the row that contains them is refused.
     reader = csv.reader((line.decode(errors="surrogateescape") for line in without_bom), strict=True)
     while True:
         number = lines.number
@@ -131,13 +131,13 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
     return None
 
 
-_DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, including the caller's
+_MAX_DEPTH = 500  # levels of a JSON row; Python's recursion limit is 1000, including the callers
 
 
 def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
-    """Yield the rows of a text format; after each, `lines` is exactly behind it.
+    """Yield the rows of a text format. After each row, `lines` is positioned exactly after it.
 
-    `header` is that of a CSV file whose lines start in the middle.
+    `header` is needed if `lines` start in the middle of a CSV file.
     """
     if kind == "csv":
         yield from _csv_records(lines, header)
@@ -151,7 +151,7 @@ def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
 
 def read_records(span: Span) -> Iterator[RawRow]:
     """Yield the rows of a span in order; raises InputError if the file cannot be read."""
-    header = span.header if span.start else ""  # at the start of a file, the header is read
+    header = span.header if span.start else ""  # at the start of a file, the header is in the lines
     with lines_of(span) as lines:
         for record in records(span.format, lines, header):
             yield record.row
@@ -174,15 +174,15 @@ def _json_row(line: bytes, where: str, *, is_strict: bool = False) -> RawRow:
         return _invalid(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
         return _invalid(line, f"{where}: a JSON {type(value).__name__}, not an object")
-    if line.count(b"[") + line.count(b"{") > _DEEPEST and _is_deep(value):
-        return _invalid(line, f"{where}: more than {_DEEPEST} levels deep")
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_deep(value):
+        return _invalid(line, f"{where}: more than {_MAX_DEPTH} levels deep")
     return RawRow(value)
 
 
 def _is_deep(value: Any) -> bool:
     """Whether a value has too many levels to be written as JSON again."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:

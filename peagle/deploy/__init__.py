@@ -1,4 +1,4 @@
-"""Files for other machines, made from one configuration; a module for each target of `peagle deploy`.
+"""Generate files for other machines from a configuration, with a module for each target of `peagle deploy`.
 
-The modules write nothing and start nothing; `jobs/deploy_TARGET.py` does.
+The modules only return the content of files; `jobs/deploy_TARGET.py` writes and applies them.
 """

@@ -13,7 +13,7 @@ from peagle.errors import ConfigError
 
 REPLACE_ME = "REPLACE-ME"
 MAX_NAME_LENGTH = 50
-SHARED_FOLDER = "/mnt/peagle"  # docs/security.md mounts it
+SHARED_FOLDER = "/mnt/peagle"  # docs/security.md shows how to mount it
 _HOME = "/home/ubuntu/peagle"
 _RAY = f"{_HOME}/.venv/bin/ray"
 _HEAD_FLAGS = "--port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
@@ -27,7 +27,7 @@ class AwsNames:
 
     Attributes:
         image: an AMI with NVIDIA's driver and Python 3.12.
-        security_group: admits its members, and SSH from one address.
+        security_group: admits traffic from its members, and SSH from one address.
         head_profile, worker_profile: ARNs of instance profiles.
     """
 
@@ -49,7 +49,10 @@ class AwsNames:
 
 
 def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: str) -> str:
-    """Return the text of the file at `output` for a configuration, with commands in a comment at the top."""
+    """Return the text of the cluster file for a workload. The comment at the top shows commands.
+
+    `config` and `output` are the paths of the configuration and of the cluster file, for these commands.
+    """
     offer = workload.offer
     if workload.command == "serve":
         raise ConfigError(
@@ -67,9 +70,9 @@ def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: st
 
 
 def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
-    """Return the file as data, by Ray's `ray-schema.json`."""
+    """Return the content of the cluster file as data that conforms to Ray's `ray-schema.json`."""
     offer, (fewest, most) = workload.offer, workload.num_machines
-    # A run with an accelerator type that waits for the cluster requests its machines itself.
+    # With an accelerator type and a time to wait for the cluster, the run itself requests machines from the autoscaler.
     requests_machines = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
     resources: dict[str, int] = {"CPU": offer.num_vcpus}
     if offer.num_accelerators:
@@ -127,7 +130,7 @@ def _start(workload: Workload, arguments: str) -> str:
     environment = [
         f". {_HOME}/deploy/ray.env",
         f"RAY_JOB_STOP_WAIT_TIME_S={int(workload.grace_s)}",
-        f"PATH={_HOME}/.venv/bin:$PATH",  # jobs say `python`
+        f"PATH={_HOME}/.venv/bin:$PATH",  # jobs run `python`
     ]
     return f"ulimit -n 65536; umask 077; set -a; {'; '.join(environment)}; set +a; {_RAY} start {arguments}"
 

@@ -18,11 +18,11 @@ from peagle.errors import ConfigError
 # KubeRay appends 6 characters for a cluster, and 11 for each job of a RayCronJob (`MaxRayJobNameLength` and
 # `MaxRayCronJobNameLength` in ray-operator/controllers/ray/utils/constant.go).
 MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
-FOLDER = "/mnt/peagle"  # mount path of the shared volume: weights, and what the configuration stores there
+FOLDER = "/mnt/peagle"  # mount path of the shared volume, for weights and files of the configuration
 CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
 _HEAD = {"cpu": "4", "memory": "16Gi"}
-# The rest is for the machine's agents, the kubelet and the pods of every node.
+# Of a machine; the rest is for its agents, the kubelet and the pods that run on every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
 _SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
 _SECURITY = {
@@ -31,14 +31,14 @@ _SECURITY = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 _GROUP = 1000  # owns the shared volume and the secrets, for any user of the image
-# Labels of a cloud's spot nodes (any of them), and the taint that keeps other pods off them.
+# For each cloud: labels of spot nodes (a node has at least one of them), and the taint that keeps other pods off.
 _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
     "aws": ({"eks.amazonaws.com/capacityType": "SPOT", "karpenter.sh/capacity-type": "spot"}, None),
     "gcp": ({"cloud.google.com/gke-spot": "true"}, "cloud.google.com/gke-spot"),
 }
 _RUN = """\
-# KubeRay retries a failed job in a new cluster: this continues a run with exit code 3 (stopped early). Code 2 (bad
-# configuration) would repeat, so the job stops itself: a stopped job is not retried.
+# KubeRay retries a failed job in a new cluster, which continues a run that ended with exit code 3 (stopped early). Code
+# 2 (bad configuration) would only occur again, so the job stops itself: a stopped job is not retried.
 {nightly}peagle generate --config {folder}/job.yaml "$@" &
 pid=$!
 echo "$pid" > /tmp/peagle.pid
@@ -51,7 +51,7 @@ if [ "$code" = 2 ]; then
 fi
 exit "$code"
 """
-# The RayJob's name, which its retries share, is the name of its cluster without the suffix.
+# The name of the cluster without its suffix is the name of the RayJob, which is the same for all retries.
 _NIGHTLY = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
 _STOP = """\
 # Runs before the head's pod terminates: lets the run commit its units.
@@ -70,8 +70,8 @@ class PodOptions:
         image: container image with peagle installed.
         claim: PersistentVolumeClaim of the shared volume, ReadWriteMany.
         env_secrets: Secrets whose entries become environment variables (AWS credentials, HF_TOKEN).
-        service_account: None for the namespace's default.
-        token_secret: Secret with Ray's token as `auth_token`.
+        service_account: None means the namespace's default.
+        token_secret: Secret whose key `auth_token` is Ray's token.
     """
 
     image: str
@@ -86,10 +86,10 @@ class KubeRayOptions:
     """Options that are not in the configuration.
 
     Attributes:
-        namespace, time_zone: None for the client's namespace and the operator's time zone.
-        retries: of a bulk run, each in a new cluster.
-        schedule: in cron's format; None to run once, now.
-        keys_secret: Secret with the endpoint's API keys as `keys.json`.
+        namespace, time_zone: None means the client's namespace and the operator's time zone.
+        retries: maximum number of retries of a bulk run, each in a new cluster.
+        schedule: in cron's format; None means to run once, immediately.
+        keys_secret: Secret whose key `keys.json` has the endpoint's API keys.
         env: environment of every pod.
     """
 
@@ -141,14 +141,14 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     }
     job = {
         "entrypoint": f"sh {CONFIG_FOLDER}/run.sh",
-        "jobId": workload.name,  # a cluster has one job; the script needs the id
+        "jobId": workload.name,  # fixed because the script needs it; a cluster has only one job
         "backoffLimit": options.retries,
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": _ray_cluster(
             workload,
             options.pods,
             head={"lifecycle": {"preStop": {"exec": {"command": ["sh", f"{CONFIG_FOLDER}/stop.sh"]}}}},
-            # `ray job stop` kills the driver after this time; it needs it to commit its units.
+            # `ray job stop` kills the driver after this time, which the driver needs to commit its units.
             env={**options.env, "RAY_JOB_STOP_WAIT_TIME_S": str(int(workload.grace_s))},
             volumes={CONFIG_FOLDER: {"configMap": {"name": name}}},
         ),
@@ -185,7 +185,7 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
         "rayClusterConfig": _ray_cluster(
             workload,
             options.pods,
-            # Until Services no longer send requests to a terminating pod.
+            # Wait until Services no longer send requests to the terminating pod.
             head={"lifecycle": {"preStop": {"exec": {"command": ["sleep", "15"]}}}},
             env=options.env,
             volumes={KEYS_FOLDER: {"secret": {"secretName": options.keys_secret, "defaultMode": 0o440}}},
@@ -214,7 +214,13 @@ def _ray_cluster(
     env: Mapping[str, str],
     volumes: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the spec of a RayCluster with more keys of the head's container, variables and volumes by mount path."""
+    """Return the spec of a RayCluster.
+
+    Args:
+        head: additional keys of the head's container.
+        env: variables of all containers.
+        volumes: additional volumes of all pods, by mount path.
+    """
     fewest, most = workload.num_machines
     scales = {"enableInTreeAutoscaling": True} if fewest != most else {}
     return {
@@ -272,7 +278,7 @@ def _worker(
 
 
 def _sizes(offer: Offer) -> dict[str, str]:
-    """Return the resources of a worker, which has a machine to itself."""
+    """Return the resources of a worker, which is alone on its machine."""
     assert offer.memory_gib is not None, "the packaged price table has it"
     sizes = {
         "cpu": str(max(1, int(offer.num_vcpus * _CPU_SHARE))),
@@ -296,8 +302,8 @@ def _template(
     volumes: Mapping[str, Mapping[str, Any]],
     grace_s: float,
 ) -> dict[str, Any]:
-    everywhere = {**volumes, FOLDER: {"persistentVolumeClaim": {"claimName": options.claim}}}
-    names = {path: path.strip("/").replace("/", "-") for path in everywhere}
+    all_volumes = {**volumes, FOLDER: {"persistentVolumeClaim": {"claimName": options.claim}}}
+    names = {path: path.strip("/").replace("/", "-") for path in all_volumes}
     variables = {"HF_HOME": f"{FOLDER}/huggingface", "PEAGLE_HOME": f"{FOLDER}/home", **env}
     account = {"serviceAccountName": options.service_account} if options.service_account else {}
     return {
@@ -313,9 +319,9 @@ def _template(
                     "securityContext": _SECURITY,
                     "env": [{"name": name, "value": value} for name, value in variables.items()],
                     "envFrom": [{"secretRef": {"name": name}} for name in options.env_secrets],
-                    "volumeMounts": [{"name": names[path], "mountPath": path} for path in everywhere],
+                    "volumeMounts": [{"name": names[path], "mountPath": path} for path in all_volumes],
                 }
             ],
-            "volumes": [{"name": names[path], **volume} for path, volume in everywhere.items()],
+            "volumes": [{"name": names[path], **volume} for path, volume in all_volumes.items()],
         },
     }

@@ -22,16 +22,16 @@ from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
 from peagle.key_values import parse_pairs
 
-HEAD_CHANNEL = "eagle"  # as JumpStart calls it
-HEAD_FOLDER = Path("/opt/ml/additional-model-data-sources") / HEAD_CHANNEL  # where SageMaker mounts its data
+HEAD_CHANNEL = "eagle"  # as in JumpStart
+HEAD_FOLDER = Path("/opt/ml/additional-model-data-sources") / HEAD_CHANNEL  # where SageMaker mounts the channel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model's settings in a container: its variables, and the drafter with the reason for it.
+    """A model's settings in a container: environment variables, and the drafter with the reason for choosing it.
 
-    The folders are local; the container needs them as `MODEL_FOLDER` and `HEAD_FOLDER`. None if it loads them from
-    the hub.
+    The folders are local, and must be mounted in the container as `MODEL_FOLDER` and `HEAD_FOLDER`. A folder is None if
+    the container loads the weights from the hub.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Preset:
     @property
     def uploads(self) -> list[tuple[Path, Path]]:
         """Local folders, and the paths where SageMaker must mount their data."""
-        places = ((self.model_folder, MODEL_FOLDER), (self.head_folder, HEAD_FOLDER))
-        return [(folder, place) for folder, place in places if folder is not None]
+        mounts = ((self.model_folder, MODEL_FOLDER), (self.head_folder, HEAD_FOLDER))
+        return [(folder, path) for folder, path in mounts if folder is not None]
 
 
 def preset(
@@ -56,11 +56,11 @@ def preset(
 ) -> Preset:
     """Return the settings of a catalog model.
 
-    K is that of a published SageMaker deployment, preferably on `instance_type`, else the card's advice.
+    K is taken from a published SageMaker deployment, preferably on `instance_type`, or else from the card's advice.
 
     Args:
-        concurrency: take the card's advice for this many concurrent requests instead of a published deployment.
-        has_model_data, has_head_data: SageMaker mounts them, even if they could be loaded elsewhere.
+        concurrency: use the card's advice for this many concurrent requests instead of a published deployment.
+        has_model_data, has_head_data: whether SageMaker mounts the model and the head.
     """
     model_folder = Path(card.source.id) if card.source.kind == "folder" else None
     if card.source.kind == "package":
@@ -69,9 +69,9 @@ def preset(
         model = card.source.id
     if model_folder or has_model_data:
         model = str(MODEL_FOLDER)
-    method, k, why = _speculation(card, instance_type, concurrency)
+    method, k, reason = _speculation(card, instance_type, concurrency)
     if method is None:
-        return Preset(variables={"SM_VLLM_MODEL": model}, drafter=why, model_folder=model_folder)
+        return Preset(variables={"SM_VLLM_MODEL": model}, drafter=reason, model_folder=model_folder)
     head = card.heads[method]
     head_folder = None
     if head.kind == "shipped":
@@ -82,7 +82,7 @@ def preset(
     spec = DrafterSpec(method=method, model=path, num_speculative_tokens=k)
     return Preset(
         variables={"SM_VLLM_MODEL": model, **to_sagemaker_env(spec)},
-        drafter=f"{method}, K={k}: {why}",
+        drafter=f"{method}, K={k}: {reason}",
         model_folder=model_folder,
         head_folder=head_folder,
     )
@@ -91,7 +91,7 @@ def preset(
 def _speculation(
     card: ModelCard, instance_type: str | None, concurrency: int | None
 ) -> tuple[DraftMethod | None, int, str]:
-    """Return method, K and their source; the method is None without a drafter."""
+    """Return the method, K, and the reason. Without a drafter, the method is None."""
     heads = {method: head for method, head in card.heads.items() if head.published}
     if not heads:
         return None, 0, "none, because no head is published for the model"
@@ -169,7 +169,7 @@ class SageMakerOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The three requests, as boto3 takes them, and the price of all instances together with its source."""
+    """The three requests that create an endpoint, as arguments of boto3; the price of all instances, and its source."""
 
     name: str
     model: dict[str, Any]

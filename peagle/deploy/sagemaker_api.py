@@ -1,6 +1,7 @@
 """Create a SageMaker endpoint, wait for it, and delete it.
 
-If creation fails half-way, everything is deleted, because an endpoint costs money from the start of its instances.
+If the creation fails, everything that was created is deleted, because an endpoint costs money as soon as its instances
+start.
 boto3 is not a dependency of peagle.
 """
 
@@ -17,7 +18,7 @@ from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, 
 POLL_S = 15.0
 _REPORT_EVERY_S = 60.0
 _DELETION_S = 1800.0
-# By AWS's error code: our exception, and a hint.
+# For each error code of AWS: our exception, and a hint.
 _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
     "ExpiredTokenException": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
     "ExpiredToken": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
@@ -37,10 +38,10 @@ class Removed:
     """A deleted endpoint.
 
     Attributes:
-        kinds: what existed: "endpoint", "endpoint configuration", "model".
-        lifetime_s: seconds since its creation; None if there was no endpoint.
-        usd_per_hour: of all instances, as set at creation; None if unknown.
-        remains: what still exists and may cost money.
+        kinds: what was deleted: "endpoint", "endpoint configuration", "model".
+        lifetime_s: seconds since the endpoint was created; None if there was no endpoint.
+        usd_per_hour: price of all instances, as recorded at creation; None if unknown.
+        remains: resources that still exist and may cost money.
     """
 
     kinds: tuple[str, ...]
@@ -118,12 +119,12 @@ class SageMaker:
         started_at = reported_at = self._now()
         while True:
             with _explained(f"endpoint {name}"):
-                found = self._api.describe_endpoint(EndpointName=name)
-            status = found["EndpointStatus"]
+                endpoint = self._api.describe_endpoint(EndpointName=name)
+            status = endpoint["EndpointStatus"]
             if status == "InService":
-                return str(found["EndpointArn"])
+                return str(endpoint["EndpointArn"])
             if status not in ("Creating", "Updating", "SystemUpdating"):
-                reason = found.get("FailureReason") or f"its status is {status}"
+                reason = endpoint.get("FailureReason") or f"its status is {status}"
                 raise EngineError(
                     f"the endpoint {name} failed to start: {reason}",
                     hint=f"see its log {_log_group(name)} (CloudWatch)",
@@ -137,20 +138,20 @@ class SageMaker:
         if not created:
             return
         self._say(f"deleting: {', '.join(created)}")
-        left = list(created)
+        remaining = list(created)
         try:
             for kind in reversed(created):
                 self._delete(kind, name)
-                left.remove(kind)
-        except BaseException as another:
+                remaining.remove(kind)
+        except BaseException as deletion_error:
             raise EngineError(
-                f"{error}; {name} still has its {', '.join(left)}, which may cost money: {another}",
+                f"{error}; {name} still has its {', '.join(remaining)}, which may cost money: {deletion_error}",
                 hint=f"peagle deploy sagemaker --down {name}",
             ) from error
 
     def _delete(self, kind: str, name: str) -> None:
-        """Delete one of the three. An endpoint can only be deleted after its creation has finished."""
-        until = self._now() + _DELETION_S
+        """Delete a resource. An endpoint can only be deleted after its creation has finished."""
+        give_up_at = self._now() + _DELETION_S
         while True:
             try:
                 with _explained(f"{kind} {name}"):
@@ -159,7 +160,7 @@ class SageMaker:
             except ConfigError as error:
                 if _is_missing(error):
                     return
-                if "in-progress" not in error.message or self._now() >= until:
+                if "in-progress" not in error.message or self._now() >= give_up_at:
                     raise
             self._say(f"{kind} {name}: cannot be deleted until it has been created; waiting")
             self._sleep(POLL_S)
@@ -220,7 +221,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _is_missing(error: ConfigError) -> bool:
-    return any(words in error.message.lower() for words in ("could not find", "does not exist", "cannot find"))
+    return any(phrase in error.message.lower() for phrase in ("could not find", "does not exist", "cannot find"))
 
 
 def _log_group(name: str) -> str:
@@ -228,7 +229,7 @@ def _log_group(name: str) -> str:
 
 
 def _usd_per_hour(model: dict[str, Any] | None, config: dict[str, Any] | None) -> float | None:
-    """Return the price of all instances, from the container's variables."""
+    """Return the hourly price of all instances, which `make_requests` wrote into the container's variables."""
     variables = (model or {}).get("PrimaryContainer", {}).get("Environment", {})
     variants = (config or {}).get("ProductionVariants", [])
     if "PEAGLE_USD_PER_HOUR" not in variables or not variants:

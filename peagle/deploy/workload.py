@@ -1,4 +1,4 @@
-"""A configuration as other machines need it (machine type and number, keys), and checks that they can run it."""
+"""A configuration for other machines: their type and number, the keys, and checks that the machines can run it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ class Workload:
 
     Attributes:
         name: a DNS label.
-        keys: the configuration, as YAML of its command.
-        num_machines: minimum and maximum.
+        keys: the configuration, as in the command's YAML.
+        num_machines: minimum and maximum number of machines.
         grace_s: time for the process to exit after SIGTERM.
     """
 
@@ -62,12 +62,12 @@ def offer_of(keys: PriceOptions) -> Offer:
 
 
 def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
-    """Return the number of machines for these engines. Without accelerators each engine has its own machine.
+    """Return the number of machines for the parts of engines. Without accelerators, each part has its own machine.
 
-    Example: on machines of 8, three engines of 4 and one of 8 take 3 machines.
+    Example: with 8 accelerators per machine, three engines of 4 and one of 8 take 3 machines.
 
     Args:
-        parts: accelerators that an engine needs on one machine, and the number of such parts.
+        parts: pairs of the accelerators that a part needs on one machine, and the number of such parts.
     """
     if not offer.num_accelerators:
         return sum(count for _, count in parts)
@@ -106,7 +106,10 @@ def label_of(name: str, *, max_length: int) -> str:
 
 
 def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str) -> None:
-    """Refuse paths that are neither on S3 nor in `folder`, which all machines share; `names` are the keys to check."""
+    """Raise ConfigError if a path is neither on S3 nor in `folder`, which all machines share.
+
+    `names` are the keys of the paths to check.
+    """
     for name in names:
         value = str(keys.get(name) or "")
         is_shared = not value or value.startswith(("s3://", f"{folder}/"))
@@ -119,7 +122,7 @@ def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str
 
 
 def require_servable(keys: Mapping[str, Any], folder: str) -> None:
-    """Refuse an endpoint without API keys, with a certificate, or with paths outside `folder`."""
+    """Raise ConfigError if an endpoint has no API keys, has a certificate, or has paths outside `folder`."""
     if not keys.get("keys"):
         raise ConfigError(
             "the configuration has no keys, but everyone in the cluster can reach a Service",
@@ -133,10 +136,11 @@ def require_servable(keys: Mapping[str, Any], folder: str) -> None:
 
 
 def require_room(offer: Offer, keys: TargetOptions, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
-    """Refuse a machine that clearly cannot hold a model of the catalog, before anything is downloaded.
+    """Raise CapacityError if a machine clearly cannot hold a catalog model, before anything is downloaded.
 
-    It counts weights, one step and CUDA graphs; the KV cache needs the model's `config.json`. Passes if the model has
-    no card, or the machine's accelerator or memory is unknown. `num_nodes` are the machines of one engine.
+    Counts weights, one step and CUDA graphs, but not the KV cache, for which the model's `config.json` is needed.
+    Passes if the model has no card, or the machine's accelerator or memory is unknown. `num_nodes` is the number of
+    machines per engine.
     """
     card = load_catalog().find(keys.model)
     if card is None or card.architecture.num_parameters is None:

@@ -2,11 +2,11 @@
 
 The rows of a document are its known tokens (depth 0), followed by its chains ordered by anchor (`batch.py`). Known
 tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last anchor and to
-itself. Chains never see each other, so a single square mask over all rows of a document would be mostly empty.
+itself. Chains never attend to each other, so a single square mask over all rows of a document would be mostly empty.
 
-Neither gathered keys nor masks nor scores are saved for the gradient: backward computes each block again, so memory
-grows linearly with the number of rows. On a GPU, where starting a kernel takes as long as computing several blocks, the
-blocks of a step are padded and computed together if their scores are few enough to keep (`_PADDED_SCORES`).
+Gathered keys, masks and scores are not saved for the gradient: backward computes each block again, so memory grows
+linearly with the number of rows. On a GPU, starting a kernel takes as long as computing several blocks. There the
+blocks of a step are padded and computed together, if all their scores fit into memory (`_PADDED_SCORES`).
 
 Shapes: N blocks, Q query rows of a block, K key rows of a block, S rows.
 """
@@ -24,11 +24,11 @@ from transformers import AttentionInterface
 from peagle.drafter.batch import Rows, attention_mask
 
 DOCUMENT_ATTENTION = "peagle_documents"
-BLOCK_ROWS = 128  # minimum: most scores between the rows of a block are masked
-_TOKENS_PER_BLOCK_ROW = 16  # larger blocks in a long document, whose known tokens are gathered for each block
+BLOCK_ROWS = 128  # minimum rows of a block; larger blocks compute more scores that are masked
+_TOKENS_PER_BLOCK_ROW = 16  # long documents have larger blocks, because each block gathers the known tokens again
 _PADDED_SCORES = 2**27  # per step and attention head: 128 MiB of mask
 
-_MULTIPLE = 8  # of rows: GPU kernels require it for masks
+_MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
 # Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LAST_ANCHOR = int(torch.iinfo(torch.long).max)
@@ -40,11 +40,11 @@ class Block:
 
     query: slice
     keys: tuple[slice, ...]
-    query_rows: Rows | None = None  # anchors and depths of `query`; None for causal attention of the rows to each other
+    query_rows: Rows | None = None  # anchors and depths of `query`; None means causal attention within the block
     key_rows: Rows | None = None
 
     def mask(self) -> torch.Tensor | None:
-        """Return [Q, K] bool, True where the row may attend; None for causal attention."""
+        """Return [Q, K] bool, True where a query row attends to a key row; None means causal attention."""
         if self.query_rows is None or self.key_rows is None:
             return None
         return attention_mask(self.query_rows, self.key_rows)
@@ -98,8 +98,8 @@ class PaddedBlocks:
     query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
     key_NK: torch.Tensor  # indices of the key rows; 0 for padding
     place_S: torch.Tensor  # indices in N * Q of the rows that are not padding
-    # Bool, shared by all layers; None for causal attention. No row attends to padding; padding may attend to all known
-    # tokens.
+    # Bool, shared by all layers; None means causal attention. No row attends to padding; padding may attend to all
+    # known tokens.
     mask_NQK: torch.Tensor | None
 
     @classmethod
@@ -123,9 +123,10 @@ class PaddedBlocks:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the indices of the query rows, [S], and their attention, [1, heads, S, head_dim]."""
-        wide = torch.promote_types(key.dtype, torch.float32)  # the first keys' gradient is a sum over all blocks
+        # Gather in float32, because the gradient of the first keys is a sum over all blocks.
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
         parts = [_gather(query, self.query_NQ)]
-        parts += [_gather(tensor.to(wide), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
+        parts += [_gather(tensor.to(sum_dtype), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
         output = _attend(parts, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
         flat = output.transpose(0, 1).flatten(1, 2)[None]
         return self.query_NQ.flatten()[self.place_S], flat[:, :, self.place_S]
@@ -151,7 +152,7 @@ DocumentPlan = AttentionPlan | PaddedPlan
 
 
 def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
-    """Plan the attention of one pass over all depths (P-EAGLE). Rows are packed document by document."""
+    """Plan the attention of a P-EAGLE head: one pass over all depths. Rows are packed document by document."""
     blocks, first = [], 0
     for rows in documents:
         known = slice(first, first + rows.num_known)
@@ -166,7 +167,7 @@ def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
 
 
 def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
-    """Plan the attention of the rows at one depth (EAGLE-3).
+    """Plan the attention of an EAGLE-3 head: one pass over the rows at `depth`.
 
     Keys are in a cache that is ordered by depth and, within each depth, by document.
     """
@@ -211,7 +212,7 @@ def _block_rows(num_known: int) -> int:
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of about equal length, only between anchors."""
+    """Cut chain rows into blocks of about equal length, without splitting the rows of an anchor."""
     anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):
@@ -229,7 +230,7 @@ def document_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a plan, in the form that transformers expects; return no weights.
+    """Compute the attention of a plan, as an attention function of transformers. Attention weights are not returned.
 
     Args:
         query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.
@@ -262,11 +263,11 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         grad_query = torch.zeros_like(query)
-        # Every block adds to the first keys; in bf16 the last additions would be lost.
-        wide = torch.promote_types(key.dtype, torch.float32)
-        # torch's CPU kernel for this gradient is slower in bf16, especially if every block has another shape.
-        dtype = wide if query.device.type == "cpu" else query.dtype
-        grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        # Sums are in float32: every block adds to the gradient of the first keys, and bf16 would round small terms off.
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
+        # torch's CPU kernel for this gradient is slower in bf16, especially if every block has a different shape.
+        dtype = sum_dtype if query.device.type == "cpu" else query.dtype
+        grad_key, grad_value = torch.zeros_like(key, dtype=sum_dtype), torch.zeros_like(value, dtype=sum_dtype)
         for block in ctx.plan.blocks:
             parts = [part.detach().to(dtype).requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():

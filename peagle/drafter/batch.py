@@ -1,8 +1,9 @@
 """COD sampling and training batches.
 
-P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The row at depth 0 has the last known token and the target's
-state; the row at depth d, d tokens later, has a mask token and a learned state. Conditional-on-distribution (COD)
-sampling keeps all positions at depth 0 and a share ratio**d of them at depth d.
+P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The input row at depth 0 has the last known token and the
+target's state; the row at depth d, d tokens later, has a mask token and a learned state. These rows are a chain, and
+the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all positions at
+depth 0, and a share ratio**d of them at depth d.
 
 The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
 the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed.
@@ -28,7 +29,7 @@ class Rows:
 
     anchor_S: torch.Tensor  # position of the last known token of the row's chain
     depth_S: torch.Tensor  # number of tokens after the anchor; the row's position is anchor + depth
-    first_anchor: int = 0  # rows with earlier anchors only provide context and bear no loss (`training.py`)
+    first_anchor: int = 0  # rows with earlier anchors only provide context, and have no loss (`training.py`)
 
     @property
     def position(self) -> torch.Tensor:
@@ -64,7 +65,7 @@ def sample_rows(
 
     Args:
         num_depths: K_train, including depth 0.
-        ratio: share of the anchors kept from one depth to the next; 1 keeps all.
+        ratio: share of the anchors that are kept from one depth to the next.
     """
     num_tokens = loss_mask_T.shape[0]
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
@@ -83,7 +84,7 @@ def sample_rows(
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
-    """Return [..., Q, K] bool: rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
+    """Return [..., Q, K] bool. Rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
     query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
     query_d, key_d = query.depth_S[..., :, None], key.depth_S[..., None, :]
     known = (key_d == 0) & (key_a <= query_a)

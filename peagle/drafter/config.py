@@ -1,6 +1,6 @@
-"""Training options, the same in YAML and on the command line.
+"""The training options of YAML and the command line.
 
-The defaults are the best known recipe; benchmarks/drafter/LOG.md has the experiments.
+The defaults are the best recipe so far; benchmarks/drafter/LOG.md has the experiments.
 """
 
 from pathlib import Path

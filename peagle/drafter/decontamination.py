@@ -36,7 +36,7 @@ class Decontaminated(Generic[T]):
 
 
 class NgramIndex:
-    """The word n-grams of the references. Shorter references cannot be detected; all of HumanEval's are longer."""
+    """The word n-grams of the references. References shorter than an n-gram are ignored; HumanEval has none."""
 
     def __init__(self) -> None:
         self._sets: dict[tuple[str, ...], str] = {}  # names of evaluation sets, by n-gram
@@ -115,7 +115,7 @@ def _references(name: str) -> list[str]:
         ) from error
     texts: list[str] = []
     for row in read_all(files):
-        messages = parse_messages(row.get("messages"))  # in JSON text, their line breaks would be escapes
+        messages = parse_messages(row.get("messages"))  # unparsed JSON text would contain escaped line breaks
         texts += _texts(row if isinstance(messages, str) else {**row, "messages": messages})
     return texts
 

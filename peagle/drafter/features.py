@@ -1,11 +1,11 @@
-"""The target's hidden states, stored or computed on the fly.
+"""The target's hidden states (features), stored or computed on the fly.
 
-For each token these are the states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1),
-concatenated, and the state BEFORE the final norm, from which the target's distribution follows.
+The features of a token are the concatenated states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's
+2, L/2, L-1), and the state BEFORE the final norm, from which the target's distribution is computed.
 
-A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. The process that
-computes a shard writes it; the process that fills the store then adds it to the index, with its checksum. So an
-interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order.
+A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. A worker computes
+and writes a shard; then the main process adds the shard to the index, with its checksum. So an interrupted extraction
+resumes where it stopped, and shards can be computed on any machine and in any order.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """
@@ -110,7 +110,7 @@ class StoreWriter:
         self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
     def take(self, number: int, checksum: str) -> None:
-        """Add a shard that another process has written to the index."""
+        """Add a shard to the index that another process has written."""
         file = self._folder / _shard_name(number)
         if not file.is_file() or sha256(file) != checksum:
             raise PeagleError(
@@ -156,24 +156,25 @@ class FeatureStore:
                     f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
                 )
             self._shards.append(load_file(file))
-        self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
+        # The shard of each document, and the document's index in it.
+        self._locations = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
         self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def num_tokens(self, index: int) -> int:
-        shard, place = self._places[index]
-        return int(self._shards[shard]["lengths"][place])
+        shard, position = self._locations[index]
+        return int(self._shards[shard]["lengths"][position])
 
     def __getitem__(self, index: int) -> Document:
-        number, place = self._places[index]
-        shard, start = self._shards[number], int(self._starts[number][place])
-        tokens = slice(start, start + int(shard["lengths"][place]))
+        number, position = self._locations[index]
+        shard, start = self._shards[number], int(self._starts[number][position])
+        tokens = slice(start, start + int(shard["lengths"][position]))
         token_ids = shard["token_ids"][tokens].long()
         return Document(
             token_ids_T=token_ids,
-            loss_mask_T=torch.arange(len(token_ids)) >= shard["num_prompt_tokens"][place],
+            loss_mask_T=torch.arange(len(token_ids)) >= shard["num_prompt_tokens"][position],
             aux_TAH=shard["aux"][tokens],
             last_TH=shard["last"][tokens],
         )
@@ -194,7 +195,7 @@ def _shard_name(number: int) -> str:
 
 
 BATCH_TOKENS = 4096
-GPU_BATCH_TOKENS = 16_384  # smaller batches would leave a GPU waiting for Python
+GPU_BATCH_TOKENS = 16_384  # with smaller batches, a GPU would wait for Python
 
 
 class HiddenStateReader:
@@ -248,7 +249,7 @@ def states_of(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16.
 
-    As in every engine, batching may change the last bit of a state.
+    The last bits of a state may depend on the batch, as in every engine.
     """
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for batch in _batches_by_length(samples, batch_tokens):
@@ -386,7 +387,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 class ComputedFeatures:
-    """The features of `samples`, computed on demand. Only documents that were read ahead are kept."""
+    """The features of `samples`, computed on demand. Only those of the latest `read_ahead` are cached."""
 
     def __init__(
         self,
@@ -411,7 +412,7 @@ class ComputedFeatures:
         self._ahead = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """Return documents, computing those together that were not read ahead."""
+        """Return documents. Those that were not read ahead are computed together."""
         documents = self._ahead | self._compute([index for index in indices if index not in self._ahead])
         return [documents[index] for index in indices]
 

@@ -1,12 +1,13 @@
 """Forward passes of the heads over a batch, and their loss.
 
-These functions use the modules of `speculators`' models, but take the rows as arguments, attend document by document,
-and compute logits only for rows under the loss. The library packs documents into one square mask, samples rows itself
-and stores the logits of every row. For the same rows the results are equal (tests/unit/drafter/test_forward.py).
+These functions use the modules of `speculators`' models, but not its forward passes: those pack documents into one
+square mask, sample the rows themselves and store the logits of every row. Here, rows are arguments, each document
+attends only to itself, and logits are computed only for rows with a loss. For the same rows, the results are equal
+(tests/unit/drafter/test_forward.py).
 
-A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. There, the row at depth d reads
-the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In training this is
-the document's token (teacher forcing, like `speculators`); in an engine it is a draft of the head.
+A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. In an EAGLE-3 head, the row at
+depth d reads the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In
+training, the token is the document's (teacher forcing, as in `speculators`); in an engine it is a draft of the head.
 
 Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 """
@@ -37,7 +38,7 @@ from peagle.speculation import SpeculationStats
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
-    """Return the states of all rows before the norm, [S, H], of an EAGLE-3 head; `free_run` as for `head_states`."""
+    """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. `free_run` is that of `head_states`."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
@@ -47,9 +48,9 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     for depth, rows in enumerate(rows_of_depth):
         if depth:
             previous = rows_of_depth[depth - 1]
-            place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
-            place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
-            parent = place[batch.anchor_S[rows]]
+            row_of_anchor = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
+            row_of_anchor[batch.anchor_S[previous]] = torch.arange(len(previous), device=row_of_anchor.device)
+            parent = row_of_anchor[batch.anchor_S[rows]]
             state = outputs[-1][parent]
             if free_run:
                 token_ids = drafted_ids(head, head.norm(state))
@@ -99,11 +100,11 @@ _EQUAL_WEIGHTS = Weighting()
 class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
-    # Scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With D-PACE it
-    # is not a mean, and only comparable to other D-PACE losses.
+    # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
+    # With D-PACE it is not a mean, and only comparable to other D-PACE losses.
     loss: torch.Tensor
     correct_D: torch.Tensor
-    accepted_D: torch.Tensor  # number of correct rows for which all earlier rows of their chain are correct too
+    accepted_D: torch.Tensor  # number of rows that are correct, as are all earlier rows of their chain
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
 
@@ -113,17 +114,17 @@ class BatchLoss:
         return cls(loss=torch.zeros((), device=device), **by_depth)
 
     def __add__(self, other: "BatchLoss") -> "BatchLoss":
-        """Add two batches, without a gradient."""
+        """Add the losses of two batches, without gradients."""
         return BatchLoss(
             **{f.name: getattr(self, f.name).detach() + getattr(other, f.name).detach() for f in fields(self)}
         )
 
 
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
-    """Return the head's states after its norm, [R, H], for rows under the loss and padding.
+    """Return the head's states after its norm, [R, H], for rows with a loss and padding.
 
-    With `free_run`, an EAGLE-3 head continues its own drafts, as in an engine, instead of the document's tokens. A
-    P-EAGLE head reads no token after the anchor.
+    With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. It makes
+    no difference to a P-EAGLE head, which reads no token after the anchor.
     """
     states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])
@@ -138,8 +139,8 @@ def is_parallel(head: Any) -> bool:
 class ParallelRows:
     """The inputs of a P-EAGLE head's layers."""
 
-    # [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other depths the
-    # mask token and the learnt state.
+    # [1, S, 2 H], embedding and state. At depth 0 these are the embedding of the row's token and the projected aux
+    # states; at other depths, the embedding of the mask token and the learned state.
     states: torch.Tensor
     places: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
@@ -165,7 +166,7 @@ def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
 
 
 def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
-    """Return the states of all rows before the norm, [S, H], of a P-EAGLE head."""
+    """Return a P-EAGLE head's states of all rows before its norm, [S, H]."""
     rows = parallel_rows(head, batch)
     states = rows.states
     for layer in head.layers:
@@ -181,9 +182,9 @@ def batch_loss(
     weighting: Weighting = _EQUAL_WEIGHTS,
     total_weight: torch.Tensor | None = None,
 ) -> BatchLoss:
-    """Return the weighted sum of the rows' losses over `total_weight`.
+    """Return the weighted sum of the rows' losses, divided by `total_weight`.
 
-    `total_weight` is the fixed weight of the step that the batch is a part of; None if the batch is the whole step.
+    `total_weight` is the fixed weight of the whole step; None means that the batch is the whole step.
     """
     states = head_states(head, batch)
     dtype = states.dtype
@@ -199,8 +200,8 @@ def batch_loss(
         confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
     rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total)
-    real = slice(batch.num_loss_rows)
-    row, correct = batch.row_R[real], rows.correct_R[real].float()
+    unpadded = slice(batch.num_loss_rows)
+    row, correct = batch.row_R[unpadded], rows.correct_R[unpadded].float()
     depth = batch.depth_S[row]
     accepted = by_chain(batch, correct).cumprod(1)[batch.anchor_S[row], depth]
     return BatchLoss(
@@ -208,7 +209,7 @@ def batch_loss(
         correct_D=_sum_by_depth(correct, depth, num_depths),
         accepted_D=_sum_by_depth(accepted, depth, num_depths),
         rows_D=_sum_by_depth(torch.ones_like(correct), depth, num_depths),
-        divergence_D=_sum_by_depth(rows.divergence_R[real], depth, num_depths),
+        divergence_D=_sum_by_depth(rows.divergence_R[unpadded], depth, num_depths),
     )
 
 
@@ -218,9 +219,9 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the drafts after each known token, [T - 1, K], as ids of the target's vocabulary.
+    """Return the drafts after each known token, [T - 1, K], as token ids of the target.
 
-    Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response are -1.
+    Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response contain -1.
     """
     num_tokens, k = len(document.token_ids_T), num_speculative_tokens
     anchor, depth, states = _draft_states(head, document, k)
@@ -231,7 +232,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 
 def _draft_states(head: Any, document: Document, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return anchor [R], depth [R] and state [R, H] of each draft of a document's response."""
-    # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
+    # Chains end with the document. The last token is repeated, so that the last rows also draft K tokens.
     padded = Document(
         token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
         loss_mask_T=torch.cat([document.loss_mask_T, document.loss_mask_T[-1:].expand(k)]),
@@ -245,13 +246,13 @@ def _draft_states(head: Any, document: Document, k: int) -> tuple[torch.Tensor, 
     return batch.anchor_S[rows], batch.depth_S[rows], states
 
 
-def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
-    """Return the number of accepted drafts of each verification step of a response.
+def count_accepted(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+    """Return the number of accepted draft tokens in each verification step of a response.
 
     Prefill emits the response's first token, at index `start`.
 
-    Example: the response is 5 6 7 8, every draft is right, and K=2. The first step drafts 6 7 after 5, accepts both and
-    emits 8: [2].
+    Example: the response is 5 6 7 8, every draft is correct, and K=2. The first step drafts 6 7 after 5, accepts both
+    and emits 8, so the result is [2].
     """
     accepted = []
     known = start
@@ -274,6 +275,6 @@ def estimate_acceptance(
         (document,) = store.documents([index])
         start = int(document.loss_mask_T.int().argmax())
         drafted = drafted_tokens(head, document, num_speculative_tokens)
-        for accepted in walk(document.token_ids_T.tolist(), drafted, start):
+        for accepted in count_accepted(document.token_ids_T.tolist(), drafted, start):
             histogram[accepted] += 1
     return SpeculationStats.from_histogram(histogram, sum(histogram) * num_speculative_tokens)

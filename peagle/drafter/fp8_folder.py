@@ -1,7 +1,7 @@
 """Convert head folders to FP8 and back, and report the error of the weights.
 
-A head converted back to bf16 has the values of the FP8 head, so that a machine without FP8 can measure their effect on
-acceptance; the quantisation of activations is not reproduced.
+A head that is converted back to bf16 has the values of the FP8 head. So a machine without FP8 can measure the effect of
+FP8 weights on acceptance. The quantisation of activations is not reproduced.
 """
 
 import json
@@ -59,11 +59,11 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
         if module not in OPTIONAL:
             raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
     config, tensors = _read(source, output)
-    stated = config.get("quantization_config") or config.get("compression_config")
-    if stated or any(tensor.dtype == FP8 for tensor in tensors.values()):
-        method = (stated or {}).get("quant_method", "FP8")
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization or any(tensor.dtype == FP8 for tensor in tensors.values()):
+        method = (quantization or {}).get("quant_method", "FP8")
         raise DrafterError(f"{source} is already quantised ({method})", hint="convert it to bf16 with --dequantize")
-    kept = {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep)) is not None}
+    kept = {name: reason for name, tensor in tensors.items() if (reason := why_kept(name, tensor, keep)) is not None}
     written, errors = dict(tensors), []
     for name in tensors.keys() - kept.keys():
         written[name], written[name + SCALE] = stored, scale = quantize(name, tensors[name])
@@ -83,10 +83,10 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
     config, tensors = _read(source, output)
-    stated = config.pop("quantization_config", None) or {}
+    quantization = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
     hint = "use a folder written by `peagle quantize-drafter`"
-    if stated.get("quant_method") != "compressed-tensors" or not names:
+    if quantization.get("quant_method") != "compressed-tensors" or not names:
         raise DrafterError(f"{source} is not an FP8 head", hint=hint)
     try:
         written = in_bf16(tensors)

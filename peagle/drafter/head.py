@@ -1,7 +1,8 @@
 """Build a P-EAGLE or EAGLE-3 head for a target, and save it in the format that vLLM loads.
 
-The networks are `speculators`' models. The target's own weights (norm, lm_head, and embeddings unless they are trained)
-are never saved. With a draft vocabulary, rows of lm_head are saved, because vLLM cannot take them from the target.
+The networks are `speculators`' models. Weights that the head shares with the target (norm, lm_head, and embeddings
+unless they are trained) are not saved. With a draft vocabulary, the rows of lm_head are saved, because vLLM cannot take
+them from the target.
 """
 
 import json
@@ -31,21 +32,21 @@ class HeadSpec:
     aux_layers: tuple[int, ...]
     algorithm: str = "peagle"
     num_layers: int = 1
-    # KV heads of the head's attention; None copies the target's number. Attention is the only source of context for a
+    # KV heads of the drafter's attention; None means the target's number. Attention is the only source of context for a
     # mask row, so more KV heads may help; they start as copies of the target's.
     num_key_value_heads: int | None = None
     num_depths: int = 8
     mask_token_id: int = 0
-    # "warm": layers start as the target's last layers, which must be like Llama's, and `fc` passes on the last aux
-    # state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or KV heads,
-    # which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the identity.
+    # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
+    # and `fc` passes on the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
+    # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may continue an EAGLE-3
+    # head.
     init: str = "warm"
-    # Number of first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
+    # The first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
     # trained either.
     num_frozen_layers: int = 0
     train_lm_head: bool = False
-    # Train embeddings instead of sharing the target's. They are then saved with the head: vocabulary x hidden size,
-    # most of its bytes.
+    # Train embeddings instead of sharing the target's. They are then saved with the head, and are most of its bytes.
     train_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -90,7 +91,7 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
 
 
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:
-    """Check that a saved head reads the same layers and drafts the same way as the head to train."""
+    """Check that a saved head is compatible with the head to train: same aux layers and method, not more layers."""
     saved = read_head(read_config(folder, ConfigError))
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(
@@ -126,7 +127,7 @@ _COPIED = {
     "post_attention_layernorm.weight",
 }
 _IGNORED = {"self_attn.rotary_emb.inv_freq"}  # in old Llama checkpoints
-# Optional weights of a target's layer. A head does not have them, so its attention only starts near the target's.
+# Optional weights of a target's layer that a head does not have, so the head's attention starts only near the target's.
 _LEFT_OUT = {
     **{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"},
     **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
@@ -169,8 +170,8 @@ def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Call
 def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
     """Copy the target's last layers and norm into a head.
 
-    The first layer's input is [embedding, state]. The target's weights go to the state's half; the embedding's half
-    keeps noise.
+    The first layer's input is [embedding, state]. The target's weights are copied to the half for the state; the half
+    for the embedding is random.
     """
     hidden = architecture.hidden_size
     head.fc.weight.zero_()
@@ -249,8 +250,9 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     )
     share_output(head, weights, architecture)
     if spec.algorithm == "peagle":
-        # Real states have norms of hundreds, and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps. From
-        # zero, the attention output dominates a mask row; from a mean of real states it would be negligible.
+        # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by only 1 in
+        # 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of the
+        # target's states, the attention output would be negligible.
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
@@ -276,8 +278,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights of the head saved in `folder`.
 
-    The mask state of an EAGLE-3 head is initialised as usual. Additional layers start as the identity, so that the
-    drafts stay the same.
+    An EAGLE-3 head has no mask state, so it keeps its initial value. Additional layers start as the identity, so that
+    the drafts stay the same.
     """
     parameters = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
@@ -300,7 +302,7 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
 
 
 def _with_kv_heads(tensor: torch.Tensor, name: str, parameters: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
-    """Repeat the KV heads of a saved weight to the head's number, if that is a multiple."""
+    """Repeat the KV heads of a saved weight, if the new head has a multiple of them."""
     if not name.endswith(("k_proj.weight", "v_proj.weight")) or name not in parameters:
         return tensor
     num_rows = parameters[name].shape[0]

@@ -1,10 +1,10 @@
 """The loss between the head's and the target's distributions over the draft vocabulary, and the weight of each row.
 
 The loss is KL(target || draft), fused with the projection: the gradient of each chunk of rows is computed while the
-chunk's logits are in the cache. An unfused loss would store several [R, V] float32 tensors, 32 KiB per row each at
-V = 8,192.
+chunk's logits are in the cache. An unfused loss would store several float32 tensors [R, V]; with V = 8,192, each takes
+32 KiB per row.
 
-Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
+Shapes: R rows with a loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -18,12 +18,12 @@ from peagle.drafter.batch import TrainingBatch
 
 CHUNK_ROWS = 256
 _GPU_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
-_SMOOTHING = 0.5  # from the paper: confidence c counts as (1 - s) c + s, so that every chain keeps some weight
+_SMOOTHING = 0.5  # s of the paper: confidence c becomes (1 - s) c + s, so that every chain has some weight
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The target's side of the loss."""
+    """The target's states and lm_head, from which its logits are computed."""
 
     state_PH: torch.Tensor
     weight_VH: torch.Tensor
@@ -46,7 +46,7 @@ def linear_loss(
     position_R: torch.Tensor,
     row_weight_R: torch.Tensor,
 ) -> RowLosses:
-    """Return the weighted KL divergence between the logits hidden @ W and state @ W_target.
+    """Return the weighted KL divergence of the head's logits (hidden @ W) from the target's (state @ W_target).
 
     Args:
         hidden_RH: the head's states after its norm; receives a gradient. Matrix products use its dtype.
@@ -61,7 +61,7 @@ def linear_loss(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
-    # `linear_loss` computes these logits again, because the gradient of lm_head depends on the weights.
+    # `linear_loss` computes these logits again, because the row weights must be known before the gradients.
     confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
     for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
         most_likely = target_logits.argmax(-1)[index]
@@ -115,14 +115,14 @@ class _LinearLoss(torch.autograd.Function):
 def _chunks(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield chunks of rows: the rows, their index in the target's logits, the target's logits, the head's logits."""
+    """Yield for each chunk: the rows, their indices in the target's logits, the target's logits, the head's logits."""
     dtype, wide = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
     num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_LOGITS // len(weight))
     for start in range(0, len(hidden_RH), num_rows):
         rows = slice(start, start + num_rows)
         positions, index = torch.unique_consecutive(position_R[rows], return_inverse=True)
-        # Rounded up to a multiple of 32: few shapes mean few kernels to build.
+        # Rounded up to a multiple of 32, so that there are few different shapes, for which kernels must be built.
         positions = torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
         target_logits = (targets.state_PH[positions].to(dtype) @ target_weight.T).to(wide)
         if targets.softcap is not None:
@@ -140,8 +140,8 @@ class Weighting:
 
     depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
-    # Share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by powers of it,
-    # to account for the chains that were cut.
+    # Share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by powers of this
+    # share, to account for the chains that were dropped.
     cod_ratio: float = 1.0
 
 
@@ -171,7 +171,7 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
 
 
 def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
-    """Arrange values of rows (without padding) by anchor and depth, [T, D]; 0 where no row is under the loss."""
+    """Arrange values of rows (without padding) by anchor and depth, [T, D]; 0 where there is no row with a loss."""
     rows = batch.row_R[: batch.num_loss_rows]
     table = value_R.new_zeros(len(batch.token_ids_T), int(batch.depth_S.max()) + 1)
     table[batch.anchor_S[rows], batch.depth_S[rows]] = value_R

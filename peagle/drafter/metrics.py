@@ -24,12 +24,12 @@ class TrainingProgress:
     step: int
     num_steps: int
     loss: float  # with D-PACE only comparable to other D-PACE losses, since the weights change
-    # By depth, share of rows whose most likely token is that of the target; None without rows.
+    # For each depth, the share of rows whose most likely token is that of the target; None without rows.
     accuracy: tuple[float | None, ...]
-    # By depth, share of rows that are correct and whose earlier rows in the chain are all correct. An engine accepts
-    # drafts up to the first wrong draft.
+    # For each depth, the share of rows that are correct, as are all earlier rows of their chain: an engine accepts
+    # drafts up to the first incorrect one.
     accepted: tuple[float | None, ...]
-    divergence: tuple[float | None, ...]  # by depth, mean KL divergence
+    divergence: tuple[float | None, ...]  # mean KL divergence for each depth
     learning_rate: float
     gradient_norm: float
     num_tokens: int
@@ -54,15 +54,15 @@ class Metrics:
             stream.write(to_json(asdict(progress)) + "\n")
 
     def cut(self, num_bytes: int) -> None:
-        """Truncate the file to `num_bytes`, dropping steps that will be repeated; create it if it is missing."""
+        """Truncate the file to `num_bytes`, to drop steps that will be repeated. Creates the file if it is missing."""
         with self._file.open("ab") as stream:
             stream.truncate(min(num_bytes, self.num_bytes))
 
     def read(self, start: int = 0) -> tuple[list[TrainingProgress], int]:
         """Return the steps after byte `start`, and the offset for the next call.
 
-        An incomplete last line is left for the next call. After a resume has truncated the file, `start` may be within
-        a line; reading continues with the next line.
+        An incomplete last line is left for the next call. If a resumed training has truncated the file, `start` may be
+        within a line; then reading continues with the next line.
         """
         start = min(start, self.num_bytes)
         if not self._file.exists():
@@ -72,14 +72,14 @@ class Metrics:
             if start and stream.read(1) != b"\n":
                 start += len(stream.readline())
             new = stream.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        return [TrainingProgress.from_dict(json.loads(line)) for line in whole.splitlines()], start + len(whole)
+        complete = new[: new.rfind(b"\n") + 1]
+        return [TrainingProgress.from_dict(json.loads(line)) for line in complete.splitlines()], start + len(complete)
 
 
 PLOT = "metrics.svg"
 
 _MAX_POINTS = 100
-_TOP, _BOTTOM, _GAP = 24, 18, 12  # space for a panel's name, for its steps, between panels
+_TOP, _BOTTOM, _GAP = 24, 18, 12  # space for a panel's name and its step labels, and between panels
 _LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
 _NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
 _PALEST = 0.3
@@ -137,32 +137,33 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
     ends = []
     for number, curve in enumerate(curves):
         opacity = 1 - (1 - _PALEST) * number / max(1, len(curves) - 1)
-        places = [(x(step), None if value is None else y(value)) for step, value in curve]
-        parts += [_line(piece, opacity) for piece in _pieces(places)]
-        ends += [(at, str(number)) for _, at in places[::-1] if at is not None][:1]
+        points = [(x(step), None if value is None else y(value)) for step, value in curve]
+        parts += [_line(segment, opacity) for segment in _segments(points)]
+        ends += [(height, str(number)) for _, height in points[::-1] if height is not None][:1]
     if len(curves) > 1:
-        parts += [text(WIDTH - RIGHT, at + 4, words, "label", "end") for at, words in apart(ends)]
+        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in apart(ends)]
     return "".join(parts)
 
 
-def _pieces(places: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple[float, float]]]:
-    piece: list[tuple[float, float]] = []
-    for x, y in places:
+def _segments(points: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple[float, float]]]:
+    """Split a curve where values are missing."""
+    segment: list[tuple[float, float]] = []
+    for x, y in points:
         if y is not None:
-            piece.append((x, y))
-        elif piece:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+            segment.append((x, y))
+        elif segment:
+            yield segment
+            segment = []
+    if segment:
+        yield segment
 
 
-def _line(piece: Sequence[tuple[float, float]], opacity: float) -> str:
+def _line(segment: Sequence[tuple[float, float]], opacity: float) -> str:
     """Draw a line, or a dot for a single point."""
-    if len(piece) == 1:
-        ((x, y),) = piece
+    if len(segment) == 1:
+        ((x, y),) = segment
         return f'<circle class="series-0" cx="{x:.1f}" cy="{y:.1f}" r="3" opacity="{opacity:.2f}"/>'
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in segment)
     return f'<polyline class="line-0" opacity="{opacity:.2f}" points="{points}"/>'
 
 

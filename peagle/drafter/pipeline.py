@@ -1,4 +1,4 @@
-"""The steps of `peagle train`, from responses to a head that vLLM serves. Each step can be resumed.
+"""The steps of `peagle train`, from responses to a head that vLLM can serve. Each step can be resumed.
 
 The output folder contains `features/` (hidden states), `training/` (checkpoint.pt, metrics.jsonl, metrics.svg), `head/`
 (config.json, model.safetensors, README.md) and `run.json` (configuration, data and results).
@@ -107,7 +107,7 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
 
 _ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate
 
-# Fills a store, and calls the function with the number of finished shards and of all shards.
+# Fills a feature store, and reports the number of finished shards and of all shards to a callback.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 
@@ -148,7 +148,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings, besides the recipe, that must be equal to resume a training."""
+        """The settings, in addition to the recipe, that must be equal to resume a training."""
         init = self.config.init
         head = asdict(self.spec)
         if not self.spec.num_frozen_layers:
@@ -353,7 +353,7 @@ def _features(
 
 def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) -> DraftVocabulary:
     text = target.model.config.get("text_config") or target.model.config
-    # Prompts count too: responses repeat words of their prompts.
+    # Prompts are counted, too, because responses repeat words of their prompts.
     token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
         return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)

@@ -28,7 +28,7 @@ from peagle.runs.directory import read_rows, unit_files
 from peagle.storage import storage_path
 
 MESSAGES = "messages"
-PROMPT = "prompt"  # always this name: the source's name may conflict with a column of the run, such as `response`
+PROMPT = "prompt"  # replaces the source's column name, which may conflict with a column of the run, such as `response`
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
@@ -62,7 +62,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
         raise InputError(f"{sources}: no prompts left; all {len(dropped)} overlap {', '.join(config.exclude)}")
     if not any(MESSAGES in row for row in rows):
         return rows
-    # A bulk run reads one column.
+    # A bulk run reads either prompts or messages, so all rows get messages.
     return [
         row if MESSAGES in row else {"id": row["id"], MESSAGES: [{"role": "user", "content": row[PROMPT]}]}
         for row in rows
@@ -80,7 +80,7 @@ def read_responses(source: str | Path) -> Iterator[Row]:
 def source_rows(source: str | Path) -> Iterator[Row]:
     """Yield the rows of a run directory, with the names of columns inside peagle, or those of a corpus."""
     units = {}
-    with contextlib.suppress(ConfigError):  # not a run directory: for example a whole bucket
+    with contextlib.suppress(ConfigError):  # not a run directory, for example a whole bucket
         units = unit_files(storage_path(str(source)))
     if units:
         for _, path in sorted(units.items()):
@@ -98,7 +98,7 @@ def source_rows(source: str | Path) -> Iterator[Row]:
 
 
 def share_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
-    """Return how many rows to take from each source, as evenly as possible; all without a limit.
+    """Return how many rows to take from each source, as evenly as possible. Without a limit, all rows are taken.
 
     >>> share_out(300, [594, 50, 200])
     [125, 50, 125]

@@ -1,8 +1,9 @@
-"""The built-in training prompts: code, and text of many kinds.
+"""The built-in training prompts: code, and other text tasks.
 
-A source has materials, and each material has several wordings of a request. Code prompts are made from signatures and
-docstrings of the standard library or an installed package, which is parsed, never imported. Other prompts use package
-descriptions, Python's reference, generated tables and puzzles; a fifth of these is held out for evaluation.
+A source consists of materials, and there are several wordings of a request for each material. Code prompts are made
+from signatures and docstrings of the standard library or of an installed package, which is parsed but not imported. The
+other prompts use package descriptions, Python's reference, generated tables and puzzles; a fifth of these is held out
+for evaluation.
 """
 
 import ast
@@ -69,7 +70,7 @@ class Snippet:
         return len(FORMS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        # Shuffled by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
+        # A random order by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
         form = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))[index]
         text = form.text.format(code=self.code, name=self.name, args=self.arguments, summary=self.summary)
@@ -82,7 +83,7 @@ class Form:
     weight: float
 
 
-# The first is the most common form of an evaluation prompt.
+# The first form is the most common one of evaluation prompts.
 FORMS: tuple[Form, ...] = (
     Form(
         weight=10,
@@ -255,10 +256,10 @@ class Content:
     """A passage, topic, table or sum, with its prompts."""
 
     group: str  # "prose", "topic", "table" or "sum"
-    module: str  # the package or reference that contains it; otherwise the group
+    module: str  # the package or reference that contains the text; otherwise the group
     name: str
     text: str
-    held_out: bool  # whether to use the kinds of task that are never trained on
+    held_out: bool  # whether to use the tasks that are held out from training
 
     @property
     def num_wordings(self) -> int:

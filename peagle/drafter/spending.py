@@ -1,7 +1,7 @@
 """The cost of a training run, as ledger records: a session per attempt in OUTPUT/ledger, on all devices that it uses.
 
-Time until the first work is loading; then computing states, training steps, the estimate and saving the head are work.
-Work is recorded when its result is saved; unsaved work of a killed attempt is lost.
+The time until the first work counts as loading. Computing hidden states, training steps, estimating the acceptance and
+saving the head count as work. Work is recorded when its result is saved; the unsaved work of a killed attempt is lost.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ _FULL = "free some space, then repeat the command to resume from the last checkp
 
 
 class TrainingSpending:
-    """Record one attempt of a training run.
+    """Records the cost of one attempt of a training run.
 
-    A successful attempt ends with its last saved work; a failed attempt includes the lost work. Nothing is written
-    before the first work, so that a rejected training run leaves no files.
+    The session of a successful attempt ends with its last saved work; that of a failed attempt includes the lost work.
+    Nothing is written before the first work, so that a rejected training run leaves no files.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:

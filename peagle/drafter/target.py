@@ -1,4 +1,4 @@
-"""The target of a training run: its architecture, weights and tokenizer, checked early."""
+"""The target of a training run: its architecture, weights and tokenizer. They are checked before the training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ SERVED = (
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # that Llama's rotary embedding supports
-_MLP_RATIO = 3  # usual width of a gated MLP, for targets that have only experts (like speculators 0.9)
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # supported by Llama's rotary embedding
+_MLP_RATIO = 3  # usual width of a gated MLP over hidden size, as in speculators 0.9; for targets that have only experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The target's sizes, with the names of its config.json."""
+    """The target's sizes, named as in its config.json."""
 
     model_type: str
     hidden_size: int
@@ -43,7 +43,7 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float
     initializer_range: float
-    # A rotary embedding of whole heads. If the target's differs by layer or is partial, only its base is used.
+    # A rotary embedding of whole heads. If the target's one differs by layer or is partial, only its base is used.
     rope_parameters: Mapping[str, Any]
     norm_offset: int  # constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0
     logit_softcap: float | None  # logits are softcap * tanh(logits / softcap); None disables it
@@ -178,8 +178,8 @@ _LM_HEAD = "lm_head.weight"
 class TargetWeights:
     """A target's safetensors by Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
 
-    The prefix of these names differs (`model.`, `model.language_model.` in multimodal models). The prefix of the
-    embeddings is used.
+    In the files, these names have a prefix that depends on the model: `model.`, or `model.language_model.` if it is
+    multimodal. The prefix of the embeddings is used for all names.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -235,9 +235,9 @@ class TargetWeights:
 
 @torch.no_grad()
 def share_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
-    """Set a head's copy of the target's final norm and its soft cap of logits.
+    """Set a head's copy of the target's final norm, and the soft cap of the target's logits.
 
-    `speculators` only supports Llama's name of the norm, and no soft-capped logits.
+    `speculators` does not do this for targets whose norm is not named like Llama's, or with soft-capped logits.
     """
     head.verifier_norm.weight.copy_(weights.final_norm())
     head.verifier_softcap = architecture.logit_softcap
@@ -278,8 +278,8 @@ def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
 
 
 def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
-    stated = [config.get("eos_token_id") for config in configs]
-    return sorted({token for ids in stated if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
+    values = [config.get("eos_token_id") for config in configs]
+    return sorted({token for ids in values if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
 
 
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
@@ -311,15 +311,16 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
             f"{folder}: the tokenizer has no chat template, which is needed to prompt the target",
             hint="add chat_template to tokenizer_config.json; for plain text, join the contents of the messages",
         )
-    # Responses are trained with the tokenizer's end-of-text token. Tokenizers of other models usually have another one.
+    # Responses end with the tokenizer's end-of-text token, so it must be the target's. A tokenizer of another model
+    # usually has a different one.
     configs = [config, config.get("text_config") or {}]
     if (folder / "generation_config.json").is_file():
         configs.append(read_config(folder, ConfigError, "generation_config.json"))
-    stated = end_tokens(*configs)
+    target_ends = end_tokens(*configs)
     end = tokenizer.eos_token_id
-    if end is None or (stated and end not in stated):
+    if end is None or (target_ends and end not in target_ends):
         raise ConfigError(
-            f"{folder}: the tokenizer's end-of-text token is {end}, the target's {stated or 'unknown'}",
+            f"{folder}: the tokenizer's end-of-text token is {end}, the target's {target_ends or 'unknown'}",
             hint="replace it with the target's own tokenizer, with its eos_token",
         )
     return tokenizer

@@ -1,8 +1,8 @@
 """The training of a head: recipe, workers, checkpoints, micro-batches, optimizer and loop.
 
 The documents, the rows (COD, seeded by step and document) and the learning rate of a step are a pure function of the
-seed and the step. So a training run that resumes from a checkpoint reproduces the uninterrupted loss curve, and several
-workers, each with a share of a step's documents, reproduce the curve of a single worker.
+seed and the step. So a training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run.
+Likewise, several workers, each with a share of a step's documents, reproduce the loss curve of a single worker.
 
 Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
 document is split by ranges of anchors.
@@ -106,7 +106,7 @@ class EpochOrder:
 
 
 class SingleProcess:
-    """Communication between the worker processes of a training run, for a single process."""
+    """Communication between the worker processes of a training run, here for a single process."""
 
     rank = 0
     size = 1
@@ -134,8 +134,8 @@ class ProcessGroup(SingleProcess):
         self._device = torch.device(device)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors: the order
-        # of a set may differ between processes, and the messages would not match.
+        # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors, not of a
+        # set, whose order may differ between processes, so that messages would not match.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in same])
@@ -182,7 +182,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    remove_temporaries(folder)  # files of killed training runs, which are large
+    remove_temporaries(folder)  # large files that killed training runs have left
     with atomic_file(folder / FILE) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
@@ -213,7 +213,7 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
 def micro_batches(
     store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int
 ) -> Iterator[TrainingBatch]:
-    """Yield the micro-batches of a step, as few as `config.micro_batch_tokens` allows."""
+    """Yield the micro-batches of a step, with at most `config.micro_batch_tokens` tokens each."""
     limit = config.micro_batch_tokens
     packed: list[int] = []
     for index in documents:
@@ -239,12 +239,12 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     """Split a document's rows by ranges of anchors into parts of about equal length.
 
     Each part contains the chains of its anchors and the known tokens up to its last anchor. Rows before
-    `Rows.first_anchor` bear no loss.
+    `Rows.first_anchor` have no loss.
     """
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
     by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
-    goals = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
-    cuts = [0, *torch.searchsorted(by_anchor, goals).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
+    targets = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
+    cuts = [0, *torch.searchsorted(by_anchor, targets).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
     parts = []
     for start, stop in itertools.pairwise(cuts):
         if start < stop:
@@ -347,8 +347,8 @@ def train(
     """Train `head` in place, starting from the checkpoint in `folder` if it exists.
 
     Args:
-        fingerprint: settings, besides the recipe, that must be equal to resume: target, features, shape of the head.
-        workers: the process group, if several processes train together; all have the same arguments.
+        fingerprint: settings that must be equal to resume, in addition to the recipe: target, features, head shape.
+        workers: the process group, if several processes train together, each with the same arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or SingleProcess()

@@ -1,4 +1,4 @@
-"""The account of a run: usage times price, over committed output.
+"""The account of a run: the cost of its engines, by use of their time, and the output that they committed.
 
 Every device-second of an engine belongs to one share: load, compile, busy (produced committed output), idle, or lost
 (work that was not committed). All seconds cost money; only committed tokens are output.
@@ -188,19 +188,20 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
         committed_s: busy seconds of the work committed in each period.
     """
     total_s = accumulate(committed_s)
-    lost_s = _for_good([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
+    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
     # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
-    load_s = _for_good([end.load_s for end in ends])
+    load_s = _suffix_minima([end.load_s for end in ends])
     compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
     idle_s = [end.idle_s for end in ends]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
-        Shares(load=load, compile=start, busy=busy, idle=idle, lost=lost) for load, start, idle, lost, busy in parts
+        Shares(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)
+        for load, compiling, idle, lost, busy in parts
     ]
 
 
-def _for_good(totals: Sequence[float]) -> list[float]:
-    """Return the part of each running total that later totals do not reduce."""
+def _suffix_minima(totals: Sequence[float]) -> list[float]:
+    """Return the minimum of each running total and all later ones: the part that is not taken back later."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 

@@ -17,8 +17,8 @@ from peagle.speculation import break_even_acceptance_length
 class Step:
     """Step times at one concurrency.
 
-    `plain_step_s` is without the drafter, and equal to `step_s` for an engine without a drafter. `error` is the
-    relative error of their ratio, or None if it is unknown.
+    `plain_step_s` is the time without the drafter; it equals `step_s` for an engine without a drafter. `error` is the
+    relative error of the ratio of the two times, or None if it is unknown.
     """
 
     concurrency: float
@@ -48,7 +48,7 @@ class Baseline:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        if not self.steps or any(one.concurrency >= other.concurrency for one, other in pairwise(self.steps)):
+        if not self.steps or any(step.concurrency >= after.concurrency for step, after in pairwise(self.steps)):
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
@@ -97,10 +97,10 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """Return the error of a ratio from the spreads of both sides: half of each, added. None if one is unknown.
+    """Return the error of a ratio: half the spread of each side, added. Returns None if a spread is unknown.
 
     >>> ratio_error([0.04, 0.06])
     0.05
     """
-    known = [spread / 2 for spread in spreads if spread is not None]
-    return sum(known) if len(known) == len(spreads) else None
+    halves = [spread / 2 for spread in spreads if spread is not None]
+    return sum(halves) if len(halves) == len(spreads) else None

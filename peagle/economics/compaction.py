@@ -22,11 +22,11 @@ from peagle.economics.ledger import (
     latest,
     list_files,
     read_sessions,
-    readable,
     segments_by_name,
     session_files,
     sessions_bytes,
     sessions_of,
+    valid_records,
 )
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.storage import StoragePath, remove, write_atomic
@@ -38,6 +38,8 @@ _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
+    """The number of ledger files before and after a compaction."""
+
     num_before: int
     num_after: int
 
@@ -127,12 +129,12 @@ def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
 
 
 def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession], now: float) -> bool:
-    """Return whether no process appends to this file. The file of a batch has no session."""
+    """Return whether no process appends to this file any more."""
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
         return _is_over(session, now)
-    lines = segment.lines(0) if kind == REQUESTS else iter(())
-    requests = readable(segment.path, lines, RequestUsage.from_json)
+    lines = segment.lines(0) if kind == REQUESTS else iter(())  # such as the file of a batch, which has no session
+    requests = valid_records(segment.path, lines, RequestUsage.from_json)
     return max((request.usage.finished_at for request in requests), default=now) < now - _SILENT_S
 
 
@@ -146,12 +148,12 @@ def _is_over(session: EngineSession, now: float) -> bool:
 def _compact_sessions(ledger: StoragePath, now: float) -> None:
     before = {path: path.read_bytes() for path in session_files(ledger)}
     sessions_by_path = {path: sessions_of(path) for path in before}
-    over = [path for path, sessions in sessions_by_path.items() if all(_is_over(session, now) for session in sessions)]
-    if len(over) < 2:
+    ended = [path for path, sessions in sessions_by_path.items() if all(_is_over(session, now) for session in sessions)]
+    if len(ended) < 2:
         return
-    data = sessions_bytes(latest(session for path in over for session in sessions_by_path[path]))
+    data = sessions_bytes(latest(session for path in ended for session in sessions_by_path[path]))
     name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
     write_atomic(ledger / name, data)
-    for path in over:
+    for path in ended:
         if path.name != name and path.read_bytes() == before[path]:
             remove(path)

@@ -5,13 +5,14 @@
     requests-ID.jsonl      endpoints only: one line per request of the process; a batch has a file with one line
 
 A bulk run has its ledger in the run directory, an endpoint in a separate folder. `peagle ledger compact`
-(`compaction.py`) merges the lines of ended processes:
+(`compaction.py`) merges the lines of processes that have ended:
 
-    requests-merged-HASH.jsonl           the lines of many processes, one after the other
-    requests-merged-HASH.jsonl.index     their names and lengths, in order
+    requests-merged-HASH.jsonl           segments: the lines of many processes, one after the other
+    requests-merged-HASH.jsonl.index     the names and lengths of the segments, in order
 
-The lines of a process are a segment, named after its own file. Readers keep their offset by that name, so lines that
-move are neither read twice nor missed. A merged file without an index is ignored. `beats-*.jsonl` work in the same way.
+The lines of a process are a segment, named after the process's own file. Readers store their offset by that name, so
+lines that move to a merged file are neither read twice nor missed. A merged file without an index is ignored.
+`beats-*.jsonl` are merged in the same way.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"
 MERGED = "merged-"
 INDEX = ".index"
-_MARK_BYTES = 4096  # checked before an offset: several lines with unique ids
+_MARK_BYTES = 4096  # before an offset, in its checksum: several lines with unique ids
 _RETRIES = 10
 
 
@@ -60,7 +61,7 @@ class Segment:
     size: int | None = None
 
     def lines(self, position: int) -> Iterator[bytes]:
-        """Yield the whole lines from an offset in the segment, without an unfinished last one."""
+        """Yield the complete lines after an offset in the segment. An unfinished last line is left out."""
         with open_to_read(self.path) as file:
             file.seek(self.begin + position)
             while self.size is None or position < self.size:
@@ -88,6 +89,8 @@ class Segment:
 
 @dataclass(slots=True)
 class LedgerFiles:
+    """The files of one kind: each process's own, merged ones, and merged ones without an index (orphans)."""
+
     own: dict[str, StoragePath] = field(default_factory=dict)
     merged: dict[StoragePath, list[Segment]] = field(default_factory=dict)
     orphans: list[StoragePath] = field(default_factory=list)
@@ -251,19 +254,20 @@ class SessionReader:
         self._known = known
         return latest(session for _, sessions in known.values() for session in sessions)
 
-    def then(self, session: EngineSession, moment: float) -> EngineSession:
+    def session_at(self, session: EngineSession, moment: float) -> EngineSession:
         return session_at_time(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
         """Return the usage of each session since a Unix time, without sessions that ended earlier."""
         return [
-            session if session.started_at >= moment else session_since(session, self.then(session, moment))
+            session if session.started_at >= moment else session_since(session, self.session_at(session, moment))
             for session in self.all()
             if session.last_seen_at > moment
         ]
 
 
 def session_at_time(folder: StoragePath, session: EngineSession, moment: float) -> EngineSession:
+    """Return a session as it was at a Unix time, interpolated between its heartbeats."""
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     ends = [end for end in (later, session) if end is not None and end.last_seen_at > moment]
@@ -290,7 +294,7 @@ def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, 
 
 
 def _beat_from(path: StoragePath, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
-    """Return start, end and value of the first valid heartbeat at or after a byte offset."""
+    """Return the first valid heartbeat at or after a byte offset, preceded by its start and end offset."""
     file.seek(max(0, position - 1))
     if position:
         file.readline()
@@ -298,12 +302,12 @@ def _beat_from(path: StoragePath, file: BinaryIO, position: int) -> tuple[int, i
         start, line = file.tell(), file.readline()
         if not line.endswith(b"\n"):  # the end, or an unfinished line
             return start, start, None
-        for beat in readable(path, [line], lambda line: EngineSession(**json.loads(line))):
+        for beat in valid_records(path, [line], lambda line: EngineSession(**json.loads(line))):
             return start, start + len(line), beat
 
 
 def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
-    """Yield the lines of a segment that end at or before a byte offset, last first."""
+    """Yield the lines of a segment that end at or before a byte offset, from last to first."""
     with open_to_read(segment.path) as file:
         start, rest = segment.begin + end - 1, b""  # without the line end
         while start > segment.begin:
@@ -338,7 +342,7 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
         record.usd > 0
         for path in folder.glob(REQUEST_FILES)
         if path != own and path.stat().st_mtime >= since - _CLOCKS_S
-        for record in readable(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
+        for record in valid_records(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
         if record.request_id == request_id
     )
 
@@ -349,7 +353,7 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
         return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
-def readable(path: StoragePath, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+def valid_records(path: StoragePath, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
     """Yield the valid records of these lines; log and skip invalid ones."""
     for line in lines:
         try:
@@ -379,27 +383,27 @@ class RequestReader:
             raise
 
     def each(self) -> Iterator[RequestUsage]:
-        """Yield the requests since the last call, each once, without an unfinished last line."""
-        is_whole = False
-        while not is_whole:
-            is_whole = True
+        """Yield each request since the last call once. An unfinished last line is left for the next call."""
+        is_complete = False
+        while not is_complete:
+            is_complete = True
             for segment in segments(self._folder, REQUESTS):
                 position = self._read_bytes.get(segment.name, 0)
                 try:
                     for line in segment.lines(position):
                         position += len(line)
                         self._read_bytes[segment.name] = position
-                        yield from readable(segment.path, [line], RequestUsage.from_json)
+                        yield from valid_records(segment.path, [line], RequestUsage.from_json)
                 except FileNotFoundError:  # compaction moved the segment
-                    is_whole = False
+                    is_complete = False
 
     def again(self, since: float) -> Iterator[RequestUsage]:
-        """Yield requests that were already read and ended after a Unix time, from the end of each file."""
+        """Yield the requests that were already read and that ended after a Unix time, from the end of each file."""
         for segment in segments(self._folder, REQUESTS):
             position, path = self._read_bytes.get(segment.name, 0), cast(Path, segment.path)
             if not position or path.stat().st_mtime < since - _CLOCKS_S:
                 continue
-            for request in readable(path, _lines_backwards(segment, position), RequestUsage.from_json):
+            for request in valid_records(path, _lines_backwards(segment, position), RequestUsage.from_json):
                 if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly sorted by end time
                     break
                 if request.usage.finished_at >= since:

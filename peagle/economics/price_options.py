@@ -1,4 +1,4 @@
-"""Options for the price of the hardware (an instance type or a stated price), and the hardware that they name."""
+"""Options for the price of the hardware: an instance type or a stated price; and the hardware of an instance type."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -52,9 +52,9 @@ def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
 def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[Any, str]]:
     if price.market == "fixed":
         return {}
-    found = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}
-    found["usd_per_hour"] = (price.usd_per_hour, f"price table, {price.as_of}")
-    return {name: value for name, value in found.items() if getattr(keys, name) is None}
+    resolved = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}
+    resolved["usd_per_hour"] = (price.usd_per_hour, f"price table, {price.as_of}")
+    return {name: value for name, value in resolved.items() if getattr(keys, name) is None}
 
 
 def require_price(keys: PriceOptions, accelerator: str | None) -> None:
@@ -85,27 +85,27 @@ def _of_table(keys: PriceOptions, accelerator: str | None, machine_names: Sequen
 def require_same_price(
     keys: PriceOptions, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
 ) -> None:
-    """Require the original price when a run continues.
+    """Check that a resumed run still has its original price.
 
-    It is kept if the price table changed or the options are omitted. A different stated price, or accelerators with a
-    different price, are refused.
+    A different price is ignored, and the original price kept, if the price options are omitted or unchanged and the
+    machine is the same: then only the price table changed. Otherwise a different price is refused.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
     options = keys.model_dump(mode="json", include=set(PRICE_OPTIONS))
     defaults = PriceOptions.model_validate({}).model_dump(mode="json")
     is_stated = options not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
-    here = machine_of(hardware.to_dict())
-    if not is_stated and here == machine:
+    current_machine = machine_of(hardware.to_dict())
+    if not is_stated and current_machine == machine:
         return
     raise PriceError(
-        f"the run costs {_per_hour(before)} on {machine}, but would now cost {_per_hour(price)} on {here}",
+        f"the run costs {_per_hour(before)} on {machine}, but would now cost {_per_hour(price)} on {current_machine}",
         hint="use the same machines without price options, or state the original price with --usd-per-hour",
     )
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Check that the price is per the billed kind of device."""
+    """Check that the price is per accelerator or per vCPU, whichever the engines are billed by."""
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
@@ -156,7 +156,7 @@ CARDS = {
 
 
 def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
-    """Return the hardware of the configured machine, else of this machine, and whether it is this machine."""
+    """Return the hardware of the configured machine, or else of this one, and whether it is this machine's."""
     machine = named_machine(keys, accelerator, num_accelerators=num_accelerators)
     return (machine, False) if machine else (detect_machine(), True)
 

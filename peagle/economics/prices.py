@@ -1,7 +1,7 @@
-"""The price of an instance type: packaged, from a user's table, or stated.
+"""The price of an instance type: from the packaged table, from a user's table, or stated by the user.
 
 A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
-types or prices match, the error lists them; only for a spot price without a region, the cheapest is chosen.
+types or prices match, the error lists them. Only a spot price without a region is chosen, as the cheapest.
 
 The packaged prices.csv comes from a public catalogue of cloud prices: `source` names the catalogue's file and commit,
 `as_of` the day of the commit. Spot prices are medians over the zones of a region.
@@ -183,8 +183,8 @@ class Price:
         market: "fixed" if the user stated the price.
         accelerator: name in the price table; None for CPU instances.
         doubt: why the price may be wrong; empty if nothing suggests it.
-        basis: the user stated the price or instance type, it was detected, or it is assumed; None for a row of the
-            table.
+        basis: whether the user stated the price or instance type, or the type was detected or assumed; None for a row
+            of the table.
         on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.
     """
 
@@ -322,12 +322,14 @@ class PriceTable:
             suggestion = did_you_mean(instance_type, {offer.instance_type for offer in self.offers})
             message = f"no price for the instance type {instance_type!r}"
             raise PriceError(message, hint=f"{suggestion}; or {PRICE_HINT}")
-        here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
-        if not here:
+        matching = [
+            offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)
+        ]
+        if not matching:
             place = " ".join(part for part in (provider, region) if part)
             message = f"no price for {instance_type} at {place}; known prices: {_listing(everywhere)}"
             raise PriceError(message, hint=PRICE_HINT)
-        return here
+        return matching
 
 
 def default_instance(
@@ -340,23 +342,23 @@ def default_instance(
     names = {offer.instance_type for offer in offers}
     if len(names) == 1:
         return names.pop()
-    found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
+    reason = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
     unknown = f"; the table has no {', '.join(machine_names)}, the type of this machine" if machine_names else ""
     raise PriceError(
-        f"no price for {accelerator!r} without an instance type; {found}{unknown}",
+        f"no price for {accelerator!r} without an instance type; {reason}{unknown}",
         hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *choices(offers, market)]),
     )
 
 
 def choices(offers: Iterable[Offer], market: str) -> list[str]:
-    """Return a line per instance type, as "p5.48xlarge  8 x H100  $55.04/h on demand  aws"."""
+    """Return a line per instance type, such as "p5.48xlarge  8 x H100  $55.04/h on demand  aws"."""
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_type[offer.instance_type].append(offer)
     return aligned(
         [
-            (name, f"{same[0].num_accelerators} x {same[0].accelerator}", _price_range(same, market), same[0].provider)
-            for name, same in sorted(by_type.items())
+            (name, f"{rows[0].num_accelerators} x {rows[0].accelerator}", _price_range(rows, market), rows[0].provider)
+            for name, rows in sorted(by_type.items())
         ]
     )
 

@@ -1,7 +1,7 @@
-"""Read the work in an endpoint's ledger by day, in bulk.
+"""Read the work of requests from an endpoint's ledger, added up by day, engine and payer.
 
-A month may have a million lines, so they are parsed and added up as columns. A part of a file with an invalid line is
-parsed line by line, like in `RequestReader`, and the invalid line is skipped.
+A month may have a million lines, so lines are parsed and added up as columns. A part of a file with an invalid line is
+parsed line by line, as in `RequestReader`, and the invalid line is skipped.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from peagle.economics.ledger import REQUESTS, Segment, readable, segments
+from peagle.economics.ledger import REQUESTS, Segment, segments, valid_records
 from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import UNIT_COUNTS, VERSION, RequestUsage, Work
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 16 * 1024 * 1024
 _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
-_SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
+_SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # fields of `Work`
 
 
 def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
@@ -38,17 +38,17 @@ class WorkReader:
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
         """Yield the work since the last call, in parts."""
-        is_whole = False
-        while not is_whole:
-            is_whole = True
+        is_complete = False
+        while not is_complete:
+            is_complete = True
             for group in self._unread():
                 try:
                     yield from self._read(group)
-                except FileNotFoundError:  # compaction moved it
-                    is_whole = False
+                except FileNotFoundError:  # compaction moved the segments
+                    is_complete = False
 
     def _unread(self) -> list[list[Segment]]:
-        """Return the segments to read, grouped where they are contiguous in a file."""
+        """Return the segments to read. Segments that are contiguous in a file are in one group."""
         groups: list[list[Segment]] = []
         for segment in sorted(segments(self._folder, REQUESTS), key=lambda segment: (segment.path.name, segment.begin)):
             num_read = self._read_bytes[segment.name]
@@ -96,7 +96,7 @@ def _work_in(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]
     try:
         return list(_sums(_columns(piece)))
     except (pa.ArrowException, ValueError):
-        requests = readable(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
+        requests = valid_records(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
         return [_work_of(request) for request in requests]
 
 

@@ -27,13 +27,14 @@ class Savings:
     """Dollars with and without a drafter or spot machines. Add them with `+`.
 
     Attributes:
-        prompt_usd, generation_usd: work with measured step times.
-        drafted_usd: generation with a drafter that can be compared.
-        undrafted_usd: estimated cost of the same generation without the drafter.
-        uncompared_usd: work with a drafter that cannot be compared.
-        spot_usd: spot machines, including lost work.
-        on_demand_usd: the same without lost work, at the on-demand price.
-        unpriced_spot_usd: spot machines without a known on-demand price.
+        prompt_usd, generation_usd: cost of prompts and of generation, for work with measured step times.
+        unsplit_usd: cost of work without measured step times.
+        drafted_usd: cost of generation with a drafter, if its step times are measured.
+        undrafted_usd: estimated cost of the same generation without the drafter; `error_usd` is its error.
+        uncompared_usd: cost of work with a drafter whose step times are not measured.
+        spot_usd: cost of spot machines, including lost work.
+        on_demand_usd: estimated cost of the same work on on-demand machines, where no work is lost.
+        unpriced_spot_usd: cost of spot machines without a known on-demand price.
     """
 
     prompt_usd: float = 0.0
@@ -146,7 +147,7 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
 
 
 def spot_savings(paid: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
-    """Return the savings of a spot machine. On demand nothing would have been lost."""
+    """Return the savings of a spot machine, assuming that no work would have been lost on demand."""
     if paid.market != "spot":
         return Savings()
     usd = kept_usd + lost_usd

@@ -1,4 +1,4 @@
-"""Budgets of tags and of an endpoint, and the spending of bulk runs from them.
+"""Budgets of tags and of an endpoint, and what bulk runs spend from the budgets of their tags.
 
     ledger/budgets.json    the budgets, written by `peagle serve budgets`
     ledger/draw-ID.json    the spending of a bulk run by day; each update replaces it
@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from peagle.economics.ledger import readable
+from peagle.economics.ledger import valid_records
 from peagle.economics.spending import DAY_S, day_number, day_of, day_text
 from peagle.economics.tags import parse_tags, tags_from_text
 from peagle.economics.usage import EngineSession
@@ -34,11 +34,11 @@ ByDay = dict[str, dict[int, float]]
 ENDPOINT = "endpoint"  # the name of an endpoint's budget
 ENDPOINT_ACCOUNT = "*"  # no key or tag has this name
 BUDGETS_NAME = "budgets.json"
-_SILENT_S = 300.0  # a run without an update for this long has crashed, and reserves nothing
+_SILENT_S = 300.0  # a run without an update for this long is assumed to have crashed, and reserves nothing
 
 
 class SharedBudget(BaseModel):
-    """A budget as it is stored. Its name is a tag as KEY=VALUE, or `ENDPOINT`."""
+    """A stored budget. Its name is a tag (KEY=VALUE) or `ENDPOINT`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -66,7 +66,7 @@ class SharedBudget(BaseModel):
 
 
 def period_of(every: Every, day: date) -> tuple[date, date]:
-    """Return the first days of the period that contains a day, and of the next one. Weeks start on Monday.
+    """Return the first day of the period that contains `day`, and that of the next period. Weeks start on Monday.
 
     >>> period_of("month", date(2026, 12, 31))
     (datetime.date(2026, 12, 1), datetime.date(2027, 1, 1))
@@ -80,7 +80,7 @@ def period_of(every: Every, day: date) -> tuple[date, date]:
 
 @lru_cache(maxsize=1024)
 def tag_accounts(tags: str) -> tuple[str, ...]:
-    """Return the accounts of tags in JSON.
+    """Return the budget accounts of tags, which are given as JSON.
 
     >>> tag_accounts('{"project": "x", "team": "search"}')
     ('project=x', 'team=search')
@@ -143,7 +143,7 @@ def read_draws(ledger: Path) -> list[Draw]:
     return [
         draw
         for path in sorted(ledger.glob("draw-*.json"))
-        for draw in readable(path, [path.read_bytes()], Draw.from_json)
+        for draw in valid_records(path, [path.read_bytes()], Draw.from_json)
     ]
 
 

@@ -1,7 +1,7 @@
 """Spending by day: charges from the ledgers of runs and endpoints.
 
 Every dollar of an engine's life is in exactly one charge: attributed (work that was committed, or billed to a request),
-loading, idle or lost. Overhead belongs to no key. Work counts on the UTC day on which it is committed
+loading, idle or lost. Only attributed charges belong to a key. Work counts on the UTC day on which it is committed
 (`shares_by_period`). Cluster nodes without engines are charged at a stated price while any engine is live.
 """
 
@@ -106,7 +106,7 @@ class Spend:
         return type(self)(**sums, is_priced=self.is_priced and other.is_priced)
 
 
-_ADDED = tuple(one.name for one in fields(Spend) if one.name != "is_priced")
+_ADDED = tuple(attribute.name for attribute in fields(Spend) if attribute.name != "is_priced")
 KINDS = ("attributed", "loading", "idle", "lost")
 
 
@@ -114,13 +114,14 @@ KINDS = ("attributed", "loading", "idle", "lost")
 class Ledger:
     """The ledger of a run or an endpoint.
 
-    The batches of an endpoint run on separate engines, so their `work` has no session here.
+    The batches of an endpoint run on separate engines, so their `work` has no session here. `session_at` returns a
+    session as it was at a Unix time.
     """
 
     run: str
     sessions: Sequence[EngineSession]
     work: Mapping[SpendingGroup, Work]
-    then: Callable[[EngineSession, float], EngineSession]
+    session_at: Callable[[EngineSession, float], EngineSession]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +161,10 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
             continue
         paid = [(group.day, work.usd) for group, work in committed]
         spends = [(group, _on_work(session, group, work)) for group, work in committed]
-        spends += _overheads(session, ledger.then, range(first_day, last_day + 1), paid)
+        spends += _overheads(session, ledger.session_at, range(first_day, last_day + 1), paid)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
-    for rest in work_of.values():  # batches of an endpoint
-        spends = [(group, _on_work(None, group, work)) for group, work in rest]
+    for batch_work in work_of.values():
+        spends = [(group, _on_work(None, group, work)) for group, work in batch_work]
         yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 
 
@@ -177,20 +178,21 @@ def _on_work(session: EngineSession | None, group: SpendingGroup, work: Work) ->
 
 def _overheads(
     session: EngineSession,
-    then: Callable[[EngineSession, float], EngineSession],
+    session_at: Callable[[EngineSession, float], EngineSession],
     days: range,
     paid: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
+    """Yield the loading, idle and lost cost of a session by day. `paid` is its attributed dollars by day."""
+    no_key = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
-        yield from ((replace(nobody, day=day), Spend(is_priced=False)) for day in days)
+        yield from ((replace(no_key, day=day), Spend(is_priced=False)) for day in days)
         return
     committed_s = [0.0] * len(days)
     for day, usd in paid:
         committed_s[day - days.start] += usd / usd_per_s
     midnights = [(day + 1) * DAY_S for day in days]
-    states = [then(session, end) if end < session.last_seen_at else session for end in midnights]
+    states = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
     for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
         by_kind = seconds.times(usd_per_s)
         loading_usd = by_kind.load + by_kind.compile
@@ -201,7 +203,7 @@ def _overheads(
             savings=spot_savings(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
         )
         if spend != Spend():
-            yield replace(nobody, day=day), spend
+            yield replace(no_key, day=day), spend
 
 
 def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend: Spend) -> Charge:

@@ -23,7 +23,7 @@ _TAG_PREFIX = "tag:"
 
 
 def dimensions(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of dimensions. `tag:NAME` is the value of one tag, `tag` all tags together.
+    """Parse a comma-separated list of dimensions. `tag:NAME` groups by one tag, `tag` by all tags together.
 
     >>> dimensions("day,tag:team")
     ('day', 'tag:team')
@@ -89,9 +89,9 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
 
 
 def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
-    """Return amounts by kind, with `overhead` and `total`, from integer units of the last digit.
+    """Return amounts by kind, with `overhead` and `total`, from integer multiples of the last digit.
 
-    Without a price for everything, only `attributed` is known.
+    If some engine time has no price, only `attributed` is known.
     """
     attributed, loading, idle, lost = units
     kinds = {
@@ -107,7 +107,7 @@ def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[st
 
 
 def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
-    """Round amounts to integer units of the last digit that add up to the rounded sum, by column and in total.
+    """Round amounts to integer multiples of the last digit that add up to the rounded sum, by column and in total.
 
     >>> rounded([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]
@@ -129,7 +129,7 @@ def _apportion(amounts: Sequence[float], total: int) -> list[int]:
 
 
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """Return a statement with amounts in another currency, as `converted` alongside `usd`."""
+    """Return a statement with additional amounts `converted` in another currency."""
     return {**round_amounts(data, digits, "converted", per_usd), "currency_beside": code, "per_usd": per_usd}
 
 

@@ -19,7 +19,7 @@ from peagle.economics.usage import EngineSession, UnitUsage
 
 NUM_STEPS = 120
 MAX_ENGINES = 12  # states are shown for these; costs include all
-_SHORTEST = 1 / 240  # of the run; shorter pauses between units are ignored
+_MIN_GAP = 1 / 240  # as a fraction of the run: shorter gaps between units are drawn as busy
 _DIGITS = 3  # of a second
 Span = tuple[float, float]
 
@@ -42,6 +42,7 @@ class UnitTimes:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 
     def keep(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
+        """Yield the same units, and record their times."""
         for unit in units:
             units_of_session = self._by_session[unit.session_id]
             units_of_session.starts.append(unit.started_at)
@@ -64,12 +65,13 @@ class UnitTimes:
         tokens, usd = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
         lanes: defaultdict[int, list[tuple[EngineSession, Shares]]] = defaultdict(list)
         for session in sessions:
-            own = units[session.session_id]
-            for start, end, count in zip(own.starts, own.ends, own.tokens, strict=True):
+            session_units = units[session.session_id]
+            for start, end, count in zip(session_units.starts, session_units.ends, session_units.tokens, strict=True):
                 _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, count / step_s)
-            (seconds,) = shares_by_period([session], [own.busy_s])
-            paid = seconds.total * session.num_devices * price.usd_per_device_s
-            _spread(usd, clock.at(session.started_at) / step_s, clock.at(own.end(session)) / step_s, paid)
+            (seconds,) = shares_by_period([session], [session_units.busy_s])
+            cost = seconds.total * session.num_devices * price.usd_per_device_s
+            end = session_units.end(session)
+            _spread(usd, clock.at(session.started_at) / step_s, clock.at(end) / step_s, cost)
             lanes[session.engine_index].append((session, seconds))
         return {
             "started_at": clock.starts[0],
@@ -86,7 +88,7 @@ class UnitTimes:
         spans = [
             (state, round(clock.at(start), _DIGITS), round(clock.at(end), _DIGITS))
             for session, seconds in sorted(sessions, key=lambda pair: pair[0].started_at)
-            for state, (start, end) in self._states(session, seconds.lost, clock.total_s * _SHORTEST)
+            for state, (start, end) in self._states(session, seconds.lost, clock.total_s * _MIN_GAP)
         ]
         return {
             "engine": index,
@@ -95,12 +97,12 @@ class UnitTimes:
             "spans": [span for span in spans if span[2] > span[1]],
         }
 
-    def _states(self, session: EngineSession, lost_s: float, shortest_s: float) -> list[tuple[str, Span]]:
+    def _states(self, session: EngineSession, lost_s: float, min_gap_s: float) -> list[tuple[str, Span]]:
         units = self._by_session[session.session_id]
         loaded_at = session.started_at + session.load_s
         ready_at, end = loaded_at + session.compile_s, units.end(session)
         open_units = ((max(start, ready_at), stop) for start, stop in zip(units.starts, units.ends, strict=True))
-        busy = merged((span for span in open_units if span[1] > span[0]), shortest_s)
+        busy = merged((span for span in open_units if span[1] > span[0]), min_gap_s)
         states = [("load", (session.started_at, loaded_at)), ("compile", (loaded_at, ready_at))]
         states += [("busy", span) for span in busy]
         for start, stop in reversed(_between(busy, ready_at, end)):
@@ -111,6 +113,8 @@ class UnitTimes:
 
 
 class _Clock:
+    """Converts Unix times to seconds of a run without its pauses."""
+
     def __init__(self, lives: Iterable[Span]) -> None:
         self._lives = merged(lives, 0.0)
         self.starts = [start for start, _ in self._lives]
@@ -152,8 +156,8 @@ def _between(spans: Sequence[Span], first: float, last: float) -> list[Span]:
 
 
 def _spread(steps: list[float], start: float, end: float, amount: float) -> None:
-    """Add an amount evenly to the steps between `start` and `end`."""
-    first, last = (min(int(place), len(steps) - 1) for place in (start, end))
+    """Distribute an amount evenly over the steps from `start` to `end`, which may be fractions of steps."""
+    first, last = (min(int(position), len(steps) - 1) for position in (start, end))
     if first == last:
         steps[first] += amount
         return

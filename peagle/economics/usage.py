@@ -4,8 +4,8 @@
                     usage are committed together
     RequestUsage    the usage of one request to the endpoint, as a line of JSON
     EngineFacts     facts about an engine that do not change
-    EngineSession   the same, and the life of one engine process as of its latest heartbeat
-    Work            sums of usage, for statements
+    EngineSession   these facts, and the life of one engine process as of its latest heartbeat
+    Work            usage added up for statements
 
 Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
 """
@@ -40,7 +40,8 @@ class UnitUsage:
     Attributes:
         num_rows: rows with a response; `num_failed_rows` are the dead letters.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
-        busy_s: the unit's share of the engine's busy seconds. All units, committed or not, add up to the session's.
+        busy_s: the unit's share of the engine's busy seconds. The shares of all units, including those that are not
+            committed, add up to the busy seconds of the session.
     """
 
     session_id: str
@@ -111,8 +112,7 @@ class RequestUsage:
     Attributes:
         key: name of the API key; "local" without keys.
         account: unique to the key, even if another key had the same name; empty in older records.
-        outcome: "cut" if the client disconnected, and `usage` covers the output until then; "failed" without a
-            response.
+        outcome: "failed" without a response; "cut" if the client disconnected: `usage` then covers the output so far.
         usd: price of the request's busy seconds, without loading and idle time.
         tags: merged tags of the endpoint, the key and the request, as JSON (`tags.py`).
     """
@@ -388,7 +388,7 @@ def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
 
 
 def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """Load `sessions_to_table`. Tables of several files may be concatenated first."""
+    """Return the sessions in a table of `sessions_to_table`. Tables of several files may be concatenated first."""
     expected = _session_schema(table.column_names)
     try:
         check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())

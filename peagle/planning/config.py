@@ -73,7 +73,7 @@ class PlanConfig(BaseModel):
         return parse_duration_s(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _check_combinations(self) -> Self:
         if not self.measured and self.model is None:
             raise ValueError("set model, to use its published speeds, or measured, to use your own")
         if (self.tokens is None) == (self.tokens_per_s is None):
@@ -93,7 +93,7 @@ def parse_amount(text: str) -> float:
     """
     match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None:
-        raise ValueError("not a number of tokens, as 2e9, 500M or 1.5B")
+        raise ValueError("not a number of tokens, such as 2e9, 500M or 1.5B")
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match.group(2).lower()]
     return float(match.group(1)) * scale
 
@@ -106,5 +106,5 @@ def parse_duration_s(text: str) -> float:
     """
     match = _DURATION.fullmatch(text.strip())
     if not text.strip() or match is None:
-        raise ValueError("not a duration, as 24h, 2d12h or 90m")
+        raise ValueError("not a duration, such as 24h, 2d12h or 90m")
     return sum(float(part or 0) * s for part, s in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

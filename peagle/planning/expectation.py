@@ -19,7 +19,7 @@ class Speed:
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """Return the speed from the engine's profile, else the published speed at the nearest smaller concurrency."""
+    """Return the speed from the engine's profile, or else the published speed at the nearest concurrency up to this."""
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen

@@ -1,12 +1,12 @@
-"""All possible fleets: machine, market and measured cell within the limits.
+"""All possible fleets (machine type, market and measured cell) that meet the limits, with their cost.
 
-Machines are rented whole and run as many engines as their devices allow. A cell was measured on one instance type;
-other types with the same accelerator can be priced instead. Published speeds apply to every machine with their
+A machine is paid as a whole, and runs as many engines as its devices allow. A cell was measured on one instance type;
+its speed also applies to other types with the same accelerator. Published speeds apply to every machine with their
 accelerator.
 
 A machine starts its engines, works, and is interrupted at a rate `r` (spot interruptions, failures). Each interruption
-loses the work in open units and needs another start, which are paid, and waits for a new machine, which is not. The
-useful fraction of the time after the first start is
+loses the work in open units and needs another start. Both are paid; waiting for a new machine is not. The useful
+fraction of the time after the first start is
 
     u = exp(-r * start) * (1 - r * lost)
 
@@ -28,13 +28,13 @@ from peagle.planning.config import PlanConfig
 from peagle.planning.sweeps import Sweep
 from peagle.profiles.measurements import Cell
 
-ASSUMED_START_S = 300.0  # of an engine with published speeds
+ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 
 
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return each sweep with the prices of its machines."""
+    """Return each sweep with each price of a machine that its speeds apply to. `reasons` receives why others do not."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -44,14 +44,14 @@ def pairs(
             else:
                 mismatches.setdefault(price.instance_type, []).append(mismatch)
     known_types = {price.instance_type for _, price in applicable}
-    for name, whys in mismatches.items():
+    for name, messages in mismatches.items():
         if name not in known_types:
             raise ConfigError(
-                "\n  ".join(dict.fromkeys(whys)),
+                "\n  ".join(dict.fromkeys(messages)),
                 hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
                 "or use instance types with the same accelerator",
             )
-        reasons += whys
+        reasons += messages
     return applicable
 
 
@@ -123,7 +123,7 @@ def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine with its engines. Unused devices are paid as well.
+    """A machine with its engines. Devices without an engine are also paid.
 
     `lost_s` is the engine time lost per interruption, `replace_s` the time from an interruption to a new machine.
     """
@@ -156,9 +156,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The run of a fleet.
+    """The estimated time and cost of a job on a fleet.
 
-    `wall_s` is from requesting machines to the last token; `device_s` are paid device-seconds, as in a run's account.
+    `wall_s` is the time from requesting machines to the last token; `device_s` are paid device-seconds, as in a run's
+    account.
     """
 
     num_machines: int
@@ -180,7 +181,7 @@ class Estimate:
 def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provision_s: float = 0.0) -> Estimate | None:
     """Return the estimate for `num_tokens`, or None if interruptions leave no useful time.
 
-    Starts after interruptions are `lost`, first starts are `load`.
+    The first start of each engine counts as `load`; starts after interruptions count as `lost`.
     """
     if machine.useful_share <= 0:
         return None
@@ -233,11 +234,11 @@ class Option:
 
     @property
     def usd(self) -> float:
-        """The cost that is minimised: of the job, or per hour of a service."""
+        """The cost to minimise: that of the job, or the cost per hour of a service."""
         return self.estimate.usd if self.estimate else self.usd_per_h
 
     def usd_per_million_tokens(self, tokens_per_s: float | None) -> float:
-        """Return USD per million tokens; for a service at the required rate."""
+        """Return USD per million tokens. A service is assumed to generate `tokens_per_s`."""
         if self.estimate:
             return self.estimate.usd_per_million_tokens
         assert tokens_per_s is not None, "a service has a rate"
@@ -245,8 +246,8 @@ class Option:
 
 
 def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
-    """Return all fleets that meet the goal, the cheapest first, and why others do not."""
-    found: list[Option] = []
+    """Return all fleets that meet the goal, from cheapest to most expensive, and reasons why others do not."""
+    fleets: list[Option] = []
     reasons: list[str] = []
     for sweep, price in pairs(config, sweeps, table, reasons):
         if price.num_devices < sweep.devices_per_engine:
@@ -262,12 +263,12 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
                 f"{sweep.devices_per_engine}"
             )
             continue
-        found += _of_price(config, sweep, price, reasons)
-    return sorted(found, key=lambda option: (option.usd, option.num_machines)), list(dict.fromkeys(reasons))
+        fleets += _options_at_price(config, sweep, price, reasons)
+    return sorted(fleets, key=lambda option: (option.usd, option.num_machines)), list(dict.fromkeys(reasons))
 
 
 def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
-    """Return the same machine and market with another cell, or None if no number of machines is enough."""
+    """Return the option with another cell, for the same machine and market; None if it cannot meet the goal."""
     return _option(config, option.sweep, cell, option.machine.price)
 
 
@@ -283,18 +284,18 @@ def _within_limits(config: PlanConfig, cell: Cell) -> bool:
     return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
-def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterator[Option]:
+def _options_at_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterator[Option]:
     fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         has_latencies = any(cell.tpot_s or cell.ttft_s for cell in sweep.cells)
-        fault = "no measurement is within the latency limits" if has_latencies else "its latencies are unknown"
-        reasons.append(f"{sweep.name}: {fault}")
+        reason = "no measurement is within the latency limits" if has_latencies else "its latencies are unknown"
+        reasons.append(f"{sweep.name}: {reason}")
     for cell in fitting:
         option = _option(config, sweep, cell, price)
         if option is None:
             reasons.append(f"{price.instance_type} {price.market}: starting and replacing machines takes all the time")
-        elif why := exceeded_limit(option, config):
-            reasons.append(f"{price.instance_type} {price.market}: {why}")
+        elif limit := exceeded_limit(option, config):
+            reasons.append(f"{price.instance_type} {price.market}: {limit}")
         else:
             yield option
 
@@ -341,7 +342,7 @@ def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> M
 
 
 def scaled(cell: Cell, factor: float) -> Cell:
-    """Return the cell at another acceptance length: tokens per step change by `factor`, step times stay."""
+    """Return the cell at `factor` times its acceptance length: tokens per step change, step times do not."""
     assert cell.acceptance_length is not None, "the cell has a drafter"
     return cell.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""A plan: the cheapest fleet, its alternatives, and the effect of the acceptance length on the cost; also as text."""
+"""Plan the cheapest fleet, with alternatives and the effect of the acceptance length on the cost."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,16 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
             hint="plan for one model at a time",
         )
-    found, reasons = options(config, sweeps, PriceTable.load(config.prices))
-    if not found:
+    fleets, reasons = options(config, sweeps, PriceTable.load(config.prices))
+    if not fleets:
         raise ConfigError(
             "no fleet meets the goal:\n  " + "\n  ".join(reasons),
             hint="allow more time, latency or machines, or measure other hardware",
         )
-    chosen = found[0]
+    chosen = fleets[0]
     # The cheapest option for each machine, market, and with or without a drafter.
     best: dict[tuple[str, str, bool], Option] = {}
-    for option in found:
+    for option in fleets:
         best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
     return {
         "schema": SCHEMA,
@@ -57,7 +57,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    cell, price, found = option.cell, option.machine.price, option.estimate
+    cell, price, job = option.cell, option.machine.price, option.estimate
     return {
         "instance_type": price.instance_type,
         "place": f"{price.provider} {price.region}".strip(),
@@ -74,17 +74,17 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "acceptance_length": cell.acceptance_length,
         "num_machines": option.num_machines,
         "num_engines": option.num_engines,
-        "hours": found.wall_s / 3600 if found else None,
-        "usd": found.usd if found else None,
+        "hours": job.wall_s / 3600 if job else None,
+        "usd": job.usd if job else None,
         "usd_per_h": option.usd_per_h,
         "usd_per_million_tokens": option.usd_per_million_tokens(config.tokens_per_s),
-        "lost_share": found.lost_share if found else 1 - option.machine.useful_share,
-        "device_s": asdict(found.device_s) if found else None,
+        "lost_share": job.lost_share if job else 1 - option.machine.useful_share,
+        "device_s": asdict(job.device_s) if job else None,
     }
 
 
 def _command(chosen: Option, config: PlanConfig) -> list[str]:
-    """Return the command that runs the choice: a bulk run, or an endpoint if the goal is tokens per second."""
+    """Return the command that runs the chosen option: a bulk run, or an endpoint if the goal is tokens per second."""
     cell, price = chosen.cell, chosen.machine.price
     command = ["peagle", "generate" if config.tokens_per_s is None else "serve", "--model", chosen.sweep.model]
     command += ["--drafter", cell.method]
@@ -100,7 +100,7 @@ def _command(chosen: Option, config: PlanConfig) -> list[str]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """Return the same machine and cell at other acceptance lengths; empty if speed does not depend on it."""
+    """Return the chosen machine and cell at other acceptance lengths; empty if the speed does not depend on them."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
@@ -110,13 +110,12 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
             continue
         option = with_cell(chosen, scaled(chosen.cell, factor), config)
         if option is not None:
-            beyond = exceeded_limit(option, config)
-            rows.append(option_dict(option, config) | {"factor": factor, "beyond": beyond})
+            rows.append(option_dict(option, config) | {"factor": factor, "beyond": exceeded_limit(option, config)})
     return rows
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which no speculation, at its best concurrency, is cheaper."""
+    """Return the acceptance length below which it is cheaper not to speculate, at the best concurrency for that."""
     length = chosen.cell.acceptance_length
     plain = [
         cell for cell in chosen.sweep.cells if not cell.drafts and _is_possible(with_cell(chosen, cell, config), config)
@@ -124,18 +123,18 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Per engine; a step without drafts yields one token in 1 / speed.
+    # Step times of an engine: a step yields the acceptance length in tokens, or one token without drafts.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
 def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which the choice exceeds a limit, by bisection, or None."""
+    """Return the acceptance length below which the chosen option exceeds a limit, by bisection, or None."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None
 
-    def is_possible(length_then: float) -> bool:
-        return _is_possible(with_cell(chosen, scaled(chosen.cell, length_then / length), config), config)
+    def is_possible(other_length: float) -> bool:
+        return _is_possible(with_cell(chosen, scaled(chosen.cell, other_length / length), config), config)
 
     beyond, within = 1.0, length
     if is_possible(beyond):
@@ -195,12 +194,12 @@ def text_plan(plan: Mapping[str, Any]) -> str:
 
 def _sentence(option: Mapping[str, Any], *, has_several: bool) -> str:
     fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
-    how = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} requests at once on each"
-    how += f", as measured in {_measured(option)}" if has_several else ""
+    engines = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} requests at once on each"
+    engines += f", as measured in {_measured(option)}" if has_several else ""
     price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
     if option["usd"] is None:
-        return f"{fleet}: {how}; {format_usd(option['usd_per_h'])} an hour, {price}."
-    return f"{fleet}: {how}; {format_duration(option['hours'] * 3600)}, {format_usd(option['usd'])}, {price}."
+        return f"{fleet}: {engines}; {format_usd(option['usd_per_h'])} an hour, {price}."
+    return f"{fleet}: {engines}; {format_duration(option['hours'] * 3600)}, {format_usd(option['usd'])}, {price}."
 
 
 def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> list[list[str]]:

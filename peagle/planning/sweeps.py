@@ -1,7 +1,4 @@
-"""Measurements for plans.
-
-They come from report.json of `peagle bench`, a sweep file (docs/planning.md), or the published speeds on a model card.
-"""
+"""Measurements for plans, from report.json of `peagle bench`, a sweep file (docs/planning.md), or a model card."""
 
 import json
 from collections import Counter
@@ -22,14 +19,14 @@ _HINT = "use the report.json of `peagle bench`, or a file as in docs/planning.md
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The cells of one kind of machine.
+    """The cells that were measured on one machine type.
 
     Attributes:
-        instance_type: where it was measured; None if the price was stated.
+        instance_type: the machine type; None if the price was stated or unknown.
         accelerator: the device name; None on CPUs, or if only the instance type is known.
-        stated: the price if the user stated it.
-        is_published: it applies to any machine with the accelerator.
-        remeasure: the command to measure the same on another machine.
+        stated: the price, if the user stated it.
+        is_published: whether the speeds are published ones, which apply to any machine with the accelerator.
+        remeasure: the command that measures the same cells on another machine.
     """
 
     name: str
@@ -117,14 +114,14 @@ def _external_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
 
 
 def _published_sweep(path: Path) -> Sweep:
-    """Return the published table with the highest concurrency."""
+    """Return the sweep of a model's published table with the highest concurrency."""
     catalog = load_catalog()
     card = catalog.find(str(path))
     if card is None or not card.published:
-        why = "no such file or model" if card is None else f"{card.name} has no published speeds"
+        reason = "no such file or model" if card is None else f"{card.name} has no published speeds"
         known = ", ".join(card.name for card in catalog if card.published)
         raise ConfigError(
-            f"measured {path}: {why}", hint=f"{_HINT}; or one of these models with published speeds: {known}"
+            f"measured {path}: {reason}", hint=f"{_HINT}; or one of these models with published speeds: {known}"
         )
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"
@@ -149,14 +146,14 @@ def _published_sweep(path: Path) -> Sweep:
 
 
 def _bench_command(card: ModelCard, table: PublishedTable) -> str:
-    """Return the benchmark command for the same table, without methods that need a head missing from the card."""
+    """Return the command that measures the cells of a table, without methods for which the card has no head."""
     heads = [method for method, head in card.heads.items() if head.published]
     rows = [row for row in table.speeds if row.method == NONE or row.method in heads]
     methods = ",".join(dict.fromkeys(row.method for row in rows))
     ks = ",".join(map(str, sorted({row.num_speculative_tokens for row in rows} - {0})))
-    at_once = ",".join(map(str, table.concurrency))
+    concurrency = ",".join(map(str, table.concurrency))
     drafting = f"--methods {methods} -k {ks}" if ks else f"--methods {methods}"
-    return f"peagle bench --model {card.name} --precision {table.precision} {drafting} --concurrency {at_once}"
+    return f"peagle bench --model {card.name} --precision {table.precision} {drafting} --concurrency {concurrency}"
 
 
 def _devices(value: Any, path: Path) -> int:

@@ -1,7 +1,7 @@
 """Limits for requests and responses in bulk and online: lists, texts, schemas, patterns, response size.
 
-The limits of constraints refuse obvious cases immediately; all other grammars are compiled in a trial process
-(`engine/trials.py`) before an engine gets them.
+Oversized schemas, patterns and grammars are refused immediately. All others are compiled in a trial process
+(`engine/trials.py`) before they reach an engine.
 """
 
 import json
@@ -29,7 +29,7 @@ def bounds_error(values: Mapping[str, Any]) -> tuple[str, str] | None:
 def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for field, limit in _MAX_ENTRIES.items():
         value = values.get(field)
-        if field == "stop_token_ids" and values.get("min_tokens"):  # vLLM's limit with a minimum response length
+        if field == "stop_token_ids" and values.get("min_tokens"):  # vLLM's limit if there is a minimum length
             limit = 100
         if isinstance(value, list | dict) and len(value) > limit:
             yield field, f"{field} has {len(value):,} entries; the limit is {limit:,}"
@@ -88,14 +88,14 @@ def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] 
 MAX_BYTES = 65_536
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
-MAX_OPTIONAL = 200  # of one object; xgrammar's time grows at least with their square
+MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least with the square of their number
 MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
 MAX_REFERENCES = 500
 MAX_REPETITIONS = 100_000  # of one element
 MAX_PATTERN_BYTES = 8_192
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-# Possessive, so that long runs of blanks do not backtrack.
+# The quantifiers are possessive, so that long runs of blanks do not backtrack.
 _REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
@@ -242,14 +242,14 @@ DEFAULT_MIB = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """The parts of a response that are repeated for each token. Sizes are upper estimates in bytes of JSON.
+    """What determines the size of a response. Sizes are upper estimates in bytes of JSON.
 
-    The engine's front end, the replica and the ingress each keep a response in memory.
+    Sizes are limited because the engine's front end, the replica and the ingress each keep a response in memory.
 
     Attributes:
         num_choices: number of choices of all prompts together.
-        prompt_tokens: prompt tokens in the response, counted once per repetition.
-        logprobs, prompt_logprobs: log-probabilities per position of a response or a prompt; 0 for none.
+        prompt_tokens: number of prompt tokens that the response repeats.
+        logprobs, prompt_logprobs: log-probabilities per position of a response or a prompt; 0 means none.
         with_ids: whether the response has token ids.
     """
 

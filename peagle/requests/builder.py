@@ -30,7 +30,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, the parameters in which the row differs from the run, and what its parsers need (`Body.parsing`)."""
+    """A prompt, the row's own sampling parameters, and the fields for vLLM's parsers (`Body.parsing`)."""
 
     prompt_token_ids: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Request:
 
 
 class RequestBuilder:
-    """Convert rows to requests."""
+    """Converts rows to requests."""
 
     def __init__(self, prompts: PromptBuilder, sampling: SamplingSpec) -> None:
         self._prompts = prompts

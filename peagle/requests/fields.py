@@ -20,9 +20,9 @@ class Field:
     """A field of a request.
 
     Attributes:
-        use: "parsed" needs one of vLLM's parsers in bulk;
-            "online" is refused in bulk; "ignored" has no effect on responses and is accepted everywhere.
-        neutral: values without an effect, which are accepted everywhere. So is null.
+        use: "parsed" needs one of vLLM's parsers in bulk; "online" is refused in bulk; "ignored" has no effect on
+            responses and is accepted everywhere.
+        neutral: values that have no effect, and are accepted even if the field is refused. So is null.
         note: why the field is refused, or a remark.
     """
 
@@ -71,7 +71,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool, has_par
     return None
 
 
-def asks_nothing(name: str, value: Any) -> bool:
+def has_no_effect(name: str, value: Any) -> bool:
     """Return whether an accepted field can be dropped: its value is null, or neutral."""
     if value is None:
         return True
@@ -84,11 +84,11 @@ _CHAT = (CHAT_URL,)
 _COMPLETIONS = (COMPLETIONS_URL,)
 _NO_STREAM = "only online answers can be streamed"
 _NEEDS_TOOLS = "in bulk only with a tool_call_parser"
-_TEXT_ALONE = "a row's response is only text"
-_OF_THE_ENGINES = "reserved for the engines"
-_OF_THE_OPERATOR = "the endpoint's operator configures media"
-_NO_BEAMS = "beam search is not supported"
-_OF_RENDER = "only for vLLM's render routes"
+_ONLY_TEXT = "a row's response is only text"
+_RESERVED = "reserved for the engines"
+_OPERATOR_ONLY = "the endpoint's operator configures media"
+_NO_BEAM_SEARCH = "beam search is not supported"
+_RENDER_ONLY = "only for vLLM's render routes"
 
 
 def _fields(
@@ -120,9 +120,9 @@ FIELDS: dict[str, Field] = {
     **_fields("online", _BOTH, "stream", neutral=(False,), note=_NO_STREAM),
     **_fields("online", _BOTH, "stream_options", "stream_interval", note=_NO_STREAM),
     **_fields("online", _BOTH, "echo", "return_token_ids", "return_tokens_as_token_ids", neutral=(False,),
-              note=_TEXT_ALONE),
-    **_fields("online", _CHAT, "return_prompt_text", neutral=(False,), note=_TEXT_ALONE),
-    **_fields("online", _BOTH, "prompt_logprobs", "logprob_token_ids", note=_TEXT_ALONE),
+              note=_ONLY_TEXT),
+    **_fields("online", _CHAT, "return_prompt_text", neutral=(False,), note=_ONLY_TEXT),
+    **_fields("online", _BOTH, "prompt_logprobs", "logprob_token_ids", note=_ONLY_TEXT),
     **_fields("online", _BOTH, "truncate_prompt_tokens", "truncation_side",
               note="a prompt that is too long becomes a dead letter"),
     **_fields("online", _BOTH, "thinking_token_budget", neutral=(-1,), note="only online requests have it"),
@@ -133,14 +133,14 @@ FIELDS: dict[str, Field] = {
     **_fields("ignored", _BOTH, "cache_salt", "request_id", "session_id", note="the endpoint sets its own"),
     **_fields("refused", _BOTH, "priority", neutral=(0,), note="requests are served in order"),
     **_fields("refused", _BOTH, "vllm_xargs", neutral=({},), note="engines have no extensions that read it"),
-    **_fields("refused", _BOTH, "use_beam_search", neutral=(False,), note=_NO_BEAMS),
-    **_fields("refused", _BOTH, "length_penalty", neutral=(1,), note=_NO_BEAMS),
-    **_fields("refused", _BOTH, "kv_transfer_params", "ec_transfer_params", note=_OF_THE_ENGINES),
+    **_fields("refused", _BOTH, "use_beam_search", neutral=(False,), note=_NO_BEAM_SEARCH),
+    **_fields("refused", _BOTH, "length_penalty", neutral=(1,), note=_NO_BEAM_SEARCH),
+    **_fields("refused", _BOTH, "kv_transfer_params", "ec_transfer_params", note=_RESERVED),
     **_fields("refused", _BOTH, "routed_experts_prompt_start", neutral=(0,), note="engines return no routing"),
-    **_fields("refused", _BOTH, "return_token_offsets", neutral=(False,), note=_OF_RENDER),
-    **_fields("refused", _CHAT, "return_assistant_tokens_mask", neutral=(False,), note=_OF_RENDER),
+    **_fields("refused", _BOTH, "return_token_offsets", neutral=(False,), note=_RENDER_ONLY),
+    **_fields("refused", _CHAT, "return_assistant_tokens_mask", neutral=(False,), note=_RENDER_ONLY),
     **_fields("refused", _CHAT, "chat_template", note="the model's own template is used"),
-    **_fields("refused", _CHAT, "media_io_kwargs", "mm_processor_kwargs", note=_OF_THE_OPERATOR),
+    **_fields("refused", _CHAT, "media_io_kwargs", "mm_processor_kwargs", note=_OPERATOR_ONLY),
     **_fields("refused", _CHAT, "function_call", neutral=("none",), note="use tool_choice"),
     **_fields("refused", _CHAT, "functions", neutral=([],), note="use tools"),
     **_fields("refused", _CHAT, "audio", note="models answer in text"),

@@ -9,15 +9,15 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with these, content is optional
+_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with one, content is optional
 _REQUIRED = "it needs a role and a content, both text"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
     """Return the messages, or an error message to append to their location.
 
-    Messages from CSV are JSON text. As in vLLM, each message gets a text content (text parts are joined by newlines, an
-    assistant that only calls tools has ""), and arguments of tool calls become objects.
+    `value` may be JSON text, as in CSV. As in vLLM, each message gets a text content: text parts are joined by
+    newlines, and an assistant that only calls tools gets "". Arguments of tool calls become objects.
 
     Args:
         keep_parts: keep lists of parts for a template that expects them, except in tool messages.
@@ -41,7 +41,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
 
 
 def message_error(message: Mapping[str, Any]) -> str | None:
-    """Return an error message if a message has no content or invalid tool calls, else None."""
+    """Return an error message if a chat message has no content or invalid tool calls, else None."""
     if message.get("function_call") is not None:
         return "function_call is not supported: use tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):

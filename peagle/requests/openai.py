@@ -23,7 +23,7 @@ class Body:
     Attributes:
         content: messages, a text or token ids.
         template: variables for the chat template, including `tools`.
-        add_special_tokens: by default False for chats and True for completions.
+        add_special_tokens: None means False for chats and True for completions.
         parsing: fields that vLLM's parsers of tool calls and reasoning read; None without a parser or a chat.
     """
 
@@ -36,7 +36,7 @@ class Body:
 
 
 class _InvalidField(Exception):  # noqa: N818
-    """An invalid field of a body; the message starts with its name."""
+    """A field of a body is invalid. The message starts with the field's name."""
 
 
 def parse_body(url: str, body: Mapping[str, Any], *, calls_tools: bool = False, has_parser: bool = False) -> Body | str:
@@ -77,7 +77,7 @@ def template_error(arguments: Any) -> str | None:
 
 
 def _single_prompt(prompt: Any) -> Any:
-    """Return a text or token ids. The API also accepts a list of prompts; a row has only one prompt."""
+    """Return a text or token ids. The API also accepts a list of prompts, but a row has only one prompt."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
@@ -166,8 +166,8 @@ def _constraint(response_format: Any) -> dict[str, Any]:
     if kind != "json_schema":
         kinds = "text, json_object, json_schema or structural_tag"
         raise _InvalidField(f"response_format: its type must be {kinds}, not {shown(kind)}")
-    named = response_format.get("json_schema")
-    schema = named.get("schema") if isinstance(named, dict) else None
+    named_schema = response_format.get("json_schema")
+    schema = named_schema.get("schema") if isinstance(named_schema, dict) else None
     if not isinstance(schema, dict):
         raise _InvalidField("response_format: json_schema requires a schema that is an object")
     return {"json_schema": schema}
@@ -187,7 +187,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
     """Return a line of the output file. It depends only on the arguments, so the same run writes the same bytes.
 
     Args:
-        row: an output row of a run, with those of `ANSWER_COLUMNS` that the run has.
+        row: an output row of a run, with the columns of `ANSWER_COLUMNS` that exist in the run.
         created: Unix time of the response.
         run_id: makes ids unique across runs.
     """
@@ -218,7 +218,7 @@ def _key(run_id: str, row_id: str) -> str:
 
 
 def _parsed_message(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a chat's message that parsers have divided; empty without parsers."""
+    """Return the fields of a chat message that vLLM's parsers have filled; empty without parsers."""
     if "tool_calls" not in row:
         return {}
     message: dict[str, Any] = {"content": row["response"]}
@@ -276,7 +276,7 @@ def chunk_choice(
     logprobs: Sequence[Mapping[str, Any]] | None = None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return a choice of a `chunk`: its new text, and the finish reason if it ended.
+    """Return a choice of a `chunk`: its new text, and its finish reason if it is finished.
 
     Args:
         logprobs: logprobs of the new tokens, as in an output row; None if not requested.

@@ -38,7 +38,7 @@ class PromptOptions(BaseModel):
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are used here."""
+    """The methods of a Hugging Face tokenizer that `PromptBuilder` uses."""
 
     chat_template: Any
 
@@ -57,9 +57,9 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """Where prompts come from: exactly one of the three columns and the template is set.
+    """The source of prompts: either one of the three columns, or the template.
 
-    `body_column` contains the bodies of OpenAI requests, for chats or completions.
+    `body_column` contains the bodies of OpenAI requests for chats or completions.
     """
 
     column: str | None = None
@@ -132,7 +132,7 @@ def resolve_prompts(
 
 
 class PromptBuilder:
-    """Convert rows to token ids. A prompt must leave room for at least one token in `max_model_len`."""
+    """Converts rows to token ids. A prompt must leave room for at least one output token in `max_model_len`."""
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
         self.spec = spec
@@ -162,9 +162,9 @@ class PromptBuilder:
         return RowError(reason="invalid_prompt", message=message)
 
     def _tokens(self, body: Body) -> list[int] | RowError:
-        # A template adds its own special tokens.
+        # A chat template adds special tokens itself.
         with_special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
-        # Passed only if necessary: not every tokenizer has this argument.
+        # Passed only if necessary, because not every tokenizer has this argument.
         options = {} if with_special else {"add_special_tokens": False}
         try:
             text = self._chat(body) if body.is_chat else body.content
@@ -216,7 +216,7 @@ class PromptBuilder:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **template)
 
     def _chat_template(self, tools: Any) -> str:
-        """Return the template's text; a model may have another template for tools."""
+        """Return the text of the chat template. A model may have a separate template for requests with tools."""
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if tools and "tool_use" in template else "default", "")

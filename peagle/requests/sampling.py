@@ -1,4 +1,4 @@
-"""Sampling parameters of runs and rows, and conflicts between them."""
+"""Sampling parameters of runs and rows, and checks that an engine supports their combination."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
 class SamplingOptions(BaseModel):
-    """The sampling parameters of a run; also validates a row's own."""
+    """The sampling parameters of a run. `RequestSampling` extends them for rows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -138,7 +138,7 @@ class SamplingLimits:
     Attributes:
         has_drafter: whether the engine drafts for every request, and so supports neither `logit_bias` nor `min_p`.
         can_seed: whether the engine supports a sampling seed.
-        vocab_size: token ids of the model; None if unknown.
+        vocab_size: number of token ids of the model; None if unknown.
         max_answer_bytes: limit for one row's responses, as estimated by `AnswerShape`.
     """
 

@@ -27,7 +27,7 @@ class Template:
     def require_columns(self, columns: Iterable[str]) -> None:
         """Raise an InputError if a column that every rendering reads is missing.
 
-        Names in branches, in tests or with a default may be missing.
+        Names that are used in branches or tests, or have a default, may be missing.
         """
         missing = meta.find_undeclared_variables(self._tree).difference(columns)
         assigned = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
@@ -91,7 +91,7 @@ def _tojson(
 ) -> str:
     if isinstance(value, _Missing):
         str(value)  # raises for a missing value; only null inside a value is allowed
-    # The same as in chat templates; Jinja2's own filter escapes HTML.
+    # As in chat templates, HTML is not escaped; Jinja2's own filter would escape it.
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return to_json(_with_nulls(value), ensure_ascii=ensure_ascii, **layout)
 
@@ -118,7 +118,7 @@ _ENVIRONMENT = _environment()
 
 
 def _needed(node: nodes.Node) -> Iterator[str]:
-    """Yield names that every rendering reads: not those in a branch, in a test, or with a default."""
+    """Yield names that every rendering reads. Names in branches or tests, or with a default, are left out."""
     match node:
         case nodes.Name():
             yield node.name

@@ -1,4 +1,4 @@
-"""Load a target's tokenizer, if possible without `AutoTokenizer`, which imports torch in five CPU seconds."""
+"""Load a target's tokenizer, if possible without `AutoTokenizer`: that imports torch, which takes five CPU seconds."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
 
 
 def _kind(folder: Path) -> tuple[Any, Any] | None:
-    """Return the kind of tokenizer, or None if AutoTokenizer has to decide."""
+    """Return the pair of types as in `_GENERIC`, or None if only AutoTokenizer can decide."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())

@@ -1,6 +1,7 @@
-"""Audit a run: files against the plan, usage against the rows, and generate a sample of rows again (`regeneration.py`).
+"""Audit a run: compare files with the plan and usage with the rows, and generate a sample of rows again.
 
-A finding is an error in the run; notes are about unfinished runs. The audit writes nothing.
+`regeneration.py` generates the sample. A finding is an error in the run; a note is not, for example about a run that is
+not finished. The audit writes nothing.
 """
 
 import json
@@ -40,7 +41,7 @@ _FOLDERS = {
     "suspects": re.compile(r"unit-\d{8,}\..+\.json"),
 }
 
-RetriedIds = dict[int, frozenset[str]]  # by unit, the ids of its rows that retries took over
+RetriedIds = dict[int, frozenset[str]]  # for each unit, the ids of its rows that were retried in another unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class FilesAudit:
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    rows_of: dict[int, int] = field(default_factory=dict)  # by committed unit without findings
+    rows_of: dict[int, int] = field(default_factory=dict)  # number of rows of each committed unit without findings
     num_units_planned: int = 0
     num_units: int = 0
     num_rows_planned: int = 0
@@ -146,7 +147,7 @@ def audit(
     """Audit a run, and generate `num_rows` of its rows again.
 
     Args:
-        max_tie: largest margin of a rounding tie; None for the default of the run's precision.
+        max_tie: largest margin of a rounding tie; None means the default for the run's precision.
         start: starts an engine on this machine.
 
     Raises:
@@ -201,7 +202,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     _count(audit, plan, units, retried)
     _check_retries(audit, plan, units, retried)
     _check_ledger(audit, run, units)
-    _check_other_files(audit, run, manifest["plan"], {unit.letters_name for unit in units.values()})
+    _check_other_files(audit, run, manifest["plan"], {unit.dead_letters_name for unit in units.values()})
     _check_report(audit, run)
     _check_input(audit, plan, manifest)
     return audit
@@ -264,16 +265,16 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
         if unit.supersedes is None:
             continue
         where, earlier = f"unit {unit.unit}", planned[unit.supersedes]
-        before, ids = units.get(earlier.unit), retried[earlier.unit]
-        letters = set(before.letter_ids) if before else set()
+        earlier_audit, ids = units.get(earlier.unit), retried[earlier.unit]
+        letters = set(earlier_audit.letter_ids) if earlier_audit else set()
         if any(counts[earlier.unit, row] > 1 for row in unit.rows or ()):
             audit.add("plan", where, f"rows of unit {earlier.unit} are retried more than once")
         elif not ids <= {earlier.row_id(index) for index in range(earlier.num_rows)}:
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
-        elif before is None:
+        elif earlier_audit is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
         # A unit that ran again after the retry skipped the retried rows, so they are not among its dead letters.
-        elif not before.findings and letters & ids and letters - ids:
+        elif not earlier_audit.findings and letters & ids and letters - ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
 
@@ -350,9 +351,9 @@ def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
     except ValueError as error:
         audit.add("damaged", path.name, str(error))
         return
-    num_gone = report["account"]["num_units"] - audit.num_units
-    if num_gone > 0:
-        audit.add("lost", "data", f"{num_gone:,} units that were committed when report.json was written are gone")
+    num_missing = report["account"]["num_units"] - audit.num_units
+    if num_missing > 0:
+        audit.add("lost", "data", f"{num_missing:,} units that were committed when report.json was written are gone")
     elif not audit.findings and report["account"]["num_output_tokens"] != audit.num_output_tokens:
         audit.notes.append("report.json is older than the units: `peagle report` writes it again")
 
@@ -371,10 +372,10 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
                 audit.add("input", path, error.message)
             return
     limit = manifest["fingerprint"]["corpus"]["limit"]
-    wrong = _input_difference(files, plan, limit)
-    # A file without rows is part of the fingerprint but of no unit, so the whole corpus must be listed again.
-    if wrong is not None and not _named_corpus_is_same(plan, manifest["config"], limit):
-        audit.add("input", ", ".join(formats), wrong)
+    difference = _input_difference(files, plan, limit)
+    # A file without rows is part of the fingerprint but not of any unit, so the whole corpus must be listed again.
+    if difference is not None and not _is_configured_corpus_same(plan, manifest["config"], limit):
+        audit.add("input", ", ".join(formats), difference)
 
 
 def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
@@ -385,7 +386,7 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
     return None if fingerprint == plan.corpus_fingerprint else "the input changed after the run was planned"
 
 
-def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
+def _is_configured_corpus_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
         files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
         return _input_difference(files, plan, limit) is None
@@ -411,7 +412,7 @@ class UnitAudit:
 
     findings: tuple[Finding, ...]
     usage: UnitUsage | None = None
-    letters_name: str = ""
+    dead_letters_name: str = ""
     num_rows: int = 0
     letter_ids: tuple[str, ...] = ()
 
@@ -439,7 +440,7 @@ def audit_unit(
     """
     path = run.unit_path(unit.unit)
     try:
-        usage, name = run.usage(unit.unit), run.letters_name(unit.unit)
+        usage, name = run.usage(unit.unit), run.dead_letters_name(unit.unit)
         with open_to_read(path) as file:
             table = read_table(file)
     except (PeagleError, OSError, pa.ArrowException) as error:
@@ -447,7 +448,7 @@ def audit_unit(
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))
     if wrong := _wrong_columns(plain_schema(table.schema), schema):
         finding = Finding(kind="schema", where=path.name, message=wrong)
-        return UnitAudit(findings=(finding,), usage=usage, letters_name=name, num_rows=table.num_rows)
+        return UnitAudit(findings=(finding,), usage=usage, dead_letters_name=name, num_rows=table.num_rows)
     letters, damage = _letters(run, unit, name)
     table = table.rename_columns(plain_names(table.schema))
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
@@ -461,7 +462,7 @@ def audit_unit(
     return UnitAudit(
         findings=(*damage, *(Finding(kind=kind, where=path.name, message=message) for kind, message in problems)),
         usage=usage,
-        letters_name=name,
+        dead_letters_name=name,
         num_rows=table.num_rows,
         letter_ids=tuple(letter_ids),
     )
@@ -511,15 +512,15 @@ def _wrong_ids(
         yield "lost", f"{_some(missing)}: planned, but in no row and no dead letter"
     if foreign := counts.keys() - planned:
         yield "foreign", f"{_some(foreign)}: not in this unit"
-    if doubled := {row_id for row_id, count in counts.items() if count > 1}:
-        yield "doubled", f"{_some(doubled)}: more than once"
+    if repeated := {row_id for row_id, count in counts.items() if count > 1}:
+        yield "doubled", f"{_some(repeated)}: more than once"
     if answered_twice := retried.intersection(ids):
         yield "doubled", f"{_some(answered_twice)}: committed, but also retried"
 
 
 def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
-    """Compare the file's footer with its rows. `num_letters` is None if the dead letters cannot be read."""
-    stated = {
+    """Compare the usage in a file's footer with its rows. `num_letters` is None if the dead letters cannot be read."""
+    recorded = {
         "num_rows": usage.num_rows,
         "num_failed_rows": usage.num_failed_rows,
         **{name: getattr(usage, name) for name in _TOKENS},
@@ -530,7 +531,7 @@ def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: 
         "num_failed_rows": usage.num_failed_rows if num_letters is None else num_letters,
         **{name: sum(row[name] or 0 for row in rows) for name in (*_TOKENS, *_DRAFTS)},
     }
-    for name, value in stated.items():
+    for name, value in recorded.items():
         if value != counted[name]:
             yield f"{name} is {value:,} in the footer, but {counted[name]:,} in the rows"
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class TagDraw:
-    """One run's draw on the endpoint's ledger; `run` and `tags` (JSON) are the same for all attempts of the run.
+    """A run's draw on the endpoint's ledger. `run` and `tags` (JSON) are the same for all attempts of the run.
 
     Raises ConfigError if there is no such ledger.
     """
@@ -87,9 +87,9 @@ class TagDraw:
 
     def _refresh(self, spent_usd: float, held_usd: float) -> None:
         self._write_draw(spent_usd, held_usd)
-        for whose, work in self._reader.new():
-            for account in self._accounts.intersection(tag_accounts(whose.tags)):
-                self._requests[account][whose.day] += work.usd
+        for group, work in self._reader.new():
+            for account in self._accounts.intersection(tag_accounts(group.tags)):
+                self._requests[account][group.day] += work.usd
         self._runs, self._held = drawn(draw for draw in read_draws(self._ledger) if draw.run != self._draw.run)
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
@@ -110,8 +110,8 @@ class TagDraw:
         left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)
         if left_usd > reserve_usd:
             return None
-        again = f"; it resets on {period[1]}" if period else ""
+        reset = f"; it resets on {period[1]}" if period else ""
         return (
             f"{budget.describe_budget()} is reached: {format_usd(max(0.0, left_usd))} left, and shutting the run "
-            f"down may cost {format_usd(reserve_usd)}{again}"
+            f"down may cost {format_usd(reserve_usd)}{reset}"
         )

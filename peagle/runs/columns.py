@@ -1,9 +1,9 @@
 """The columns of a unit's file: those of the input, then those of the output.
 
-The input's columns keep their names. An output column whose name is taken has another name in the file. Names are
-compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. Inside peagle, output columns always have the
-names of `OUTPUT_SCHEMA`, and an input column of such a name has the prefix `input_`. Older runs have these names in
-their files.
+In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
+are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. Inside peagle it is the other way round:
+output columns have the names of `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. The
+files of older runs have these inside names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ OUTPUT_SCHEMA = pa.schema(
         ("latency_s", pa.float64()),
         ("model", pa.string()),
         ("drafter", pa.string()),
-        # Every response of a row that requested several or log-probabilities; otherwise null.
+        # All responses of a row, if it requested more than one, or log-probabilities; otherwise null.
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
@@ -51,7 +51,7 @@ _IS_PARSED = {b"peagle.parsed": b"1"}  # in the metadata of a file
 
 
 def output_schema(*, is_parsed: bool) -> pa.Schema:
-    """Return the output columns. If vLLM's parsers have divided the responses, `completions` has the whole text."""
+    """Return the output columns. If vLLM's parsers have split the responses, `completions` has the full text."""
     return _PARSED_SCHEMA.with_metadata(_IS_PARSED) if is_parsed else OUTPUT_SCHEMA
 
 
@@ -81,7 +81,7 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
 
 
 def plain_names(file: pa.Schema) -> list[str]:
-    """Return the names of a file's columns inside peagle. A file with fewer columns is not a unit's, and keeps them.
+    """Return the names of a file's columns inside peagle. A file that is not a unit's keeps its names.
 
     Example: the file's columns `id`, `row_id`, `response`, ... are `input_id`, `id`, `response`, ... inside peagle.
     """

@@ -2,17 +2,17 @@
 
     run.json                      configuration, fingerprint, versions, and the name of the plan; written once
     plan.ID.parquet               the units; only the file that run.json names is valid
-    plan-N.parquet                units of retry N: the units whose dead letters they retry; written once
+    plan-N.parquet                units of retry N, each with the unit whose dead letters it retries; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it and no retry took them over
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it, until they are retried
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
-    report.json  report.html      the account
+    report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
     suspects/                     rows that may have crashed an engine (`suspects.py`); empty in a finished run
-    .lease/                       the current driver (`lease.py`), and its signal to stop
+    .lease/                       the current driver (`lease.py`), and the stop signal to its workers (`stopping.py`)
 
-A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT, so
-the first of two attempts wins, and the second leaves nothing valid. `run.json` and the plans are created the same way.
+A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT. So
+the first of two attempts wins, and the second has no effect. `run.json` and the plans are created the same way.
 """
 
 import functools
@@ -53,11 +53,11 @@ from peagle.storage import (
 
 PLAN_FILE = re.compile(r"plan\.[0-9a-f]{12}\.parquet")
 UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
-LETTERS_FILE = re.compile(r"unit-(\d{8,})\.\w+\.jsonl")
+DEAD_LETTERS_FILE = re.compile(r"unit-(\d{8,})\.\w+\.jsonl")
 _FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
-_WRITABLE = "free some space, or make the folder writable; the same command continues the run"
-_LETTERS = "restore the file, or delete the unit's file in data/ to run its rows again"
-_NEW = "start a new run directory"
+_WRITABLE_HINT = "free some space, or make the folder writable; the same command continues the run"
+_LETTERS_HINT = "restore the file, or delete the unit's file in data/ to run its rows again"
+_NEW_HINT = "start a new run directory"
 _USAGE, _FAILED = b"peagle.usage", b"peagle.failed"
 BATCH_ROWS = 1024
 _READERS = 16  # concurrent requests to a store
@@ -73,13 +73,13 @@ class UnitMetadata:
 class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
-    `driver` is the number of the lease of the driver that this process works for; 0 for no driver.
+    `driver` is the lease number of the driver that this process works for, or 0 without a driver.
     """
 
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
         self.root = storage_path(root)
         self.driver = driver
-        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # the signal by which that driver stops its workers
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # by which the driver stops its workers
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
@@ -87,8 +87,8 @@ class RunDirectory:
         self.suspects = self.root / "suspects"
         self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
-        self._metadata: dict[int, UnitMetadata] = {}  # cache for units on S3, where each read takes a while
-        self.lease: Holding | None = None  # this process's lease if it is the run's driver
+        self._metadata: dict[int, UnitMetadata] = {}  # cache for units on S3, where each read is slow
+        self.lease: Holding | None = None  # only if this process is the run's driver
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the location and the driver's number; the lease itself stays in this process."""
@@ -116,7 +116,8 @@ class RunDirectory:
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
         """Create the run, and return whether this driver was the first to do so.
 
-        If another driver was faster, its manifest and plan are valid. Raises ConfigError if the folder has other files.
+        If another driver was first, only its manifest and plan are valid. Raises ConfigError if the folder contains
+        other files.
         """
         self.require_own()
         try:
@@ -159,7 +160,7 @@ class RunDirectory:
         except FileNotFoundError as error:
             raise ConfigError(f"{self} is not a run directory: it has no run.json") from error
         except ValueError as error:
-            raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW) from error
+            raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW_HINT) from error
         return manifest
 
     @property
@@ -180,7 +181,7 @@ class RunDirectory:
         return plan
 
     def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
-        """Plan retry `number`. From now on its units are responsible for the rows that they retry.
+        """Plan retry `number`. From then on, its units are responsible for the rows that they retry.
 
         Raises RunInUse if another driver has planned a retry with this number, or has taken over.
         """
@@ -192,7 +193,7 @@ class RunDirectory:
             )
 
     def superseded(self) -> frozenset[int]:
-        """Return the committed units whose dead letters a retry took over and has not committed."""
+        """Return the committed units whose dead letters are retried in other units."""
         if not self._retry_plans():
             return frozenset()
         plan = self.plan()
@@ -204,7 +205,7 @@ class RunDirectory:
     def _plan_name(self) -> str:
         name = self.manifest().get("plan")
         if not isinstance(name, str) or not PLAN_FILE.fullmatch(name):
-            raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW)
+            raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW_HINT)
         return name
 
     def _retry_plans(self) -> list[StoragePath]:
@@ -232,7 +233,7 @@ class RunDirectory:
         if dead_letters:
             # The name is unique to this attempt, so a slower attempt cannot replace the dead letters of the winner.
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
-        with writing(self.unit_path(unit), hint=_WRITABLE):
+        with writing(self.unit_path(unit), hint=_WRITABLE_HINT):
             if failed_name:
                 lines = "".join(to_json(letter) + "\n" for letter in dead_letters)
                 write_atomic(self.failed / failed_name, lines.encode())
@@ -252,7 +253,7 @@ class RunDirectory:
     def usages(self) -> Iterator[UnitUsage]:
         """Yield the usage of every committed unit, in order.
 
-        Rows that a retry took over do not count as failed rows of the unit where they failed.
+        Rows that are retried do not count as failed rows of the unit where they failed.
         """
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed)
@@ -265,24 +266,24 @@ class RunDirectory:
         return self._read_metadata(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Yield every valid dead letter: named by a committed unit, and not taken over by a retry."""
+        """Yield every valid dead letter: those of committed units, except rows that are retried."""
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
         for unit in sorted(committed - superseded):
             yield from self.letters(unit)
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
-        """Yield the dead letters of a committed unit, retried or not."""
-        if name := self.letters_name(unit):
+        """Yield the dead letters of a committed unit, including those that were retried."""
+        if name := self.dead_letters_name(unit):
             path = self.failed / name
             try:
                 with open_to_read(path) as lines:
                     yield from (json.loads(line) for line in lines)
             except (OSError, ValueError) as error:
-                raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS) from error
+                raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS_HINT) from error
 
-    def letters_name(self, unit: int) -> str:
-        """Return the file in `failed/` that a committed unit names; empty without dead letters."""
+    def dead_letters_name(self, unit: int) -> str:
+        """Return the name of a committed unit's file in `failed/`, or "" if it has no dead letters."""
         return self._read_metadata(unit).failed_name
 
     def read_ahead(self, units: Iterable[int]) -> None:
@@ -320,8 +321,8 @@ class RunDirectory:
         leftovers = [*_temporaries(self._folders), *self._orphaned_plans()]
         for path in letters:
             # The attempt that wrote dead letters of an uncommitted unit may commit at any moment.
-            match = LETTERS_FILE.fullmatch(path.name)
-            if match and int(match[1]) in committed and self.letters_name(int(match[1])) != path.name:
+            match = DEAD_LETTERS_FILE.fullmatch(path.name)
+            if match and int(match[1]) in committed and self.dead_letters_name(int(match[1])) != path.name:
                 leftovers.append(path)
         self._delete([*leftovers, *stale_notes(self.suspects, committed)])
         return len(leftovers)
@@ -329,8 +330,8 @@ class RunDirectory:
     def _delete(self, listed: Iterable[StoragePath]) -> None:
         """Delete files that were listed while this driver had the lease.
 
-        A suspended driver may resume after its successor has finished. File names are never used again, so files that
-        were listed before the check are not those of a successor.
+        A suspended driver may resume after its successor has finished. File names are never reused, and the lease is
+        checked after the listing, so a successor's files are never deleted.
         """
         listed = list(listed)
         self.require_lease()
@@ -395,7 +396,7 @@ def _parsed(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise ConfigError(f"{path} is damaged: {error}", hint=_NEW) from error
+        raise ConfigError(f"{path} is damaged: {error}", hint=_NEW_HINT) from error
 
 
 def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:

@@ -48,7 +48,7 @@ class Export:
     num_rows: int
     num_failed_rows: int
     files: dict[str, int]  # sizes in bytes by name
-    # By column, the number of rows with null for NaN or infinity, which JSON does not have.
+    # For each column, the number of rows in which NaN or infinity was replaced by null, since JSON has neither.
     num_nulls: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -65,7 +65,9 @@ class Export:
 def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
     """Export the committed units of a run. Exports can be repeated, and each file is written atomically.
 
-    `partial` allows the export of an unfinished run. Without `again`, an existing current export is returned.
+    Args:
+        partial: allow the export of an unfinished run.
+        again: write the export even if an existing one is up to date.
     """
     return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
 
@@ -79,8 +81,8 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
         )
     folder = run.root / "export" / output_format
     commits = _commits(run, units)
-    if not again and (made := _existing(folder)) is not None and made.commits == commits:
-        return made
+    if not again and (existing := _existing(folder)) is not None and existing.commits == commits:
+        return existing
     try:
         make_folder(folder)
         remove_temporaries(folder, older_than_s=_LONGEST_S)  # another process may be exporting
@@ -91,7 +93,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
 
 
 def _commits(run: RunDirectory, units: list[int]) -> str:
-    """Return a digest of the engine processes that committed these units, and of the times."""
+    """Return a digest of which engine processes committed these units, and when."""
     run.read_ahead(units)
     digest = hashlib.sha256()
     for unit in units:
@@ -141,14 +143,14 @@ def _write(
 
 def _existing(folder: StoragePath) -> Export | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
-        if all((folder / name).stat().st_size == size for name, size in made.files.items()):
-            return made
+        existing = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
+        if all((folder / name).stat().st_size == size for name, size in existing.files.items()):
+            return existing
     return None
 
 
 class _PlainLines:
-    """Writes rows and dead letters unchanged. `columns` are the columns to read; None for all."""
+    """Writes rows and dead letters unchanged. `columns` are the columns to read; None means all."""
 
     columns: frozenset[str] | None = None
 
@@ -171,7 +173,7 @@ class _PlainLines:
 
 
 class _OpenAiLines(_PlainLines):
-    """Writes rows and dead letters in OpenAI's batch format, with their id if there is no column `custom_id`."""
+    """Writes rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
@@ -258,7 +260,7 @@ def batches_in_order(
     """Yield the committed rows in the order of the corpus.
 
     Args:
-        columns: None for all.
+        columns: the columns to read; None means all.
         as_stored: use the names of the files instead of those inside peagle.
 
     Raises:

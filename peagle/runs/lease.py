@@ -41,7 +41,7 @@ class Lease:
     """The current or most recent driver of a run."""
 
     number: int  # increases with every driver of the run
-    token: str  # unique to this driver. Numbers start again if the folder is deleted
+    token: str  # unique to this driver; numbers are not, as they restart at 1 if the folder is deleted
     user: str
     host: str
     where: str  # the boot and the process namespace in which `pid` is valid
@@ -206,7 +206,7 @@ def _take(
         now = time.time()
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # in a container, the user may have no name
+        except (KeyError, OSError):  # the user of a container may have no name
             user = str(os.getuid())
         lease = Lease(
             number=before.number + 1 if before else 1,
@@ -232,7 +232,7 @@ def _take(
                 if number.isdecimal() and int(number) < lease.number:
                     other.unlink(missing_ok=True)
             return lease
-        if won:
+        if won:  # with a number that is too low
             path.unlink(missing_ok=True)
         current = read_lease(root)
         if current is not None and current.outcome is None:
@@ -271,7 +271,7 @@ def _numbers(root: StoragePath) -> list[int]:
 
 
 def _where() -> str:
-    """Return an id of this boot and process namespace; a unique id if the kernel has none."""
+    """Return an id of this boot and process namespace, or an id of this process if the kernel provides none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"

@@ -31,54 +31,62 @@ _RESPONSES = "responses"  # the folder of `TrainConfig.answers`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLedgers:
+    """Ledgers, and notes for the user about their limitations."""
+
     ledgers: tuple[Ledger, ...]
     notes: tuple[str, ...]
 
 
 def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> FoundLedgers:
-    """Return the ledgers of all sources, each once, with step times of `benchmark` instead of their own.
+    """Return the ledgers of all sources, each once. With `benchmark`, its step times replace those of the ledgers.
 
     Raises:
         ConfigError: a source is missing, or is neither a run nor an endpoint's state.
         PeagleError: a file is damaged.
     """
-    runs, states, others = _found(sources)
+    runs, states, others = _find_folders(sources)
     endpoints = [_endpoint(name, folder) for name, folder in states.items()]
-    billed = {whose.session_id for ledger in endpoints for whose in ledger.work}
+    billed = {group.session_id for ledger in endpoints for group in ledger.work}
     unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
     if num_billed := len(runs) - len(unbilled):
         notes.append(f"{num_billed} batch runs are counted in the ledger of their endpoint.")
     if others:
         notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
-    unlike = []
+    incomparable = []
     if benchmark:
         for name, run in unbilled.items():
             about = run.manifest()["run"]
             hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
             if (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
-                unlike.append(name)
-    if unlike:
-        notes.append(f"{len(unlike)} runs used different hardware or precision from the baseline: {unlike[0]}, ...")
-    ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
-    ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in unbilled.items()]
-    inexact: defaultdict[str, list[str]] = defaultdict(list)  # names of ledgers, by the reason
+                incomparable.append(name)
+    if incomparable:
+        notes.append(
+            f"{len(incomparable)} runs used different hardware or precision from the baseline: {incomparable[0]}, ..."
+        )
+    ledgers = [_with_benchmark(ledger, benchmark) for ledger in endpoints]
+    ledgers += [
+        _with_benchmark(_bulk(name, run), None if name in incomparable else benchmark) for name, run in unbilled.items()
+    ]
+    names_by_label: defaultdict[str, list[str]] = defaultdict(list)
     for ledger in ledgers:
         for label in session_labels(ledger.sessions):
-            inexact[label].append(ledger.run)
-    notes += [f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in inexact.items()]
+            names_by_label[label].append(ledger.run)
+    notes += [
+        f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in names_by_label.items()
+    ]
     return FoundLedgers(ledgers=tuple(ledgers), notes=tuple(notes))
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
     """Return the ledger folder of each source, by name; raises as `find_ledgers`."""
-    runs, states, _ = _found(sources)
+    runs, states, _ = _find_folders(sources)
     return {name: run.ledger for name, run in runs.items()} | {name: state / "ledger" for name, state in states.items()}
 
 
-def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
+def _find_folders(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders."""
-    folders = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
+    folders = _classify({name: folder for source in sources for name, folder in _expand(source).items()})
     missing = [source for source in sources if not _is_glob(source) and not storage_path(source).is_dir()]
     if missing or not (folders[0] or folders[1]):
         raise ConfigError(
@@ -88,18 +96,18 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, S
     return folders
 
 
-def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
+def _with_benchmark(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
     """Return the ledger with the benchmark's step times in sessions of the same engine."""
 
-    def measured(session: EngineSession) -> EngineSession:
+    def with_baseline(session: EngineSession) -> EngineSession:
         baseline = benchmark.baseline(session) if benchmark else None
         return replace(session, baseline=baseline.to_text()) if baseline else session
 
-    return replace(ledger, sessions=tuple(map(measured, ledger.sessions)))
+    return replace(ledger, sessions=tuple(map(with_baseline, ledger.sessions)))
 
 
-def _places(source: str) -> dict[str, StoragePath]:
-    """Return the folders of a source, by name."""
+def _expand(source: str) -> dict[str, StoragePath]:
+    """Return the folders that a source or glob names, by name."""
     if not _is_glob(source):
         return {source: storage_path(source)}
     if "://" not in source:
@@ -115,11 +123,11 @@ def _is_glob(source: str) -> bool:
     return any(sign in source for sign in "*?[")
 
 
-def _sorted(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
+def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, states, others = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
-    answers = {name: _answers(name, folder) for name, folder in folders.items()}
-    everything = [*folders.items(), *(item for runs_of in answers.values() for item in runs_of.items())]
+    response_runs = {name: _response_runs(name, folder) for name, folder in folders.items()}
+    everything = [*folders.items(), *(item for runs_of in response_runs.values() for item in runs_of.items())]
     by_location = {}
     for name, folder in reversed(everything):
         location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
@@ -130,12 +138,12 @@ def _sorted(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory]
             runs[name] = run
         elif _is_state(folder):
             states[name] = folder
-        elif not answers.get(name):
+        elif not response_runs.get(name):
             others.append(name)
     return dict(sorted(runs.items())), dict(sorted(states.items())), others
 
 
-def _answers(name: str, folder: StoragePath) -> dict[str, StoragePath]:
+def _response_runs(name: str, folder: StoragePath) -> dict[str, StoragePath]:
     """Return the bulk runs that generated a training's responses, by name."""
     runs = sorted((folder / _RESPONSES).glob("*"), key=str)
     return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
@@ -166,16 +174,16 @@ def _endpoint(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
     work = read_work(ledger)  # before the sessions, so that every request has a session
 
-    def then(session: EngineSession, moment: float) -> EngineSession:
+    def at_time(session: EngineSession, moment: float) -> EngineSession:
         return session_at_time(ledger, session, moment)
 
-    return Ledger(run=name, sessions=read_sessions(ledger), work=work, then=then)
+    return Ledger(run=name, sessions=read_sessions(ledger), work=work, session_at=at_time)
 
 
 def _bulk(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
-    concurrency = about.get("concurrency") or 0  # units do not record it
+    concurrency = about.get("concurrency") or 0  # units do not record their own
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     # Usage of borrowed engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
@@ -200,9 +208,9 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     usd_per_s = {session.session_id: session.num_devices * session.usd_per_device_s for session in sessions}
     work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for usage in usages:
-        whose = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
+        group = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
         usd = usage.busy_s * usd_per_s[usage.session_id]
-        work[whose] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
+        work[group] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(
-        run=name, sessions=sessions, work=work, then=lambda session, moment: session_at(moment, None, session)
+        run=name, sessions=sessions, work=work, session_at=lambda session, moment: session_at(moment, None, session)
     )

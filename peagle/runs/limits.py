@@ -1,4 +1,4 @@
-"""The limits of a run: budget, deadline, dead letters. Pure functions."""
+"""The limits of a run: budget, deadline, and number of dead letters. Pure functions."""
 
 import datetime
 import re
@@ -7,7 +7,7 @@ from typing import Literal
 
 from peagle.economics.report.figures import format_usd
 
-MIN_ROWS_FOR_SHARE = 100  # with fewer rows, a share means little
+MIN_ROWS_FOR_SHARE = 100  # with fewer rows, a share is not meaningful
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 _TOO_FAR = "the time is too far in the future"
@@ -41,7 +41,7 @@ class MaxFailedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a run; None for no limit."""
+    """The limits of a run; None means no limit."""
 
     budget_usd: float | None = None
     deadline_at: float | None = None  # Unix time by which everything must have ended
@@ -52,6 +52,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
+    """The state of a run that is compared with its limits."""
+
     now: float
     spent_usd: float
     num_done_rows: int
@@ -65,7 +67,7 @@ class Reached:
 
 
 def reached(limits: Limits, situation: Situation) -> Reached | None:
-    """Return the limit because of which the run must stop now, or None.
+    """Return the limit that requires the run to stop now, or None.
 
     Example: with a budget of 10 USD and a reserve of 0.40 USD, the run is stopped at 9.60 USD.
     """
@@ -94,9 +96,9 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     """Parse a deadline into Unix seconds; raises ValueError if the text is invalid or the time too far in the future.
 
-    A time of day is the next such moment, a duration counts from `now`. A local time has the UTC offset of its own day.
-    If clock changes make it ambiguous, the first future moment is used; if they skip it, it is shifted by the change.
-    Deadlines without a time zone have that of `now`, or this machine's.
+    A time of day means its next occurrence; a duration counts from `now`. A local time has the UTC offset of its own
+    day. If a clock change makes it ambiguous, the first future moment is used; if a clock change skips it, it is
+    shifted by the change. A deadline without a time zone has that of `now`, or this machine's.
     """
     text = text.strip()
     if text.lower() == "none":

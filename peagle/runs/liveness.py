@@ -20,10 +20,10 @@ def engines_at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_s: float) -> list[EngineSession]:
-    """Return the latest live session for each host and engine number, by the driver's start `since` and the engines'
-    clocks.
+    """Return the latest session for each host and engine number, if it is alive.
 
-    An engine without a heartbeat for `silent_after_s` counts as dead.
+    A session is dead if it has ended, or if its last heartbeat is `silent_after_s` older than the start of the driver
+    (`since`) or than the latest heartbeat of any engine.
     """
     last = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
@@ -33,7 +33,7 @@ def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_
 
 
 class Heartbeats:
-    """The engines' heartbeats, as observed by the driver; the sessions of earlier attempts, `before`, are all dead.
+    """The engines' heartbeats, as observed by the driver. `before` are the sessions of earlier attempts: all are dead.
 
     Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
     (`peagle status` only reads once, so it must trust the engines' clocks.)

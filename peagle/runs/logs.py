@@ -1,4 +1,7 @@
-"""The logs of a run. Processes of a run on S3 log to a temporary folder and copy the log to `OUT/logs` every minute."""
+"""The logs of a run.
+
+If the run directory is on S3, processes log to a local temporary folder, and copy the log to `OUT/logs` every minute.
+"""
 
 import contextlib
 import hashlib
@@ -47,12 +50,12 @@ def copy_log(root: StoragePath, log: Path, name: str, *, every_s: float = COPY_S
     """Update the copy of `log` during the block and at its end."""
     copy, ended = LogCopy(root, log, name), threading.Event()
 
-    def keep() -> None:
+    def copy_repeatedly() -> None:
         while not ended.wait(every_s):
             copy.update()
 
     if is_remote(root):
-        threading.Thread(target=keep, daemon=True).start()
+        threading.Thread(target=copy_repeatedly, daemon=True).start()
     try:
         yield
     finally:

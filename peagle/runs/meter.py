@@ -58,17 +58,17 @@ _LENT = "-lent"
 
 
 def new_session_id(*, is_lent: bool = False) -> str:
-    """Return a unique id that sorts by time; `is_lent` as for `is_lent()`."""
+    """Return a unique id that sorts by time. `is_lent` marks the session of a borrowed engine."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
 
 
 def is_lent(session_id: str) -> bool:
-    """Whether a session's seconds are billed in the ledger of the endpoint that owns the engine."""
+    """Whether a session used a borrowed engine. Its seconds are billed in the ledger of the endpoint that lends it."""
     return session_id.endswith(_LENT)
 
 
 class EngineMeter:
-    """A contiguous account of one engine's time, since `started` on the clock `monotonic`.
+    """An account of one engine's time without gaps, since `started` on the clock `monotonic`.
 
     While requests run, time is busy and is divided among their units in proportion to the number of requests that each
     unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the

@@ -59,7 +59,7 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Unit `unit` retries `rows` of unit `supersedes`, which are all of its dead letters."""
+    """Unit `unit` retries `rows` of unit `supersedes`: all of that unit's dead letters."""
 
     unit: int
     supersedes: int
@@ -101,7 +101,7 @@ class Plan:
         return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
     def retried_rows(self) -> dict[int, frozenset[int]]:
-        """Return the indices of rows that retries took over, by the unit in which they failed."""
+        """Return the indices of the rows that are retried, by the unit in which they failed."""
         retried: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
         for unit in self.units:
             if unit.supersedes is not None:
@@ -109,18 +109,20 @@ class Plan:
         return dict(retried)
 
     def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
-        """Return the units whose dead letters were all taken over by retries, by their numbers of rows and dead
-        letters.
+        """Return the committed units whose dead letters are all retried in other units.
 
-        A unit that ran again after its file was deleted only has the rows that no retry has: its dead letters are new.
+        A unit whose file was deleted runs again without the rows that are retried, so all its dead letters are new.
+
+        Args:
+            num_rows: for each committed unit, its number of rows and dead letters.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
 
     def left(self, committed: Container[int]) -> list[WorkUnit]:
-        """Return the units that are not committed.
+        """Return the units that are not committed, without rows that are retried in another unit.
 
-        If a unit lost its file after a retry took over its dead letters, those rows are left to the retry.
+        A unit has such rows if its file was deleted after the retry was planned.
         """
         retried = self.retried_rows()
         left = (unit for unit in self.units if unit.unit not in committed)
@@ -208,7 +210,7 @@ def plan_from_bytes(data: bytes) -> Plan:
     for batch in table.to_batches(16_384):
         for row in batch.to_pylist():
             unit, first_id = row.pop("unit"), row.pop("first_id")
-            # A plan may have millions of units, which share their texts.
+            # A plan may have millions of units with the same few texts.
             span: dict[str, Any] = {
                 key: sys.intern(value) if isinstance(value, str) else value for key, value in row.items()
             }
@@ -250,28 +252,28 @@ def _to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-_SINGLE = 512  # the last units are submitted one by one
+_NUM_SINGLE = 512  # the last units are submitted one by one
 _MAX_CHUNK = 256
 
 
 def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
-    """Sort units by work, rounded to a factor of two, largest first, otherwise in the order of the corpus.
+    """Sort units by work, largest first. Units within the same power of two stay in the order of the corpus.
 
-    A compressed file or a Parquet row group can only be read forward. In this order each is read once per factor of two
-    between its units.
+    A compressed file or a Parquet row group can only be read forward. So each is read only once per power of two,
+    instead of once per unit.
     """
     return sorted(units, key=lambda unit: (-unit.work.bit_length(), unit.unit))
 
 
 def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
-    """Return the units in pieces to prepare in parallel. The last pieces are single units, which keeps their order.
+    """Split the units into pieces to prepare in parallel. The last pieces are single units, to keep their order.
 
     >>> [len(chunk) for chunk in chunks(range(514))][:3]
     [1, 1, 1]
     """
     pieces, start = [], 0
     while start < len(units):
-        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _SINGLE))
+        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _NUM_SINGLE))
         pieces.append(units[start : start + size])
         start += size
     return pieces

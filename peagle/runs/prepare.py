@@ -1,4 +1,4 @@
-"""Prepare units on a CPU: read, template, tokenise; plan retries; sample a corpus."""
+"""Prepare units on a CPU (read, apply the template, tokenise), plan retries, and estimate a corpus from a sample."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _MOST_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is
 
 
 def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
-    """Read, template and tokenise one unit; `PreparedUnit` reads it."""
+    """Read one unit, apply its template and tokenise it. The result is for `PreparedUnit`."""
     rows = list(read(unit.span))
     if unit.rows is not None:
         rows = [rows[index] for index in unit.rows]
@@ -25,7 +25,7 @@ def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> 
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
-    """Plan new units for all dead letters, and return the new plan; unchanged if there are no dead letters."""
+    """Plan new units for all dead letters, and return the new plan, or the same plan without dead letters."""
     superseded, committed = run.superseded(), run.committed()
     number = max(unit.unit for unit in plan.units)
     retries = []

@@ -23,7 +23,7 @@ class Tally:
     num_failed_rows: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
-    usd: float = 0.0  # cost of the run directory
+    usd: float = 0.0  # cost of the run
     tokens_per_s: float = 0.0
     num_engines: int = 0
     seconds_left: float | None = None

@@ -1,7 +1,7 @@
-"""Generate a sample of a run's rows again without its drafter, to verify that it was lossless.
+"""Generate a sample of a run's rows again without the drafter, to verify that the drafter was lossless.
 
-The engine has the run's settings and runs in this process, without Ray. Prompts are rebuilt from the input. A row whose
-input is missing or whose response was sampled cannot be compared; it is skipped, with the reason.
+The engine has the run's settings and runs in this process, without Ray. Prompts are rebuilt from the input. A row is
+skipped, with a reason, if its input is missing or its response was sampled.
 """
 
 import asyncio
@@ -75,13 +75,13 @@ class _Sample:
 def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
     """Return the run's target; raises ConfigError if this machine has another precision or other weights."""
     spec = EngineSpec.from_dict(manifest["engine"])
-    stated = manifest["fingerprint"]["precision"]
+    run_precision = manifest["fingerprint"]["precision"]
     if uses_fake_engine(manifest):
         return AuditedEngine(spec=spec, is_fake=True, precision="the fake engine", max_tie=0.0)
     precision = spec_precision(spec, hardware.detect())
-    if precision.describe() != stated:
+    if precision.describe() != run_precision:
         raise ConfigError(
-            f"the run computed in {stated}, but this machine computes in {precision.describe()}",
+            f"the run computed in {run_precision}, but this machine computes in {precision.describe()}",
             hint="audit the run on the same hardware, or only its files with --no-regenerate",
         )
     if resolve_model(spec.model, commits=spec.commits).fingerprint != manifest["fingerprint"]["model"]["weights"]:
@@ -90,11 +90,11 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEn
             hint="audit the run where the same weights are available, or only its files with --no-regenerate",
         )
     tie = tie_margin(precision) if max_tie is None else max_tie
-    return AuditedEngine(spec=spec, is_fake=False, precision=stated, max_tie=tie)
+    return AuditedEngine(spec=spec, is_fake=False, precision=run_precision, max_tie=tie)
 
 
 def choose(rows_of: dict[int, int], num_rows: int, seed: int) -> dict[int, list[int]]:
-    """Return a sample without repetition: by unit, the positions of rows in its file.
+    """Return a random sample of rows: for each unit, the positions of the sampled rows in its file.
 
     >>> choose({0: 2, 3: 1}, 8, seed=0)
     {0: [0, 1], 3: [0]}
@@ -144,14 +144,14 @@ def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
     column = sampling.pop("column")
     limits = SamplingLimits(max_model_len=spec.max_model_len)
     config = manifest["config"]
-    spec_of_rows = SamplingSpec(
+    sampling_spec = SamplingSpec(
         base=sampling,
         column=column,
         limits=limits,
         calls_tools=config.get("tool_call_parser") is not None,
         has_parser=has_parser(config),
     )
-    return RequestBuilder(prompts, spec_of_rows)
+    return RequestBuilder(prompts, sampling_spec)
 
 
 def _parser(config: dict[str, Any], spec: EngineSpec) -> ResponseParser | None:
@@ -183,16 +183,18 @@ def _samples(
             outcomes.append(RowAudit(id=row["id"], skipped="the input now yields a different prompt"))
             continue
         sampling = base | {key: value for key, value in request.sampling.items() if key != "seed"}
-        whole = row
+        full_row = row
         if parser is not None and request.parsing is not None:
             sampling |= parser.sampling(request.parsing)
-            whole = {**row["completions"][0], "response": row["completions"][0]["text"]}
+            full_row = {**row["completions"][0], "response": row["completions"][0]["text"]}
         if sampling["temperature"] > 0 and not is_fake:
-            # Even with a seed: verification draws other random numbers from the same distribution.
+            # Even with a seed: with a drafter, other random numbers are drawn from the same distribution.
             outcomes.append(RowAudit(id=row["id"], skipped="sampled (temperature above 0)"))
             continue
         committed = Response(
-            text=whole["response"], finish_reason=whole["finish_reason"], num_output_tokens=row["num_output_tokens"]
+            text=full_row["response"],
+            finish_reason=full_row["finish_reason"],
+            num_output_tokens=row["num_output_tokens"],
         )
         outcomes.append(
             _Sample(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)
@@ -241,10 +243,11 @@ async def _generate_all(
             except RequestRefused as error:
                 return RowAudit(id=sample.id, skipped=f"refused without the drafter: {error}")
         ends = (*specials, *(sample.sampling.get("stop") or ()))
-        again: CompletionOutput = generation.completions[0]
-        if len(generation.completions) > 1:  # a row of the fake engine, which counts the tokens of all responses
-            again = replace(again, num_output_tokens=generation.num_output_tokens)
-        return RowAudit(id=sample.id, verdict=compare(sample.committed, again, ends=ends, max_tie=target.max_tie))
+        completion: CompletionOutput = generation.completions[0]
+        if len(generation.completions) > 1:  # only with the fake engine; the row has the tokens of all responses
+            completion = replace(completion, num_output_tokens=generation.num_output_tokens)
+        verdict = compare(sample.committed, completion, ends=ends, max_tie=target.max_tie)
+        return RowAudit(id=sample.id, verdict=verdict)
 
     audits = await asyncio.gather(*map(generate, samples))
     counts = Counter(audit.outcome for audit in audits)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
-def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
+def until_settled(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
     """Return the result of `make`, which is called again if the run changes in the meantime.
 
     A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
@@ -41,14 +41,14 @@ def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
     """
     while True:
         before = _finished(run)
-        made = make()
+        result = make()
         after = _finished(run)
         if after in (None, before):
-            return made
+            return result
 
 
 def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
-    """Return the retries and units of a finished run; None for an unfinished run."""
+    """Return the number of retries and the units of a finished run, or None if the run is not finished."""
     plan, committed = run.plan(), frozenset(run.committed())
     return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
 
@@ -104,8 +104,8 @@ _READERS = 16
 _MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURES})
 _PERCENTS = (50, 95, 99)
-_FEW_COLUMNS = 6  # a histogram has up to four times as many
-_NUM_INPUTS, _INPUT_LETTERS, _ANSWER_LETTERS, _MESSAGE_LETTERS = 6, 600, 1200, 200
+_MIN_COLUMNS = 6  # a histogram has up to four times as many
+_NUM_INPUTS, _INPUT_CHARS, _ANSWER_CHARS, _MESSAGE_CHARS = 6, 600, 1200, 200
 
 
 def row_figures(run: RunDirectory) -> dict[str, Any] | None:
@@ -142,7 +142,7 @@ def failures(run: RunDirectory) -> list[dict[str, Any]]:
     counts, examples = Counter[str](), dict[str, str]()
     for letter in run.dead_letters():
         counts[letter["reason"]] += 1
-        examples.setdefault(letter["reason"], _cut(str(letter["message"]), _MESSAGE_LETTERS))
+        examples.setdefault(letter["reason"], _cut(str(letter["message"]), _MESSAGE_CHARS))
     return [{"reason": reason, "count": count, "example": examples[reason]} for reason, count in counts.most_common()]
 
 
@@ -155,13 +155,13 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
     import numpy as np
 
     low, high = float(values.min()), float(np.percentile(values, 99))
-    step = grid_step((high - low or abs(high) or 1.0) / _FEW_COLUMNS, finest=-9)
+    step = grid_step((high - low or abs(high) or 1.0) / _MIN_COLUMNS, finest=-9)
     if np.issubdtype(values.dtype, np.integer):
         step = max(step, 1.0)
     first = step * np.floor(low / step)
     num = int((high - first) / step) + 1
-    places = np.minimum(((values - first) / step).astype(np.int64), num)
-    counts = np.bincount(places, minlength=num).tolist()
+    indices = np.minimum(((values - first) / step).astype(np.int64), num)
+    counts = np.bincount(indices, minlength=num).tolist()
     return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num}
 
 
@@ -170,8 +170,8 @@ def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
 
     if not len(values):
         return None
-    at = np.percentile(values, _PERCENTS)
-    percentiles = {f"p{percent}": float(value) for percent, value in zip(_PERCENTS, at, strict=True)}
+    at_percents = np.percentile(values, _PERCENTS)
+    percentiles = {f"p{percent}": float(value) for percent, value in zip(_PERCENTS, at_percents, strict=True)}
     return {**percentiles, "histogram": histogram(values)}
 
 
@@ -209,13 +209,13 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
         "input": [
-            [name, _cut(value if isinstance(value, str) else to_json(value), _INPUT_LETTERS)]
+            [name, _cut(value if isinstance(value, str) else to_json(value), _INPUT_CHARS)]
             for name, value in columns[:_NUM_INPUTS]
         ],
-        "answer": _cut(row["response"] or "", _ANSWER_LETTERS),
+        "answer": _cut(row["response"] or "", _ANSWER_CHARS),
         "finish_reason": row["finish_reason"],
     }
 
 
-def _cut(words: str, num_letters: int) -> str:
-    return words if len(words) <= num_letters else f"{words[:num_letters]} …"
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]} …"

@@ -44,7 +44,7 @@ class Run:
         return f"Run.open({self.path!r})"
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the rows: the input's columns and the response's. `columns` are the columns to read, or None for all.
+        """Yield the rows with the input's and the output's columns, or only with `columns`.
 
         Raises:
             PeagleError: a file is damaged.
@@ -53,7 +53,7 @@ class Run:
             yield from to_values(batch)
 
     def failed_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the failed rows, with `id`, `reason`, `message` and the input `row`; not those that a retry finished.
+        """Yield the failed rows, except those that were retried, with `id`, `reason`, `message` and the input `row`.
 
         Raises:
             PeagleError: a file is damaged.
@@ -61,7 +61,7 @@ class Run:
         yield from self._directory.dead_letters()
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the rows as a table; without columns if no row is committed."""
+        """Return the rows as a table, which has no columns if no row is committed."""
         batches = list(self._batches(columns))
         return pa.Table.from_batches(batches) if batches else pa.table({})
 
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The content of `report.json`; it is written if there is none."""
+        """The content of `report.json`, which is written if it does not exist."""
         stored = self._directory.root / "report.json"
         if not stored.exists():
             return make_report(self._directory)

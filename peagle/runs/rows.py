@@ -18,9 +18,9 @@ from peagle.requests.prompts import RowError
 from peagle.runs.columns import names_in_file, output_schema
 from peagle.runs.plan import WorkUnit, unit_from_json, unit_to_json
 
-# The columns of a prepared unit after those of the input. They are found by position, since a column of the input may
-# have any name.
-_CARRIED = (
+# The columns of a prepared unit after those of the input. They are accessed by position, since an input column may have
+# the same name.
+_REQUEST_COLUMNS = (
     ("prompt_token_ids", pa.list_(pa.int32())),
     ("sampling", pa.string()),
     ("parsing", pa.string()),
@@ -57,13 +57,13 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
     table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may have no rows
-    for (name, type_), values in zip(_CARRIED, (prompts, sampling, parsing, errors), strict=True):
+    for (name, type_), values in zip(_REQUEST_COLUMNS, (prompts, sampling, parsing, errors), strict=True):
         table = table.append_column(name, pa.array(values, type_))
     return table
 
 
 def unfinished_unit(unit: WorkUnit) -> pa.Table:
-    """Return the table that stands for an unprepared unit while the run is being stopped."""
+    """Return a placeholder for a unit that is not prepared because the run is being stopped."""
     return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _UNFINISHED: b""})
 
 
@@ -72,7 +72,7 @@ def is_unfinished(table: pa.Table) -> bool:
 
 
 def encode_rows(table: pa.Table) -> pa.Table:
-    """Return a table as one row, because Ray Data may split and join rows."""
+    """Return a table as a single row, because Ray Data may split and join tables of several rows."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -84,11 +84,11 @@ def decode_rows(batch: pa.Table) -> pa.Table:
 
 
 class PreparedUnit:
-    """A prepared unit, read back on the engine's side."""
+    """A prepared unit, as the engine actor reads it."""
 
     def __init__(self, table: pa.Table) -> None:
         self.unit = unit_from_json(table.schema.metadata[_UNIT])
-        num_inputs = table.num_columns - len(_CARRIED)
+        num_inputs = table.num_columns - len(_REQUEST_COLUMNS)
         prompts, sampling, parsing, errors = (column.to_pylist() for column in table.columns[num_inputs:])
         self.prompts: list[list[int] | None] = prompts  # token ids by row; None if the row is a dead letter
         # By row, the parameters that differ from the run's parameters.

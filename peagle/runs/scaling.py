@@ -1,6 +1,7 @@
 """Choose the number of engines of a run. Pure functions.
 
-Ray Data adds an actor whenever all engines are full and units wait; the actor first waits for `is_worth_loading`.
+Ray Data adds an actor whenever all engines are full and units wait. The actor loads its engine only once
+`is_worth_loading` is true.
 """
 
 import re
@@ -36,7 +37,7 @@ class EngineRange:
         return self.smallest if self.smallest == self.largest else None
 
     def at_start(self, room: int, num_units: int, calls: int) -> int:
-        """Return the number of engines to start with, if there is `room` for so many and each runs `calls` units."""
+        """Return the number of engines to start with. There is room for `room` engines; each runs `calls` units."""
         return max(self.smallest, min(self.largest, room, num_units // calls))
 
     def __str__(self) -> str:

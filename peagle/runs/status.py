@@ -16,10 +16,10 @@ from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s
 from peagle.runs.plan import Plan
 from peagle.runs.progress import seconds_left
 
-_SILENT_AFTER_S = 60.0  # an engine is silent after this time,
-_SILENT_AFTER = 3.0  # or after this many heartbeats, whichever is longer
+# An engine counts as dead after this time without a heartbeat, or this many heartbeat intervals if that is longer.
+_SILENT_AFTER_S, _SILENT_AFTER_BEATS = 60.0, 3.0
 
-_REPORT_MAY_MISS = "`peagle report` writes a missing report"
+_REPORT_HINT = "`peagle report` writes a missing report"
 
 State = Literal["running", "silent", "stopped", "finished"]
 
@@ -36,7 +36,7 @@ class RunStatus:
     num_units_done: int
     num_rows: int
     num_rows_done: int
-    num_failed_rows: int  # valid dead letters, without retried ones
+    num_failed_rows: int  # dead letters, except those that are retried
     num_rows_left: int  # rows that are neither committed nor dead letters
     failed_by_reason: dict[str, int]
     num_output_tokens: int
@@ -72,7 +72,7 @@ class RunStatus:
 
 
 class StatusReader:
-    """Read the status of one run repeatedly; committed units are read once."""
+    """Reads the status of a run repeatedly. Each committed unit is read only once."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -129,7 +129,7 @@ class StatusReader:
         heartbeat_s = lease.heartbeat_s if lease is not None else None
         if heartbeat_s is None:
             heartbeat_s = self._manifest.get("config", {}).get("heartbeat_s", 0.0)
-        return max(_SILENT_AFTER_S, _SILENT_AFTER * heartbeat_s)
+        return max(_SILENT_AFTER_S, _SILENT_AFTER_BEATS * heartbeat_s)
 
     def _read_units(self) -> set[int]:
         committed = self._run.committed()
@@ -159,12 +159,12 @@ def _driver(state: State, lease: Lease | None) -> str:
         if state != "finished":
             return f"{silent}: the same command continues the run"
         # The report and the export come after the last unit.
-        return f"{lease.describe()}, is writing the report" if lease.seems_alive() else f"{silent}: {_REPORT_MAY_MISS}"
+        return f"{lease.describe()}, is writing the report" if lease.seems_alive() else f"{silent}: {_REPORT_HINT}"
     return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
 class Spending:
-    """The exact cost of earlier attempts, and the cost of this attempt up to now.
+    """The cost of a run: exact for earlier attempts, and estimated up to now for this attempt.
 
     `usages` and `sessions` are those in the run directory before this attempt started an engine.
     """

@@ -1,4 +1,4 @@
-"""Stop workers within a grace period, and continue a run later."""
+"""Stop workers within a grace period, and tell the user how to continue the run."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ class StopSignal:
         self._path = folder / f"{driver}.stop.json"
 
     def request(self, grace_s: float) -> None:
-        """Tell workers to start nothing, and to abandon units that are not committed within `grace_s` seconds."""
+        """Tell workers to start no more units, and to abandon units not committed within `grace_s` seconds."""
         write_json(self._path, {"grace_s": grace_s})
 
     def grace_s(self) -> float | None:
@@ -32,7 +32,7 @@ class StopSignal:
             return None
 
     def reader(self) -> Callable[[], float | None]:
-        """Return a version of `grace_s` that is cheap to call; on S3 a thread polls."""
+        """Return a function like `grace_s` that is cheap to call: on S3, a thread polls the file."""
         return PolledStop(self.grace_s) if is_remote(self._path) else self.grace_s
 
     def clear(self) -> None:
@@ -59,10 +59,9 @@ class PolledStop:
 
 
 class GraceClock:
-    """A worker's view of a stop.
+    """The grace period of a worker, which starts when the worker first sees the stop signal.
 
-    The grace period starts when this process first sees the signal, on its own monotonic clock. `read_grace_s` returns
-    the grace period in seconds if the run is being stopped, or None.
+    `read_grace_s` returns the grace period in seconds if the run is being stopped, or None.
     """
 
     def __init__(
@@ -89,15 +88,15 @@ def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> s
     >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
     'peagle generate --budget-usd 2'
     """
-    words, skip = [], False
-    for word in command:
-        name = word.partition("=")[0]
-        if skip:
-            skip = False
+    arguments, is_value_of_changed_flag = [], False
+    for argument in command:
+        name = argument.partition("=")[0]
+        if is_value_of_changed_flag:
+            is_value_of_changed_flag = False
         elif name in flags and flags[name] is not None:
-            skip = "=" not in word
+            is_value_of_changed_flag = "=" not in argument
         elif name != "--retry-failed":
-            words.append(word)
+            arguments.append(argument)
     for name, value in flags.items():
-        words += [name] if value is None else [name, value]
-    return shlex.join(words)
+        arguments += [name] if value is None else [name, value]
+    return shlex.join(arguments)

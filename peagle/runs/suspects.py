@@ -26,7 +26,7 @@ _MAX_LOST = _MAX_CRASHES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """The rows of a unit in an engine process, by index; None for all."""
+    """The rows of a unit in an engine process, by index; None means all rows."""
 
     rows: tuple[int, ...] | None = None
     alone: bool = False
@@ -97,11 +97,11 @@ class UnitNotes:
         write_atomic(self._own, json.dumps(asdict(note)).encode())
 
     def discard(self) -> None:
-        """Delete this process's note: the unit left the engine unfinished, and nothing crashed."""
+        """Delete this process's note, because the unit left the engine unfinished but without a crash."""
         self._own.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all notes: the unit is committed."""
+        """Delete all notes, because the unit is committed."""
         for path in self._paths():
             path.unlink(missing_ok=True)
 
@@ -151,10 +151,7 @@ class RowsInEngine:
 
 
 def stale_notes(folder: StoragePath, committed: set[int]) -> list[StoragePath]:
-    """Return the notes that do not matter while no engine runs.
-
-    They only say that a driver was killed, or are about committed units.
-    """
+    """Return the notes that a new driver can delete: those of committed units, and vague ones of a killed driver."""
     notes = [(int(path.name.removeprefix("unit-").partition(".")[0]), path) for path in folder.glob("unit-*.json")]
     return [path for unit, path in notes if unit in committed or _read(path).is_vague]
 

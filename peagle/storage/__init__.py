@@ -1,6 +1,6 @@
 """Storage of a run directory: a local disk or an object store.
 
-The same few operations work on both.
+These operations work on both:
 
     write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
     write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
@@ -8,7 +8,7 @@ The same few operations work on both.
     make_folder    a folder that outlasts a power cut                     mkdir          | nothing
     remove         a deletion that outlasts a power cut                   unlink         | DELETE
 
-Everything else is as in `pathlib.Path`.
+All other operations are methods of `pathlib.Path` that `S3Path` also has.
 """
 
 import contextlib
@@ -75,10 +75,10 @@ def storage_path(location: "str | StoragePath") -> StoragePath:
 
 
 def on_disk(location: Any) -> Any:
-    """Refuse URLs; a pydantic validator for local paths."""
-    # As a path, a URL would create a folder of that name.
+    """Refuse URLs. A pydantic validator for local paths."""
+    # A URL would otherwise be used as a relative path.
     if "://" in str(location):
-        raise ValueError("has to be a folder on a disk (that every node sees)")
+        raise ValueError("must be a folder on a disk that every node can access")
     return location
 
 
@@ -92,7 +92,7 @@ def require_usable(folder: StoragePath) -> None:
 
 
 def require_links(folder: StoragePath) -> None:
-    """Raise ConfigError if the file system of a local folder lacks hard links, OSError if it is not writable."""
+    """Raise ConfigError if a local folder's file system has no hard links, and OSError if it is not writable."""
     if not isinstance(folder, S3Path):
         files.require_links(cast(Path, folder))
 

@@ -1,8 +1,8 @@
 """A client for S3 stores: read, write, conditional writes, listings, and retries.
 
 Transient errors are retried with exponential backoff and jitter for a bounded time. A retry may repeat a write whose
-response was lost: harmless for a replacement, and for a conditional write the writer recognises its own object by its
-metadata (`docs/decisions/0008-exactly-once-on-s3.md`).
+response was lost. This is harmless if the write replaces an object. After a conditional write, the writer recognises
+its own object by the object's metadata (`docs/decisions/0008-exactly-once-on-s3.md`).
 """
 
 import functools
@@ -30,8 +30,8 @@ _PATIENCE_S = 120.0
 SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _MARK = "peagle-writer"
-_creating = threading.Lock()
-_CACHED, _CACHED_BYTES = 4096, 1 << 15  # cache of small objects that are read often, such as heartbeats
+_store_lock = threading.Lock()
+_MAX_CACHED, _MAX_CACHED_BYTES = 4096, 1 << 15  # objects in the cache, and bytes of each; for heartbeats and the like
 
 
 # --- errors
@@ -42,7 +42,7 @@ _TRANSIENT_CODES = {
     "ConditionalRequestConflict",  # two conditional writes of one key at the same moment
     "InternalError",
     "OperationAborted",
-    "PreconditionFailed",  # a key existed, but was deleted before its writer could be read
+    "PreconditionFailed",  # an object existed, but was deleted before its writer could be determined
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
@@ -56,22 +56,22 @@ _TRANSIENT = (
     exceptions.CredentialRetrievalError,
     ResponseParserError,
 )
-_WHO = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, here and on every node"
-_WHERE = "check AWS_ENDPOINT_URL and AWS_REGION, here and on every node"
-_RIGHTS = "allow s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
+_CHECK_CREDENTIALS = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, here and on every node"
+_CHECK_ENDPOINT = "check AWS_ENDPOINT_URL and AWS_REGION, here and on every node"
+_GRANT_ACCESS = "allow s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
 _HINTS = {
-    "NoSuchBucket": f"create the bucket, or name another one; {_WHERE}",
+    "NoSuchBucket": f"create the bucket, or name another one; {_CHECK_ENDPOINT}",
     "InvalidBucketName": "use a valid bucket name",
-    "AccessDenied": f"{_RIGHTS}; {_WHO}",
-    "AllAccessDisabled": f"{_RIGHTS}; {_WHO}",
-    "403": f"{_RIGHTS}; {_WHO}",
-    "InvalidAccessKeyId": _WHO,
-    "SignatureDoesNotMatch": _WHO,
-    "InvalidToken": _WHO,
-    "ExpiredToken": f"the credentials have expired; {_WHO}",
+    "AccessDenied": f"{_GRANT_ACCESS}; {_CHECK_CREDENTIALS}",
+    "AllAccessDisabled": f"{_GRANT_ACCESS}; {_CHECK_CREDENTIALS}",
+    "403": f"{_GRANT_ACCESS}; {_CHECK_CREDENTIALS}",
+    "InvalidAccessKeyId": _CHECK_CREDENTIALS,
+    "SignatureDoesNotMatch": _CHECK_CREDENTIALS,
+    "InvalidToken": _CHECK_CREDENTIALS,
+    "ExpiredToken": f"the credentials have expired; {_CHECK_CREDENTIALS}",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-    "PermanentRedirect": _WHERE,
-    "AuthorizationHeaderMalformed": _WHERE,
+    "PermanentRedirect": _CHECK_ENDPOINT,
+    "AuthorizationHeaderMalformed": _CHECK_ENDPOINT,
     "QuotaExceeded": "free space in the bucket",
     "EntityTooLarge": "use smaller units in a new run: --rows-per-unit",
 }
@@ -101,10 +101,10 @@ def is_transient(error: Exception) -> bool:
 
 
 def refused(what: str, error: Exception) -> StorageError:
-    """Return the exception for a permanent error."""
+    """Return the StorageError for a permanent error. Its message starts with `what`."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-        return StorageError(f"{what}: there are no credentials ({error})", hint=_WHO)
-    return StorageError(f"{what}: {error}", hint=_HINTS.get(code_of(error), f"{_WHERE}; {_WHO}"))
+        return StorageError(f"{what}: there are no credentials ({error})", hint=_CHECK_CREDENTIALS)
+    return StorageError(f"{what}: {error}", hint=_HINTS.get(code_of(error), f"{_CHECK_ENDPOINT}; {_CHECK_CREDENTIALS}"))
 
 
 # --- the client
@@ -143,7 +143,7 @@ class ObjectStore:
 
     def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
         config = Config(
-            retries={"total_max_attempts": 1},  # retried here, where a lost response can be recognised
+            retries={"total_max_attempts": 1},  # `request` retries instead, so that lost responses are recognised
             connect_timeout=10,
             read_timeout=30,
             max_pool_connections=64,
@@ -156,7 +156,7 @@ class ObjectStore:
         self._patience_s = patience_s
         self._cache: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._is_lost = False  # the last request ran out of patience, and none succeeded since
+        self._is_lost = False  # whether the store has stopped responding: then requests have less patience
 
     # --- reading
 
@@ -168,11 +168,11 @@ class ObjectStore:
         with self._lock:
             if etag is not None and (cached := self._cache.get((at, etag))) is not None:
                 return cached
-        data, found_etag = self.request(f"{at}: cannot be read", at, lambda: self._get(at))
-        if etag is not None and len(data) <= _CACHED_BYTES:
+        data, read_etag = self.request(f"{at}: cannot be read", at, lambda: self._get(at))
+        if etag is not None and len(data) <= _MAX_CACHED_BYTES:
             with self._lock:
-                self._cache[at, found_etag] = data
-                if len(self._cache) > _CACHED:
+                self._cache[at, read_etag] = data
+                if len(self._cache) > _MAX_CACHED:
                     self._cache.popitem(last=False)
         return data
 
@@ -213,17 +213,17 @@ class ObjectStore:
     def names(self, folder: Address, prefix: str = "", *, page: int = 1000) -> Iterator[Listed]:
         """Yield the entries of a folder that start with `prefix`, sorted within a page."""
         begin = f"{folder.key}/" if folder.key else ""
-        more: dict[str, str] = {}
+        continuation: dict[str, str] = {}
         while True:
-            ask = functools.partial(
+            list_page = functools.partial(
                 self.api.list_objects_v2,
                 Bucket=folder.bucket,
                 Prefix=begin + prefix,
                 Delimiter="/",
                 MaxKeys=page,
-                **more,
+                **continuation,
             )
-            response = self.request(f"{folder}: cannot be listed", folder, ask)
+            response = self.request(f"{folder}: cannot be listed", folder, list_page)
             for item in response.get("Contents", ()):
                 if name := item["Key"].removeprefix(begin):  # some tools create an empty object for the folder itself
                     yield Listed(name, item["ETag"], item["Size"])
@@ -231,7 +231,7 @@ class ObjectStore:
                 yield Listed(item["Prefix"].removeprefix(begin).rstrip("/"), None)
             if not response.get("NextContinuationToken"):
                 return
-            more = {"ContinuationToken": response["NextContinuationToken"]}
+            continuation = {"ContinuationToken": response["NextContinuationToken"]}
 
     def presigned_url(self, at: Address, valid_s: int, **parameters: str) -> str:
         """Return a URL for `get_object` that gives anyone temporary read access; the object need not exist."""
@@ -266,19 +266,19 @@ class ObjectStore:
         return self.request(f"{at}: cannot be written", at, put)
 
     def writer_of(self, at: Address, taken: ClientError) -> str | None:
-        """Return the mark of the writer of an object, without retries; raise `taken` if the object is gone."""
+        """Return the id of the writer of an object, without retries; raise `taken` if the object no longer exists."""
         try:
-            found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
+            writer: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
         except ClientError as error:
             if is_missing(error):
                 raise taken from error
             raise
-        return found
+        return writer
 
     def delete(self, at: Address) -> None:
         """Delete an object, if it exists."""
-        ask = functools.partial(self.api.delete_object, Bucket=at.bucket, Key=at.key)
-        self.request(f"{at}: cannot be deleted", at, ask)
+        delete = functools.partial(self.api.delete_object, Bucket=at.bucket, Key=at.key)
+        self.request(f"{at}: cannot be deleted", at, delete)
 
     # --- requests
 
@@ -287,7 +287,7 @@ class ObjectStore:
         return response["Body"].read(), response["ETag"]
 
     def request(self, what: str, at: Address, call: Callable[[], _Result]) -> _Result:
-        """Return the result of `call`; retry transient errors until the patience ends. Errors start with `what`.
+        """Return the result of `call`. Transient errors are retried for a bounded time. Messages start with `what`.
 
         Raises FileNotFoundError if the object does not exist.
         """
@@ -310,7 +310,7 @@ class ObjectStore:
                     raise StorageError(
                         f"{what}: failed for {passed_s:.0f} s and {number} requests; the last error: {error}",
                         hint="make sure that the store is reachable, then repeat the command: committed units are safe;"
-                        f" {_WHERE}",
+                        f" {_CHECK_ENDPOINT}",
                     ) from error
             time.sleep(pause_s)
         raise AssertionError("unreachable")
@@ -318,13 +318,13 @@ class ObjectStore:
 
 def store() -> ObjectStore:
     """Return the store of this process; thread-safe."""
-    with _creating:
+    with _store_lock:
         return _store()
 
 
 def forget_store() -> None:
-    """Create a new store at the next use, because the AWS variables have changed."""
-    with _creating:
+    """Make `store` create a new store, for example because the AWS variables have changed."""
+    with _store_lock:
         _store.cache_clear()
 
 

@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 16  # enough for a Parquet footer, and usually for a whole un
 
 
 def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
-    """Open an object as a seekable file; each read from the store has at least `read_ahead` bytes."""
+    """Open an object as a seekable file. Each request reads at least `read_ahead` bytes from the store."""
     return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
 
 
@@ -54,7 +54,7 @@ class _Reader(io.RawIOBase):
         return len(data)
 
     def _some(self, num_bytes: int) -> bytes:
-        """Return 1 to `num_bytes` bytes from the position on; none at the end of the object."""
+        """Return 1 to `num_bytes` bytes at the current position, or none at the end of the object."""
         if num_bytes <= 0:
             return b""
         if (start := self._position - self._tail_at) >= 0:
@@ -79,17 +79,17 @@ def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, writer)
         writer.finish()
     except BaseException:
-        writer.give_up()
+        writer.abort()
         raise
 
 
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
-    """Abort the multipart uploads of killed writers into a folder; return their number.
+    """Abort the multipart uploads that killed writers left in a folder; return their number.
 
-    Uploads do not name their writer, so their age by the store's clock decides.
+    An upload does not name its writer, so all uploads above an age, by the store's clock, are aborted.
     """
-    ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
-    listed = store.request(f"{folder}: cannot be listed", folder, ask)
+    list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
+    listed = store.request(f"{folder}: cannot be listed", folder, list_uploads)
     now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
     uploads = listed.get("Uploads", ())
     old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
@@ -99,8 +99,8 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
 
 
 def _abort(store: ObjectStore, at: Address, upload: str) -> None:
-    ask = functools.partial(store.api.abort_multipart_upload, Bucket=at.bucket, Key=at.key, UploadId=upload)
-    store.request(f"{at}: cannot be written", at, ask)
+    abort = functools.partial(store.api.abort_multipart_upload, Bucket=at.bucket, Key=at.key, UploadId=upload)
+    store.request(f"{at}: cannot be written", at, abort)
 
 
 class _Writer(io.RawIOBase):
@@ -133,15 +133,15 @@ class _Writer(io.RawIOBase):
             self._send(len(self._pending))
         self._request(self._complete)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self._upload is not None:
             _abort(self._store, self._at, self._upload)
 
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
         if self._upload is None:
-            begun = self._request(self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer)))
-            self._upload = str(begun["UploadId"])
+            upload = self._request(self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer)))
+            self._upload = str(upload["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
         sent = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
@@ -152,7 +152,7 @@ class _Writer(io.RawIOBase):
         try:
             self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
-            # An earlier attempt may have succeeded without a response.
+            # An earlier attempt may have succeeded, although its response was lost.
             if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
                 raise
 
@@ -163,14 +163,14 @@ class _Writer(io.RawIOBase):
         return self._store.request(f"{self._at}: cannot be written", self._at, call)
 
 
-_TRIALS = 3
+_NUM_TRIALS = 3
 
 
 def require_conditional_writes(folder: Address) -> None:
     """Raise StorageError unless the store is writable and supports conditional writes."""
     store = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
     try:
-        for _ in range(_TRIALS):  # another driver may delete the trial object, so that the second PUT succeeds
+        for _ in range(_NUM_TRIALS):  # another driver may delete the trial object, so that the second PUT succeeds
             at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
             is_exclusive = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
             store.delete(at)

@@ -28,7 +28,7 @@ class FolderFile:
 
 
 def list_files(folder: S3Path) -> tuple[list[FolderFile], list[str]]:
-    """List the visible files of a folder, and its subfolders."""
+    """Return the files of a folder, except hidden ones, and the names of its subfolders."""
     listed = sorted(store().names(Address(folder.bucket, folder.key)), key=lambda entry: entry.name)
     files = [
         FolderFile(entry.name, entry.num_bytes, entry.etag)
@@ -44,18 +44,18 @@ def read_ranges(folder: S3Path, file: FolderFile, ranges: list[range]) -> bytes:
 
 
 def copy_path(file: FolderFile, to: Path) -> Path:
-    """Return the path of an incomplete download in the folder `to`."""
+    """Return the path of a file in the folder `to` while it is being downloaded."""
     return to / f".{file.name}.{hashlib.sha256(file.etag.encode()).hexdigest()[:8]}.part"
 
 
 def fetch_file(
-    folder: S3Path, file: FolderFile, to: Path, *, count: Callable[[int], None], is_given_up: Callable[[], bool]
+    folder: S3Path, file: FolderFile, to: Path, *, count: Callable[[int], None], is_cancelled: Callable[[], bool]
 ) -> None:
     """Download a file into the folder `to`, or continue its download. No other process may be downloading it.
 
     Args:
-        count: called with the number of new bytes; first with those of an earlier download.
-        is_given_up: called before each piece; if True, the download stops.
+        count: called with the number of bytes of each piece, and first with the bytes of an earlier download.
+        is_cancelled: called before each piece; the download stops if it returns True.
     """
     part = copy_path(file, to)
     with part.open("ab") as out:
@@ -64,7 +64,7 @@ def fetch_file(
         out.truncate(begin)
         count(begin)
         for first in range(begin, file.num_bytes, _PIECE_BYTES):
-            if is_given_up():
+            if is_cancelled():
                 return
             piece = range(first, min(first + _PIECE_BYTES, file.num_bytes))
             out.write(_read(folder, file, piece))

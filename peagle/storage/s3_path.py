@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peagle.storage.s3_client import Address, ObjectStore
 
 SCHEME = "s3://"
-READ_AHEAD_BYTES = 1 << 22  # kept by the reader of an open object
+READ_AHEAD_BYTES = 1 << 22  # in the memory of each open object
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class S3Path:
-    """An object or a folder of a bucket. `etag` identifies the listed version."""
+    """An object or a folder of a bucket. `etag` identifies the version of the object in a listing."""
 
     bucket: str
     key: str
@@ -89,13 +89,13 @@ class S3Path:
         from peagle.storage.s3_files import open_to_read
 
         if mode != "rb":
-            raise io.UnsupportedOperation(f"{self}: an object is opened to be read, in binary")
+            raise io.UnsupportedOperation(f"{self}: objects can only be opened with mode 'rb'")
         return open_to_read(self._store, self._address, READ_AHEAD_BYTES)
 
     def presigned_url(self, valid_s: int, disposition: str) -> str:
         """Return a URL that gives anyone temporary read access; see `storage.presigned_url`."""
-        how = {"ResponseContentDisposition": disposition, "ResponseContentType": "application/octet-stream"}
-        return self._store.presigned_url(self._address, valid_s, **how)
+        headers = {"ResponseContentDisposition": disposition, "ResponseContentType": "application/octet-stream"}
+        return self._store.presigned_url(self._address, valid_s, **headers)
 
     # --- writing
 

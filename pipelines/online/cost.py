@@ -66,7 +66,9 @@ class CostView:
                 day = day_of(cell.minute * MINUTE_S)
                 group = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
                 work[group] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
-            ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=work, then=self._sessions.then)
+            ledger = Ledger(
+                run="endpoint", sessions=self._sessions.all(), work=work, session_at=self._sessions.session_at
+            )
         charged = charges(ledger, days)
         chosen = (charge for charge in charged if key in (None, charge.key))
         return statement(chosen, by, days, session_labels(ledger.sessions))

@@ -154,10 +154,10 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     checked = [check_report(report) for report in reports]
     if not checked:
         raise PeagleError("there is no report to compare")
-    baseline = next((i for i, one in enumerate(checked) if one["run"]["drafter"] is None), 0)
+    baseline = next((i for i, report in enumerate(checked) if report["run"]["drafter"] is None), 0)
     figures = []
     for figure in FIGURES.values():
-        values = [figure.value(one) for one in checked]
+        values = [figure.value(report) for report in checked]
         ratios = [_ratio(value, values[baseline]) if figure.is_ratio else None for value in values]
         figures.append({"name": figure.name, "label": figure.label, "values": values, "ratios": ratios})
     return {
@@ -169,8 +169,8 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _ratio(value: float | None, to: float | None) -> float | None:
-    return value / to if value is not None and to else None
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
 
 
 def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -194,8 +194,8 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> li
             continue
         differing = [name for name in _CONDITIONS if report["run"][name] != base["run"][name]]
         ratio = _ratio(report["account"]["tokens_per_busy_usd"], base["account"]["tokens_per_busy_usd"])
-        is_drafter_tried = report["run"]["drafter"] is not None and base["run"]["drafter"] is None
-        if is_drafter_tried and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
+        adds_drafter = report["run"]["drafter"] is not None and base["run"]["drafter"] is None
+        if adds_drafter and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
             notes.append(f"{label}: the drafter costs more than it saves, {ratio:.2f} x the tokens per busy dollar.")
         if differing:
             conditions = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)

@@ -1,4 +1,4 @@
-"""The figures of a report (name, location in the data, format), and savings as text."""
+"""The figures of a report (name, location in the report, format), and savings as text."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -68,12 +68,12 @@ def _decimals(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of a report; `is_ratio` if the ratio of two runs is meaningful."""
+    """A figure of a report. `path` is its location; `is_ratio` is False if the ratio of two runs is meaningless."""
 
     name: str
     label: str
     path: tuple[str, ...]
-    words: Callable[[float], str]
+    format: Callable[[float], str]
     is_ratio: bool = True
 
     def value(self, report: Mapping[str, Any]) -> float | None:
@@ -84,11 +84,11 @@ class Figure:
 
     def text(self, report: Mapping[str, Any]) -> str:
         value = self.value(report)
-        return UNKNOWN if value is None else self.words(value)
+        return UNKNOWN if value is None else self.format(value)
 
 
-def _account(name: str, label: str, words: Callable[[float], str], *, is_ratio: bool = True) -> Figure:
-    return Figure(name=name, label=label, path=("account", name), words=words, is_ratio=is_ratio)
+def _account(name: str, label: str, format: Callable[[float], str], *, is_ratio: bool = True) -> Figure:
+    return Figure(name=name, label=label, path=("account", name), format=format, is_ratio=is_ratio)
 
 
 FIGURES = {
@@ -103,9 +103,9 @@ FIGURES = {
             name="acceptance_length",
             label="acceptance length",
             path=("account", "speculation", "acceptance_length"),
-            words="{:.2f}".format,
+            format="{:.2f}".format,
         ),
-        Figure(name="total_usd", label="cost", path=("account", "usd", "total"), words=format_usd, is_ratio=False),
+        Figure(name="total_usd", label="cost", path=("account", "usd", "total"), format=format_usd, is_ratio=False),
         _account("wall_s", "engines up", format_duration, is_ratio=False),
         _account("num_rows", "rows committed", format_count, is_ratio=False),
         _account("num_failed_rows", "rows failed", format_count, is_ratio=False),
@@ -116,7 +116,7 @@ FIGURES = {
                 name=f"share_{share}",
                 label=f"spent on {share}",
                 path=("shares", share),
-                words=format_share,
+                format=format_share,
                 is_ratio=False,
             )
             for share in SHARES
@@ -131,7 +131,7 @@ ASSUMED = "price assumed"
 
 
 def money_labels(report: Mapping[str, Any]) -> list[str]:
-    """Return why the cost in a report is not a real bill, as short labels."""
+    """Return short labels that say why the cost in a report is not a real bill."""
     return _labels(report["run"].get("is_stand_in"), report["account"]["price"].get("basis") == "assumed")
 
 

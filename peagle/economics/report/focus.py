@@ -22,7 +22,7 @@ from peagle.economics.statement import DIGITS, rounded
 from peagle.economics.tags import tags_from_text
 from peagle.errors import PriceError
 
-_KIND_WORDS = {
+_KIND_DESCRIPTIONS = {
     "attributed": "committed work",
     "loading": "engines loading and compiling",
     "idle": "idle time",
@@ -54,8 +54,8 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
     sink = io.StringIO()
     writer = csv.DictWriter(sink, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for (group, spend), own in zip(groups, units, strict=True):
-        costs = [unit / 10**DIGITS for unit in own]
+    for (group, spend), group_units in zip(groups, units, strict=True):
+        costs = [unit / 10**DIGITS for unit in group_units]
         rows = [_row(group, spend, kind, cost, per_usd) for kind, cost in zip(KINDS, costs, strict=True) if cost]
         writer.writerows({**row, "BillingCurrency": currency} for row in rows)
     return sink.getvalue().rstrip("\n")
@@ -80,7 +80,7 @@ def _row(group: Charge, spend: Spend, kind: str, cost: float, per_usd: float) ->
         "BillingPeriodStart": _moment(month),
         "BillingPeriodEnd": _moment(next_month),
         "ChargeCategory": "Usage",
-        "ChargeDescription": f"{group.model or group.run}: {_KIND_WORDS[kind]}",
+        "ChargeDescription": f"{group.model or group.run}: {_KIND_DESCRIPTIONS[kind]}",
         "ChargeFrequency": "Usage-Based",
         "ChargePeriodStart": _moment(day),
         "ChargePeriodEnd": _moment(day + timedelta(days=1)),
@@ -109,7 +109,7 @@ def _row(group: Charge, spend: Spend, kind: str, cost: float, per_usd: float) ->
 
 
 def _number(value: float) -> str:
-    """Return a number without an exponent, in the 15 digits that a float guarantees.
+    """Format a number without an exponent, in the 15 digits that a float guarantees.
 
     >>> _number(3600 * (6.88 / 3600)), _number(7), _number(1e-07)
     ('6.88', '7', '0.0000001')

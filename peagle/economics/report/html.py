@@ -1,6 +1,6 @@
 """A report as a single HTML page (`page.html.j2`) with SVG plots, without scripts or external resources.
 
-Panels without data are omitted, so that older reports can be rendered, too.
+Panels without data are omitted, so older reports can still be rendered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Panel:
 
 
 def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
-    """Return output tokens per dollar of each run, or of one run with and without its drafter."""
+    """Return the panel of output tokens per dollar: of several runs, or of one run with and without its drafter."""
     bars = []
     for report, label in zip(reports, labels, strict=True):
         value = report["account"]["tokens_per_usd"]
@@ -61,7 +61,7 @@ def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Pan
     if len(reports) == 1 and has_drafter_and_output:
         without, lead = _without_drafter(reports[0])
         bars += without
-    plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars))
+    plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars))
     return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
 
 
@@ -74,14 +74,15 @@ def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     tokens, total_usd = account["num_output_tokens"], account["usd"]["total"] + savings["usd"]
     error_usd = savings["error_usd"]
     value, low, high = tokens / total_usd, None, None
-    words = f"{format_count(value)} (error unknown)"
+    value_text = f"{format_count(value)} (error unknown)"
     if error_usd is not None and error_usd < total_usd:
         low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
-        words = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
-    bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
+        value_text = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
+    bar = replace(plain_bar("the same without the drafter", value, value_text, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
-    rest = f" Unknown for {format_usd(savings['unknown_usd'])} of it." if savings["unknown_usd"] else ""
-    lead = f"Without the drafter: estimated from step times ({sources}); loading, idle and lost time unchanged.{rest}"
+    unknown = f" Unknown for {format_usd(savings['unknown_usd'])} of it." if savings["unknown_usd"] else ""
+    lead = f"Without the drafter: estimated from step times ({sources}); loading, idle and lost time unchanged."
+    lead += unknown
     return [bar], lead
 
 
@@ -91,30 +92,30 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
         return []
     peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
     num_shown, num = len(timeline["engines"]), timeline["num_engines"]
-    rest = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
-    cut = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
+    selection = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
+    pauses = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
     speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; tokens are spread evenly over a unit."
-    paid = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
+    cost = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
         "Heartbeats record the duration of states, not their order. Busy is drawn while a committed unit was running, "
-        f"and lost time at the end of an engine.{rest}"
+        f"and lost time at the end of an engine.{selection}"
     )
     return [
         Panel(
             heading="Engines",
-            lead=states + cut,
+            lead=states + pauses,
             plots=[("", engines_svg(timeline))],
             legend=[(f"share-{name}", name) for name in SHARES],
         ),
         Panel(
             heading="Output tokens/s",
-            lead=speed + cut,
+            lead=speed + pauses,
             plots=[("", series_svg(timeline["tokens_per_s"], timeline, f"Output tokens/s over time. {speed}", tick))],
         ),
         Panel(
             heading="Dollars spent",
-            lead=paid + cut,
-            plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {paid}", usd_tick, is_sum=True))],
+            lead=cost + pauses,
+            plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {cost}", usd_tick, is_sum=True))],
             is_money=True,
         ),
     ]
@@ -145,7 +146,7 @@ def of_rows(report: Mapping[str, Any]) -> list[Panel]:
         ]
         plots.append((f"Finish reasons of {read:,} rows", _bars("Finish reasons", reasons)))
     if failed:
-        reasons = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
+        reasons = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failed]
         first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
         plots.append((first, _bars("Failures by reason", reasons)))
     if plots:
@@ -161,7 +162,7 @@ def _histogram(measure: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _bars(name: str, bars: Sequence[Bar]) -> str:
-    return bars_svg(bars, f"{name}: " + ", ".join(f"{bar.label} {bar.words}" for bar in bars))
+    return bars_svg(bars, f"{name}: " + ", ".join(f"{bar.label} {bar.value_text}" for bar in bars))
 
 
 _CARDS = (
@@ -229,7 +230,8 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "name": name,
                 "meaning": SHARE_MEANINGS[name],
                 "cells": [
-                    (format_share(one["shares"][name]), format_usd(one["account"]["usd"][name])) for one in reports
+                    (format_share(report["shares"][name]), format_usd(report["account"]["usd"][name]))
+                    for report in reports
                 ],
             }
             for name in SHARES
@@ -240,7 +242,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Return each label once, followed by the runs that it applies to unless it applies to all."""
+    """Return the money labels of the runs. A label that does not apply to all runs is followed by their names."""
     runs_of: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):
@@ -260,8 +262,8 @@ def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
     for figure in compared["figures"]:
         if figure["name"].startswith("share_"):
             continue  # in another table
-        form = FIGURES[figure["name"]].words
-        texts = [UNKNOWN if value is None else form(value) for value in figure["values"]]
+        format_value = FIGURES[figure["name"]].format
+        texts = [UNKNOWN if value is None else format_value(value) for value in figure["values"]]
         ratios = [None if ratio is None else f"\N{MULTIPLICATION SIGN} {ratio:.2f}" for ratio in figure["ratios"]]
         rows.append((figure["label"], list(zip(texts, ratios, strict=True))))
     return {"baseline": compared["baseline"], "rows": rows}
@@ -271,10 +273,10 @@ def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the keys that are equal in all runs, and the keys that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
-    known = [(name, cells) for name, cells in rows if set(cells) != {UNKNOWN}]
+    known_rows = [(name, cells) for name, cells in rows if set(cells) != {UNKNOWN}]
     return {
-        "same": [(name, cells[0]) for name, cells in known if len(set(cells)) == 1],
-        "differing": [(name, cells) for name, cells in known if len(set(cells)) > 1],
+        "same": [(name, cells[0]) for name, cells in known_rows if len(set(cells)) == 1],
+        "differing": [(name, cells) for name, cells in known_rows if len(set(cells)) > 1],
     }
 
 
@@ -282,33 +284,33 @@ def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
     run, account = report["run"], report["account"]
     price = account["price"]
     return {
-        "model": _words(run["model"]),
-        "drafter": _words(run["drafter"] or "none"),
-        "draft tokens (K)": _words(run["num_speculative_tokens"] if run["drafter"] else None),
-        "precision": _words(run["precision"]),
-        "sampling": _words(run["sampling"]),
-        "concurrency": _words(run["concurrency"]),
-        "engines": _words(run["num_engines"]),
-        "engine starts": _words(account["num_sessions"]),
-        "hardware": _words(run["hardware"]),
-        "versions": _words(run["versions"]),
+        "model": _value_text(run["model"]),
+        "drafter": _value_text(run["drafter"] or "none"),
+        "draft tokens (K)": _value_text(run["num_speculative_tokens"] if run["drafter"] else None),
+        "precision": _value_text(run["precision"]),
+        "sampling": _value_text(run["sampling"]),
+        "concurrency": _value_text(run["concurrency"]),
+        "engines": _value_text(run["num_engines"]),
+        "engine starts": _value_text(account["num_sessions"]),
+        "hardware": _value_text(run["hardware"]),
+        "versions": _value_text(run["versions"]),
         "price": format_price(price),
         "price source": f"{price['source']}, {price['as_of']}",
         "device-seconds": f"{account['device_s']['total']:,.0f} ({format_duration(account['device_s']['total'])})",
-        "input rows": _words(run["num_input_rows"]),
+        "input rows": _value_text(run["num_input_rows"]),
         "started": _moment(run["started_at"]),
         "finished": _moment(run["finished_at"]),
-        "run directory": _words(run["path"]),
+        "run directory": _value_text(run["path"]),
     }
 
 
-def _words(value: object) -> str:
-    """Format a configuration value, as "temperature 0, max_tokens 128". Empty values are left out."""
+def _value_text(value: object) -> str:
+    """Format a configuration value, such as "temperature 0, max_tokens 128". Empty values are left out."""
     if isinstance(value, Mapping):
-        parts = [f"{name} {_words(item)}" for name, item in value.items() if item not in (None, "", [], {})]
+        parts = [f"{name} {_value_text(item)}" for name, item in value.items() if item not in (None, "", [], {})]
         return ", ".join(parts) or UNKNOWN
     if isinstance(value, list | tuple):
-        return " ".join(_words(item) for item in value) or UNKNOWN
+        return " ".join(_value_text(item) for item in value) or UNKNOWN
     if isinstance(value, float):
         return f"{value:.6g}"
     return UNKNOWN if value is None else str(value)

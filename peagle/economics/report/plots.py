@@ -36,8 +36,8 @@ SHARE_RULES = "".join(
     f"svg .on-{name} {{ fill: var(--on-{name}); }}\n"
     for name in SHARES
 )
-_LABEL_LETTERS = 64
-_MIN_WIDTH = 3  # of a nonzero share
+_LABEL_CHARS = 64
+_MIN_WIDTH = 3  # of a bar that is not 0
 _MAX_BAR_WIDTH = 240  # the rest of the width is for text
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 
@@ -73,8 +73,8 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
         for index, run in enumerate(runs):
             if position < len(run.rates):
                 x, rate = centre + bar * (index - len(runs) / 2), run.rates[position]
-                words = f"{run.label}, position {position + 1}: {rate:.1%}"
-                parts.append(_column(x, bar, y(rate), y(0), run.series, words))
+                tooltip = f"{run.label}, position {position + 1}: {rate:.1%}"
+                parts.append(_column(x, bar, y(rate), y(0), run.series, tooltip))
                 if bar >= 18:  # labels of narrower bars would overlap
                     label = format_share(rate) if bar >= 26 else format_share(rate).rstrip("%")
                     parts.append(text(x + bar / 2, y(rate) - 5, label, "value", "middle"))
@@ -87,7 +87,7 @@ def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     parts, y = [], 4.0
     for label, shares in runs:
         if label_height:
-            parts.append(text(0, y + 12, shortened(label, _LABEL_LETTERS), "label", "start"))
+            parts.append(text(0, y + 12, shortened(label, _LABEL_CHARS), "label", "start"))
         parts += _stacked_bar(y + label_height, bar_height, label, shares)
         y += label_height + bar_height + gap
     return drawing(round(y - gap + 4), "Cost by engine state", parts)
@@ -103,10 +103,10 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
             continue
         # Leave a gap of 2 between neighbours, and keep slivers visible on a phone.
         width = max(end - start - 2, _MIN_WIDTH)
-        words = title(f"{label}: {name} {shares[name]:.1%}")
+        tooltip = title(f"{label}: {name} {shares[name]:.1%}")
         parts.append(
             f'<rect class="share-{name}" x="{start:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
-            f'rx="3">{words}</rect>'
+            f'rx="3">{tooltip}</rect>'
         )
         if width >= 34:
             share = format_share(shares[name])
@@ -114,21 +114,23 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
     return parts
 
 
-def _column(x: float, width: float, top: float, base: float, series: int, words: str) -> str:
+def _column(x: float, width: float, top: float, base: float, series: int, tooltip: str) -> str:
     width = max(width - 2, 1)
     radius = min(4, width / 2, base - top)
     path = (
         f"M{x + 1:.1f},{base:.1f} V{top + radius:.1f} q0,{-radius:.1f} {radius:.1f},{-radius:.1f} "
         f"h{width - 2 * radius:.1f} q{radius:.1f},0 {radius:.1f},{radius:.1f} V{base:.1f} Z"
     )
-    return f'<path class="series-{series}" d="{path}">{title(words)}</path>'
+    return f'<path class="series-{series}" d="{path}">{title(tooltip)}</path>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
+    """A stacked bar: `parts` are (CSS class, amount, tooltip); `low` and `high` are the ends of an error bar."""
+
     label: str
     parts: Sequence[tuple[str, float, str]]
-    words: str
+    value_text: str
     low: float | None = None
     high: float | None = None
 
@@ -137,15 +139,15 @@ class Bar:
         return sum(amount for _, amount, _ in self.parts)
 
 
-def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> Bar:
-    return Bar(label=label, parts=[(kind, value, f"{label}: {words}")], words=words)
+def plain_bar(label: str, value: float, value_text: str, kind: str = "series-0") -> Bar:
+    return Bar(label=label, parts=[(kind, value, f"{label}: {value_text}")], value_text=value_text)
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
     most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
     drawn, y = [], 2.0
     for bar in bars:
-        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_LETTERS), "label", "start"))
+        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
         x = 0.0
         for kind, amount, tooltip in bar.parts:
             width = _MAX_BAR_WIDTH * amount / most
@@ -157,7 +159,7 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
             middle, x = y + 17 + _BAR_HEIGHT / 2, max(x, high)
             tips = "".join(f"M{tip:.1f},{middle - 5:g}v10" for tip in (low, high))
             drawn.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
-        drawn.append(text(x + 8, y + 30.5, bar.words, "value", "start"))
+        drawn.append(text(x + 8, y + 30.5, bar.value_text, "value", "start"))
         y += _ROW_HEIGHT
     return drawing(round(y - 6), name, drawn)
 
@@ -233,8 +235,8 @@ def usd_tick(usd: float) -> str:
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{kind}" {place} rx="1.5">{title(tooltip)}</rect>'
+    geometry = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {geometry} rx="1.5">{title(tooltip)}</rect>'
 
 
 # Seconds in a unit, its name, and how many units may lie between two ticks.
@@ -259,7 +261,7 @@ def series_svg(
 ) -> str:
     """Plot a value for each step of a timeline. With `is_sum`, values are cumulative, at the end of each step."""
     ticks, y = vertical_axis(max(values))
-    x = _place(timeline, LEFT)
+    x = _time_scale(timeline, LEFT)
     step_s = timeline["step_s"]
     points = [(x(0.0), y(0.0))] if is_sum else []
     for index, value in enumerate(values):
@@ -277,7 +279,7 @@ def series_svg(
 
 
 def engines_svg(timeline: Mapping[str, Any]) -> str:
-    x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
+    x, y, drawn, labels = _time_scale(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
         starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
         life_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
@@ -300,12 +302,12 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
             if kind == state
         )
         if path:
-            words = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
-            drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
+            tooltip = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
+            drawn.append(f'<path class="share-{state}" d="{path}">{tooltip}</path>')
     return drawn
 
 
-def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
+def _time_scale(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
     right = WIDTH - RIGHT
     return lambda second: left + (right - left) * second / timeline["total_s"]
 
@@ -320,7 +322,7 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
-        words = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
-        place = f"{x(pause['at_s']):.1f}"
-        drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
+        tooltip = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
+        at = f"{x(pause['at_s']):.1f}"
+        drawn.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
     return drawn

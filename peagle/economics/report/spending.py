@@ -188,23 +188,23 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
         return ""
     columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
-    legend = [(words, kind) for _, words, kind in layers]
+    legend = [(label, kind) for _, label, kind in layers]
     totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
-    sums = ", ".join(f"{words} {format_usd(usd)}" for (words, _), usd in zip(legend, totals, strict=True))
+    sums = ", ".join(f"{label} {format_usd(usd)}" for (label, _), usd in zip(legend, totals, strict=True))
     plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {sums}")
     return _figure(f"By day and {dimension}", plot, legend)
 
 
 def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield every day from the first to the last, or months if there are many."""
+    """Yield every day from the first to the last, or every month if there are many days."""
     first, last = (date.fromisoformat(day) for day in (min(of_day), max(of_day)))
     days = [(first + timedelta(days=number)).isoformat() for number in range((last - first).days + 1)]
-    letters = slice(5, 10) if len(days) <= MAX_COLUMNS else slice(0, 7)
+    date_part = slice(5, 10) if len(days) <= MAX_COLUMNS else slice(0, 7)
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for day in days:
         for key, usd in of_day.get(day, {}).items():
-            sums[day[letters]][key] += usd
-        sums[day[letters]]  # keep days without spending
+            sums[day[date_part]][key] += usd
+        sums[day[date_part]]  # keep days without spending
     yield from sums.items()
 
 
@@ -221,7 +221,7 @@ def _by_group(statement: Mapping[str, Any]) -> str:
         bars.append(_bar(f"{len(rest):,} others", [sum(column) for column in zip(*rest, strict=True)]))
     if not any(bar.value > 0 for bar in bars):
         return ""
-    name = f"Spending by {', '.join(statement['by'])}: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars)
+    name = f"Spending by {', '.join(statement['by'])}: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars)
     legend = [(kind, f"share-{colour}") for kind, colour in _KINDS]
     return _figure(f"By {', '.join(statement['by'])}", bars_svg(bars, name), legend)
 
@@ -231,11 +231,11 @@ def _bar(label: str, usd: Sequence[float]) -> Bar:
         (f"share-{colour}", amount, f"{label}, {kind}: {format_usd(amount)}")
         for (kind, colour), amount in zip(_KINDS, usd, strict=True)
     ]
-    return Bar(label=label, parts=parts, words=format_usd(sum(usd)))
+    return Bar(label=label, parts=parts, value_text=format_usd(sum(usd)))
 
 
 def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{html.escape(words)}</li>' for words, kind in legend)
+    items = "".join(f'<li><i class="{kind}"></i>{html.escape(label)}</li>' for label, kind in legend)
     return f'<section><h2>{html.escape(heading)}</h2>{plot}<ul class="legend">{items}</ul></section>'
 
 

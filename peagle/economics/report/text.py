@@ -22,7 +22,7 @@ _MAX_NOTES = 3
 
 
 def short_summary(report: Mapping[str, Any]) -> str:
-    """Return what a finished run made and cost, in a few lines, with the first notes of the report."""
+    """Return the output and cost of a finished run in a few lines, with the first notes of the report."""
     check_report(report)
     run, account = report["run"], report["account"]
     of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
@@ -98,9 +98,9 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*names, *(f"  {line}" for line in aligned(rows)), *_wrapped_notes(compared["notes"])])
 
 
-def _labelled(words: str, report: Mapping[str, Any]) -> str:
+def _labelled(text: str, report: Mapping[str, Any]) -> str:
     labels = money_labels(report)
-    return f"{words} ({'; '.join(labels)})" if labels else words
+    return f"{text} ({'; '.join(labels)})" if labels else text
 
 
 def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import HalfSurrogate, finite_float, from_json
 from peagle.requests.bounds import AnswerShape, bounds_error, request_error, token_id_error
-from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, has_no_effect, refused_field
 from peagle.requests.messages import message_error
 from peagle.requests.openai import template_error
 from peagle.requests.sampling import MAX_LOGPROBS
@@ -107,7 +107,7 @@ def check(
         code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
         raise ApiError(400, str(refused), code=code, param=refused.field)
     values = {
-        name: value for name, value in values.items() if not (name in _ENDPOINT_FIELDS or asks_nothing(name, value))
+        name: value for name, value in values.items() if not (name in _ENDPOINT_FIELDS or has_no_effect(name, value))
     }
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed is supported here only with temperature 0", code="unsupported_value", param="seed")

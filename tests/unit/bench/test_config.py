@@ -29,7 +29,7 @@ def test_numbers_from_flags_environment_and_yaml(value, numbers):
 @pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])
 def test_output_must_be_on_disk(command):
     assert command(output="runs/mine").output == Path("runs/mine")
-    with pytest.raises(pydantic.ValidationError, match="has to be a folder on a disk"):
+    with pytest.raises(pydantic.ValidationError, match="must be a folder on a disk"):
         command(output="s3://bucket/mine")
 
 

@@ -49,7 +49,7 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
 
 
 UNKNOWN = (
-    "ignored: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt, each but .parquet also with .gz or .zst"
+    "ignored: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt; all but .parquet also with .gz or .zst"
 )
 
 

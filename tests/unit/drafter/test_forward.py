@@ -7,7 +7,7 @@ import torch
 
 from peagle.drafter import forward
 from peagle.drafter.batch import make_batch, sample_rows
-from peagle.drafter.forward import batch_loss, drafted_tokens, estimate_acceptance, head_states, walk
+from peagle.drafter.forward import batch_loss, count_accepted, drafted_tokens, estimate_acceptance, head_states
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting
 
@@ -229,7 +229,7 @@ def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypa
 
 def test_docstring_example():
     drafted = torch.tensor([[6, 7], [7, 8], [8, 0], [0, 0]])
-    assert walk([4, 5, 6, 7, 8], drafted, start=1) == [2]
+    assert count_accepted([4, 5, 6, 7, 8], drafted, start=1) == [2]
 
 
 def test_the_statistics_count_each_step_once(two_layers, store):

@@ -35,8 +35,8 @@ def session(session_id="s", **values):
     return engine_session(session_id, **defaults | values)
 
 
-def ledger(sessions, work, then=lambda session, moment: session_at(moment, None, session)):
-    return Ledger(run="r", sessions=sessions, work=work, then=then)
+def ledger(sessions, work, at=lambda session, moment: session_at(moment, None, session)):
+    return Ledger(run="r", sessions=sessions, work=work, session_at=at)
 
 
 def total_spend(ledger, days=ALL):
@@ -134,7 +134,7 @@ def test_compile_time_over_midnight_is_counted_once():
     """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
     engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
     loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    by_day = list(charges(ledger([engine], {}, then=lambda *_: loading), Days()))
+    by_day = list(charges(ledger([engine], {}, at=lambda *_: loading), Days()))
     assert [charge.day for charge in by_day] == [0, 1]
     assert [charge.spend.loading_usd for charge in by_day] == pytest.approx([2.0, 1.0])
 

@@ -30,8 +30,8 @@ def test_a_missing_flag_is_bad_usage(capsys):
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly cannot be combined"),
         (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither a local path nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
-        (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: has to be a folder on a disk"),
-        (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: has to be a folder on a disk"),
+        (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: must be a folder on a disk"),
+        (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: must be a folder on a disk"),
     ],
 )
 def test_invalid_training_options(capsys, arguments, message):

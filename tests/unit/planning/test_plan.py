@@ -245,13 +245,13 @@ def test_text_names_file_and_precision(plan, report):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"tokens": "many"}, "not a number of tokens, as 2e9"),
+        ({"tokens": "many"}, "not a number of tokens, such as 2e9"),
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
         ({}, "either tokens"),
         ({"tokens_per_s": 5, "within": "3h"}, "within requires tokens"),
         ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation requires tokens_per_s"),
         ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
-        ({"tokens": 5, "within": "soon"}, "not a duration, as 24h"),
+        ({"tokens": 5, "within": "soon"}, "not a duration, such as 24h"),
         ({"tokens": 5, "measured": []}, "set model, to use its published speeds"),
         ({"tokens_per_s": "1e400"}, "should be a finite number"),
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),

@@ -13,7 +13,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, FIELDS, asks_nothing, refused_field
+from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, FIELDS, has_no_effect, refused_field
 from peagle.requests.openai import EFFORTS, parse_body
 from peagle.requests.sampling import RequestSampling
 from peagle.tables import markdown
@@ -83,7 +83,7 @@ def test_bulk_honours_or_refuses_every_field(url, name):
     use = FIELDS[name].use
     if (
         use in ("parsed", "online", "refused")
-        and not asks_nothing(name, values[name])
+        and not has_no_effect(name, values[name])
         and values[name] not in FIELDS[name].neutral
     ):
         assert body.startswith(f"body.{name}: ")

@@ -298,7 +298,7 @@ def test_copied_unit_file_is_not_a_unit(run):
 
 def test_missing_or_damaged_dead_letters_are_an_error(run):
     run.commit(0, TABLE, usage(num_failed_rows=1), [{"id": "000000001"}])
-    path = run.failed / run.letters_name(0)
+    path = run.failed / run.dead_letters_name(0)
     write_atomic(path, b'{"id"')
     with pytest.raises(PeagleError, match="dead letters of unit 0"):
         list(run.dead_letters())

@@ -89,7 +89,7 @@ def test_idle_timeout_is_a_duration(text, seconds):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"idle_timeout": "soon"}, "not a duration, as 24h"),
+        ({"idle_timeout": "soon"}, "not a duration, such as 24h"),
         ({"idle_timeout": "9s"}, "at least twice heartbeat_s"),
         ({"idle_timeout": "0s"}, "greater than 0"),
     ],

@@ -33,7 +33,7 @@ def rewrite(run, unit, change=lambda table: table, **usage):
     """Change the table or the usage of a committed unit."""
     path = run.unit_path(unit)
     table = change(pq.read_table(path))
-    metadata = {b"peagle.failed": run.letters_name(unit).encode()}
+    metadata = {b"peagle.failed": run.dead_letters_name(unit).encode()}
     metadata[b"peagle.usage"] = replace(run.usage(unit), **usage).to_json()
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
@@ -103,7 +103,7 @@ def test_wrong_draft_counts_are_found(finished):
 
 
 def test_wrong_dead_letters_are_found(finished):
-    path = finished.failed / finished.letters_name(3)
+    path = finished.failed / finished.dead_letters_name(3)
     letter = json.loads(path.read_text())
     path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
     assert kinds(finished) == ["lost", "foreign"]
