@@ -1,6 +1,7 @@
 """`peagle serve`: run the endpoint on this machine or on the cluster of RAY_ADDRESS."""
 
 import argparse
+import importlib
 import os
 import sys
 import threading
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
+        # `bind` needs this module, whose import takes 4.5 s: import it while Ray starts.
+        threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True).start()
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:
                 hardware = inspect()
