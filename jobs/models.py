@@ -66,16 +66,16 @@ def _print_list(cards: "list[ModelCard]") -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("model", "params", "context", "licence", "P-EAGLE", "EAGLE-3"):
+    for heading in ("model", "params", "context", "P-EAGLE", "EAGLE-3", "DFlash"):
         table.add_column(heading, no_wrap=True)
     for card in cards:
         table.add_row(
             card.name,
             _parameters(card.architecture.num_parameters),
             _number(card.context_tokens),
-            card.licence.name,
             _presence(card.heads.get("peagle")),
             _presence(card.heads.get("eagle3")),
+            _presence(card.heads.get("dflash")),
         )
     console().print(table)
     print("\n`peagle models NAME` shows a card; `peagle generate --model NAME` runs one.")

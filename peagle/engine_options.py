@@ -16,7 +16,7 @@ from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, res
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import TARGET_SIZES, TargetOptions, drafter_with, lookup_note, spec_fields, widest_head
+from peagle.engine.keys import TARGET_SIZES, TargetOptions, drafter_note, drafter_with, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
@@ -257,7 +257,7 @@ def compose_engine(
     check_slots(spec)
     check_backends(spec, hardware, head_dim=widest_head(model.config))
     profile = read_profile(keys.profile) if keys.profile else None
-    drafter = replace(drafter, note=drafter.note + lookup_note(spec.drafter))
+    drafter = replace(drafter, note=drafter.note + drafter_note(spec.drafter))
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 

@@ -18,8 +18,8 @@ from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
 from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
 from peagle.economics.report.plots import Rates, acceptance_svg
-from peagle.engine.keys import drafter_with, lookup_note
-from peagle.engine.spec import EngineSpec, spec_precision
+from peagle.engine.keys import drafter_note, drafter_with
+from peagle.engine.spec import DRAFT_METHODS, EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError, DrafterError, EngineError
 from peagle.hardware import Hardware
@@ -59,7 +59,7 @@ class Evaluation(Bench):
             precision=precision,
             setups=setups,
             price=None,
-            notes=[f"{drafter.name}: {drafter.note}{lookup_note(setups[0].drafter)}" for drafter in drafters],
+            notes=[f"{drafter.name}: {drafter.note}{drafter_note(setups[0].drafter)}" for drafter in drafters],
             own={"precision": precision.describe(), "concurrency": config.concurrency},
             category_column=config.category_column,
         )
@@ -161,7 +161,7 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
     max_k = max(config.num_speculative_tokens) if config.num_speculative_tokens else None
     drafter = resolve_drafter(name, model, config.concurrency, num_speculative_tokens=max_k, platform=hardware.platform)
     if drafter.spec is None:
-        hint = "use peagle, eagle3, a folder or a hub id"
+        hint = f"use {', '.join(DRAFT_METHODS)}, a folder or a hub id"
         raise DrafterError(f"drafter {name} resolves to no drafter: {drafter.note}", hint=hint)
     return drafter
 

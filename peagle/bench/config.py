@@ -188,7 +188,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
-        description=f"any of {', '.join(METHODS)}; default: none,peagle",
+        description=f"any of {', '.join(METHODS)}; lookup is ngram; default: none,peagle",
     )
     concurrency: ConcurrencyList = Field(
         default_factory=lambda: [1, 4, 8], description="concurrent requests, such as 1,4,8; default: 1,4,8"
@@ -233,6 +233,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     def _split_methods(cls, value: Any) -> list[str]:
         parts = value if isinstance(value, list) else [value]
         names = [word.strip() for part in parts for word in str(part).split(",")]
+        names = ["ngram" if name == "lookup" else name for name in names]
         for name in names:
             if name not in METHODS:
                 raise ValueError(f"{name!r} is not one of {', '.join(METHODS)}")
@@ -261,8 +262,8 @@ class EvaluateConfig(MeasurementOptions):
     drafter: TextList = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
-        description="auto (recommended by the catalog), peagle, eagle3, a head of the catalog, a folder or a Hugging"
-        " Face id",
+        description=f"auto (recommended by the catalog), {', '.join(DRAFT_METHODS)}, a head of the catalog, a folder"
+        " or a Hugging Face id",
     )
     num_speculative_tokens: list[int] | None = Field(
         None, description="draft tokens per step (K), such as 3 or 3,5,7; default: each drafter's own"

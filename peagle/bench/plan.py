@@ -20,7 +20,7 @@ from peagle.economics.price_options import PRICE_OPTIONS, require_device, resolv
 from peagle.economics.prices import Price
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import drafter_with, lookup_note, spec_fields, stated, widest_head
+from peagle.engine.keys import drafter_note, drafter_with, spec_fields, stated, widest_head
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod, spec_precision
@@ -117,7 +117,7 @@ def make_setups(
             head = _head(method, config, model, hardware)
             assert head.spec is not None, "_head() returns a head"
             drafter, name, fingerprint = drafter_with(head.spec, config, hardware), head.name, head.fingerprint or ""
-            notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{lookup_note(drafter)}")
+            notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{drafter_note(drafter)}")
         else:
             if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
                 raise ConfigError(

@@ -11,6 +11,7 @@ from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources, summarise
 from peagle.charts import Axes, Curve, line_chart, standalone
 from peagle.economics.report.figures import UNKNOWN, format_count, format_share
+from peagle.engine.spec import LOOKUP_METHODS
 from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import METHOD_NAMES, NONE
@@ -123,7 +124,7 @@ def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> M
 
 
 def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return speed ratios by concurrency: P-EAGLE over EAGLE-3, and each method over none, at the best K.
+    """Return speed ratios by concurrency: parallel drafters over EAGLE-3, and each method over none, at the best K.
 
     `range_by_concurrency` is the range over the repeats, with the same K.
     """
@@ -132,7 +133,7 @@ def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     concurrencies = sorted({cell["concurrency"] for cell in cells})
     for over in ("eagle3", NONE):
         for method in methods:
-            if method in (NONE, over) or over not in methods or (over == "eagle3" and method != "peagle"):
+            if method in (NONE, over) or over not in methods or (over == "eagle3" and method in LOOKUP_METHODS):
                 continue
             bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in concurrencies}
             results.append(
@@ -241,6 +242,37 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
     return rows
 
 
+def value_rows(report: Mapping[str, Any]) -> Rows:
+    """Return tokens per dollar of each method at its best K, by concurrency; empty without a price."""
+    if report["usd_per_s"] is None:
+        return []
+    concurrencies = report["configuration"]["concurrency"]
+    rows = [["tokens per $, best K", *(f"concurrency {c}" for c in concurrencies)]]
+    for method in _methods(report):
+        cells = [best(report["cells"], method, c) for c in concurrencies]
+        values = [format_count(cell["tokens_per_usd"]) if cell else UNKNOWN for cell in cells]
+        rows.append([METHOD_NAMES[method], *values])
+    return rows
+
+
+def winner(report: Mapping[str, Any]) -> str:
+    """Return a sentence that names the method with the most tokens per dollar; empty if only one was measured.
+
+    All methods use the same hardware at the same price, so this method also has the most tokens/s.
+    """
+    if len(_methods(report)) < 2:
+        return ""
+    concurrencies: dict[str, list[str]] = {}
+    for concurrency in report["configuration"]["concurrency"]:
+        cells = [cell for method in _methods(report) if (cell := best(report["cells"], method, concurrency))]
+        if cells:
+            fastest = max(cells, key=lambda cell: cell["output_tokens_per_s"])
+            name = METHOD_NAMES[fastest["method"]] + (f" at K={fastest['k']}" if fastest["k"] else "")
+            concurrencies.setdefault(name, []).append(str(concurrency))
+    wins = [f"{name} at concurrency {', '.join(won)}" for name, won in concurrencies.items()]
+    return f"Most tokens per dollar: {'; '.join(wins)}."
+
+
 def acceptance_rows(report: Mapping[str, Any]) -> Rows:
     """Return acceptance length and acceptance by position of every setup with drafts."""
     drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
@@ -328,6 +360,10 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
         lines += ["", rejected]
     for note in report["notes"]:
         lines += ["", note]
+    if rows := value_rows(report):
+        lines += ["", *form(rows)]
+    if sentence := winner(report):
+        lines += ["", sentence]
     return lines
 
 
@@ -355,10 +391,21 @@ def _decimals(value: float | None, decimals: int) -> str:
 
 
 def speed_plot(report: Mapping[str, Any]) -> str:
+    return _best_plot(report, "output_tokens_per_s", "Output tokens/s", "Output tokens per second by concurrency")
+
+
+def value_plot(report: Mapping[str, Any]) -> str | None:
+    """Plot tokens per dollar by concurrency; None without a price."""
+    if report["usd_per_s"] is None:
+        return None
+    return _best_plot(report, "tokens_per_usd", "Output tokens per dollar", "Output tokens per dollar by concurrency")
+
+
+def _best_plot(report: Mapping[str, Any], figure: str, subject: str, name: str) -> str:
     axes = Axes(
-        name="Output tokens per second by concurrency",
+        name=name,
         x_name="concurrent requests",
-        y_name="output tokens/s",
+        y_name=subject.lower(),
         x_prefix="concurrency ",
         decimals=0,
         is_even=True,
@@ -367,10 +414,10 @@ def speed_plot(report: Mapping[str, Any]) -> str:
     curves: list[Curve] = []
     for method in _methods(report):
         bests = [(c, best(report["cells"], method, c)) for c in concurrencies]
-        points = [(c, cell["output_tokens_per_s"]) for c, cell in bests if cell]
+        points = [(c, cell[figure]) for c, cell in bests if cell]
         name = METHOD_NAMES[method]
         curves.append((name if method == NONE else f"{name}, best K", points))
-    return _plot(report, "Output tokens/s", curves, axes)
+    return _plot(report, subject, curves, axes)
 
 
 def cost_plot(report: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,15 @@ from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan, num_starts
 from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
-from peagle.bench.report import caveats, cost_plot, make_report, markdown_tables, require_prompts, speed_plot
+from peagle.bench.report import (
+    caveats,
+    cost_plot,
+    make_report,
+    markdown_tables,
+    require_prompts,
+    speed_plot,
+    value_plot,
+)
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import format_duration
 from peagle.engine.vllm import start_engine
@@ -117,8 +125,8 @@ class Bench(Measurement):
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
         pages = {"report.md": markdown_tables(report), "tokens-per-second.svg": speed_plot(report)}
-        cost = cost_plot(report)
-        return pages if cost is None else pages | {"drafting-cost.svg": cost}
+        plots = {"drafting-cost.svg": cost_plot(report), "tokens-per-dollar.svg": value_plot(report)}
+        return pages | {name: plot for name, plot in plots.items() if plot is not None}
 
 
 def bench(

@@ -14,11 +14,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.catalog.folders import peagle_home
+from peagle.engine.spec import DraftMethod
 from peagle.errors import CatalogError, did_you_mean
 from peagle.private import user_path
 from peagle.speculation import break_even_acceptance_length
 
-Method = Literal["peagle", "eagle3", "none"]
+Method = DraftMethod | Literal["none"]
 
 
 class Strict(BaseModel):
@@ -254,7 +255,7 @@ class ModelCard(Strict):
     architecture: ArchitectureFacts
     precision: PrecisionFacts
     smallest_hardware: SmallestHardware
-    heads: dict[Literal["peagle", "eagle3"], HeadCard] = Field(default_factory=dict)
+    heads: dict[DraftMethod, HeadCard] = Field(default_factory=dict)
     speculation: list[SpeculationRow] = Field(default_factory=list)
     published: list[PublishedTable] = Field(default_factory=list)
     steps: list[StepTable] = Field(default_factory=list)

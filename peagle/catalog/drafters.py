@@ -53,7 +53,7 @@ def resolve_drafter(
     method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # "P-EAGLE"
     is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
     path = _path_on_card(model, method) if is_method else find_head(name, model)
-    return _build(model, path, num_speculative_tokens, measured_k, commits, note="as requested")
+    return _build(model, path, num_speculative_tokens, measured_k, commits, platform, note="as requested")
 
 
 def find_head(name: str, model: ResolvedModel | None = None) -> str:
@@ -97,7 +97,7 @@ def _automatic(
     if not is_hub_id(path) and not Path(path).is_dir():
         return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
     note = f"recommended for {concurrency} concurrent requests ({row.source})"
-    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, note=note)
+    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, platform, note=note)
 
 
 def _build(
@@ -106,6 +106,7 @@ def _build(
     k: int | None,
     measured_k: Mapping[str, int],
     commits: Mapping[str, str],
+    platform: Platform | None,
     *,
     note: str,
 ) -> ResolvedDrafter:
@@ -113,6 +114,15 @@ def _build(
     head = check_fit(located.config, model.config)
     if k is None:
         k = measured_k.get(head.method) or head.default_k
+    if head.max_k is not None and k > head.max_k:
+        raise DrafterError(
+            f"K={k} exceeds the {head.max_k} tokens that {located.name} drafts in one block",
+            hint=f"use --num-speculative-tokens {head.max_k} or less",
+        )
+    if head.mixes_attention and head.max_k is not None and platform == "cpu":
+        raise DrafterError(
+            f"{located.name} mixes sliding and full attention, which vLLM supports in a {head.method} head only on GPUs"
+        )
     path_or_id = located.model if located.folder is None else str(whole_head(located.folder))
     heads = model.card.heads.values() if model.card else ()
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
@@ -158,7 +168,7 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
     if not is_hub_id(path):
         raise DrafterError(
             f"no such drafter: {path}",
-            hint="use auto, none, peagle, eagle3, a head that `peagle models` lists, a local folder, "
+            hint=f"use auto, none, {', '.join(DRAFT_METHODS)}, a head that `peagle models` lists, a local folder, "
             "s3://BUCKET/FOLDER or a hub id ORG/NAME",
         )
     revision = hub_commit(path, commits.get(path)) or commits.get(path)

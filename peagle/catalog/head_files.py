@@ -1,8 +1,9 @@
 """Check that a head's files fit the target and each other, without loading weights.
 
 Supports both layouts of published heads: `speculators` (`transformer_layer_config`) and plain Hugging Face
-(`ptd_token_id`, `eagle_config`). vLLM 0.29 reads these keys (`v1/spec_decode/llm_base_proposer.py`,
-`transformers_utils/configs/speculators/algos.py`) and these names of weights (`model_executor/models/llama_eagle3.py`).
+(`ptd_token_id`, `eagle_config`, `dflash_config`). vLLM 0.29 reads these keys (`v1/spec_decode/llm_base_proposer.py`,
+`transformers_utils/configs/speculators/algos.py`) and these names of weights (`model_executor/models/llama_eagle3.py`,
+`qwen3_dflash.py`, `qwen3_dspark.py`).
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peagle.engine.spec import DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
@@ -29,7 +30,9 @@ class HeadFacts:
         target_hidden_size: width of the target's states.
         draft_vocab_size: number of tokens that the head can draft; by default all.
         aux_layer_ids: layers of the target whose inputs the head reads; if empty, vLLM chooses.
-        mask_token_id: token that stands for positions not drafted yet; only for P-EAGLE.
+        mask_token_id: token that stands for positions not drafted yet; None for EAGLE-3.
+        max_k: largest K, for a head that drafts blocks of a fixed size.
+        mixes_attention: whether some layers of such a head have a sliding window, and others do not.
         unmapped: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -41,11 +44,13 @@ class HeadFacts:
     aux_layer_ids: tuple[int, ...]
     mask_token_id: int | None
     num_speculative_tokens: int | None
+    max_k: int | None
+    mixes_attention: bool
     unmapped: tuple[str, ...]
 
     @property
     def default_k(self) -> int:
-        return self.num_speculative_tokens or _DEFAULT_K[self.method]
+        return self.num_speculative_tokens or self.max_k or _DEFAULT_K[self.method]
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
@@ -55,9 +60,14 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
     vocab_size = layer.get("vocab_size")
     if hidden_size is None or vocab_size is None:
         raise DrafterError("the drafter's config.json has no hidden_size or no vocab_size")
-    aux = config.get("eagle_aux_hidden_state_layer_ids")
-    aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
-    mask_token_id = next((config[key] for key in _MASK_TOKEN_KEYS if config.get(key) is not None), None)
+    block = config.get("dflash_config") or {}
+    aux = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    # These name a layer, whose output is the input of the next.
+    outputs_of = block.get("target_layer_ids") or config.get("target_layer_ids") or ()
+    aux = aux or [layer + 1 for layer in outputs_of]
+    mask_token_ids = (keys.get(key) for keys in (block, config) for key in _MASK_TOKEN_KEYS)
+    mask_token_id = next((token_id for token_id in mask_token_ids if token_id is not None), None)
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     k = proposals[0].get("speculative_tokens")
     return HeadFacts(
@@ -69,6 +79,8 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         aux_layer_ids=tuple(aux),
         mask_token_id=mask_token_id,
         num_speculative_tokens=int(k) if k else None,
+        max_k=_max_k(method, config),
+        mixes_attention=len(set(layer.get("layer_types") or ())) > 1,
         unmapped=tuple(key for key in ("fc_norm", "norm_output") if config.get(key)),
     )
 
@@ -87,9 +99,26 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
     # Layer i refers to its input; i = num_layers refers to the output of the last layer.
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
         raise _misfit(f"it reads layers {outside}, but the target has {num_layers} layers")
-    if head.method == "peagle":
+    if head.method != "eagle3":
         _check_parallel(head)
+    if head.method == "dspark" and not drafter.get("markov_rank"):
+        raise DrafterError("a DSpark head requires a Markov head (markov_rank), which vLLM loads with it")
     return head
+
+
+def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
+    """Return the largest K of a head that drafts blocks; None for other heads.
+
+    The first token of a block is known, unless the head also predicts from its position.
+    """
+    if method not in ("dflash", "dspark"):
+        return None
+    block = config.get("dflash_config") or {}
+    size = config.get("block_size") or block.get("block_size")
+    if not isinstance(size, int) or size < 2:
+        raise DrafterError(f"a {method} head requires a block_size of 2 or more in its config.json, not {size!r}")
+    predicts_from_first = config.get("sample_from_anchor", block.get("sample_from_anchor", method == "dspark"))
+    return size if predicts_from_first else size - 1
 
 
 def _check_parallel(head: HeadFacts) -> None:
@@ -100,7 +129,7 @@ def _check_parallel(head: HeadFacts) -> None:
         )
     if not 0 <= head.mask_token_id < head.vocab_size:
         raise _misfit(f"its mask token {head.mask_token_id} is outside the vocabulary of {head.vocab_size}")
-    if head.unmapped:
+    if head.method == "peagle" and head.unmapped:
         raise DrafterError(
             f"vLLM does not load {' and '.join(head.unmapped)} of a P-EAGLE head, so its drafts would be wrong",
             hint="train the head without them",
@@ -110,16 +139,23 @@ def _check_parallel(head: HeadFacts) -> None:
 def _method(config: Mapping[str, Any]) -> DraftMethod:
     kind = config.get("speculators_model_type")
     if kind in DRAFT_METHODS:
-        return "peagle" if kind == "peagle" else "eagle3"
+        return cast(DraftMethod, kind)
     if kind is not None:
         hint = f"supported: {', '.join(DRAFT_METHODS)}"
         raise DrafterError(f"drafters of type {kind!r} are not supported", hint=hint)
+    architectures = str(config.get("architectures")).lower()
+    if "dflash2" in architectures:
+        raise DrafterError("DFlash2 heads are not supported", hint=f"supported: {', '.join(DRAFT_METHODS)}")
+    if "dspark" in architectures:
+        return "dspark"
+    if "dflash" in architectures or "dflash_config" in config:
+        return "dflash"
     if any(config.get(key) is not None for key in _MASK_TOKEN_KEYS):
         return "peagle"
-    if "eagle3" in str(config.get("architectures")).lower() or "eagle_config" in config:
+    if "eagle3" in architectures or "eagle_config" in config:
         return "eagle3"
     raise DrafterError(
-        "not a drafter head: its config.json names neither P-EAGLE nor EAGLE-3",
+        "not a drafter head: its config.json names none of P-EAGLE, EAGLE-3, DFlash and DSpark",
         hint="use the folder or hub id of a head, not of a language model",
     )
 
@@ -157,6 +193,13 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
     width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
     if head.method == "peagle" and math.prod(shapes["mask_hidden"]) != width:
         raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
+    num_read = len(head.aux_layer_ids) * head.target_hidden_size
+    if head.max_k is not None and num_read not in (0, width):
+        raise _mismatch(
+            f"it reads {num_read:,} values of {len(head.aux_layer_ids)} layers, but fc {width or 'nothing'}"
+        )
+    if head.method == "dspark" and not any(name.startswith("markov_head.") for name in shapes):
+        raise _mismatch("the weights of its Markov head are missing")
     has_lm_head = "lm_head.weight" in shapes
     if has_lm_head and shapes["lm_head.weight"][0] != head.draft_vocab_size:
         rows = shapes["lm_head.weight"][0]

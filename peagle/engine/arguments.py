@@ -95,7 +95,7 @@ def engine_args(
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 1024**3),
         "seed": spec.seed,
         "load_format": spec.load_format,
-        "enable_prefix_caching": spec.enable_prefix_caching,
+        "enable_prefix_caching": spec.caches_prefixes,
         "cudagraph_capture_sizes": capture_sizes(spec, hardware),
         "attention_backend": target_backend(spec, hardware),
         "speculative_config": _speculation(spec, hardware),
@@ -160,7 +160,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter is None:
         return None
     config: dict[str, Any] = {
-        "method": "eagle3" if drafter.has_head else drafter.method,
+        "method": "eagle3" if drafter.method == "peagle" else drafter.method,
         **({"model": drafter.model} if drafter.has_head else {}),
         "num_speculative_tokens": drafter.num_speculative_tokens,
     }
@@ -168,12 +168,14 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
         config["revision"] = drafter.revision
     if drafter.method == "peagle":
         config["parallel_drafting"] = True
-    if drafter.has_head:
+    if drafter.method in ("peagle", "eagle3"):
         # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this vLLM scatters the logits of a
         # draft vocabulary into the target's first, and gathers them whole from all ranks: 0.64 ms of a step against
         # 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). Each class that vLLM
-        # loads for an EAGLE-3 or P-EAGLE head can do it (0.29).
+        # loads for an EAGLE-3 or P-EAGLE head can do it (0.29), but not its DFlash classes.
         config["use_local_argmax_reduction"] = True
+    if drafter.method == "dspark" and drafter.verify == "auto":
+        config["enable_adaptive_verification"] = True
     if (cache := DRAFT_CACHE[drafter.kv_cache_precision]) is not None:
         config["kv_cache_dtype"] = cache
     if drafter.attention_backend is not None:

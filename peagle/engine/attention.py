@@ -78,7 +78,11 @@ def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None
-    return _backend(drafter.attention_backend, spec, hardware, _draft_cache(spec, hardware))
+    requested = drafter.attention_backend
+    if drafter.is_block and (hardware.compute_capability or (0, 0)) >= (12, 0):
+        # vLLM chooses FlashAttention, whose kernels for attention in both directions fail (vllm issue 50707).
+        requested = requested or _TRITON
+    return _backend(requested, spec, hardware, _draft_cache(spec, hardware))
 
 
 def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
@@ -89,6 +93,23 @@ def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
     if drafter.kv_cache_precision != "auto":
         return drafter.kv_cache_precision
     return spec_precision(spec, hardware).kv_cache
+
+
+def check_drafter(spec: EngineSpec, hardware: Hardware) -> None:
+    """Raise a ConfigError if vLLM cannot run the drafter on this hardware or with these options."""
+    drafter = spec.drafter
+    if drafter is None or not drafter.is_block:
+        return
+    if drafter.method == "dspark" and hardware.platform != "cuda":
+        raise ConfigError(
+            "DSpark requires vLLM's model runner V2, which runs on GPUs only", hint="use another --drafter on a CPU"
+        )
+    if drafter.kv_cache_precision == "fp8":
+        raise ConfigError(
+            f"the KV cache of a {drafter.method} head cannot be fp8: vLLM does not support it for attention in both"
+            " directions (vllm-project/vllm issue 41559)",
+            hint="remove --draft-kv-cache-precision; the target's KV cache may still be fp8",
+        )
 
 
 def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> None:
@@ -106,6 +127,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
             " graphs (vllm-project/vllm issue 45425)",
             hint="remove decode_context_parallel_size, or use --drafter none",
         )
+    check_drafter(spec, hardware)
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
     row = next((row for row in AVOIDED if row.instead is None and row.affects(spec, hardware)), None)

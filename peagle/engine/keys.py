@@ -61,7 +61,7 @@ class TargetOptions(BaseModel):
     verify: Verify = Field(
         "all",
         description="all: verify every draft; auto: those that are worth their time at the current load, possibly none"
-        " (CPUs only)",
+        " (CPUs, and DSpark on GPUs)",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -167,18 +167,25 @@ def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) 
             "prompt lookup does not work with vLLM's asynchronous scheduling, the default on GPUs",
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
+    # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
+    is_bf16 = drafter.is_block and hardware.platform == "cuda" and keys.draft_kv_cache_precision == "auto"
+    # On GPUs drafts stay on the device, where only DSpark's own runner can drop some.
+    can_verify_some = hardware.platform == "cpu" or drafter.method == "dspark"
     return replace(
         drafter,
-        kv_cache_precision=keys.draft_kv_cache_precision,
+        kv_cache_precision="bf16" if is_bf16 else keys.draft_kv_cache_precision,
         attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
         lookup=lookup,
-        verify=keys.verify if hardware.platform == "cpu" else "all",  # on GPUs, drafts stay on the device
+        verify=keys.verify if can_verify_some else "all",
     )
 
 
-def lookup_note(drafter: DrafterSpec | None) -> str:
-    """Return the end of a note about a head with a lookup; empty without one."""
-    return "; with prompt lookup" if drafter and drafter.lookup else ""
+def drafter_note(drafter: DrafterSpec | None) -> str:
+    """Return the end of a note about a drafter: what its options and its method change; may be empty."""
+    if drafter is None:
+        return ""
+    lookup = "; with prompt lookup" if drafter.lookup else ""
+    return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.is_block else "")
 
 
 def stated(keys: TargetOptions) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 # The shortest n-gram whose continuation is right more often than the head's drafts. EAGLE-3 reads its own drafts one
 # after another and copies better, so only longer n-grams replace its drafts (entry 43 of benchmarks/drafter/LOG.md).
-MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5}
+# For DFlash and DSpark, which like P-EAGLE do not read their own drafts, not measured.
+MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5, "dflash": 2, "dspark": 2}
 _LONGEST = 8  # maximum length of a match; longer matches are not better
 _CANDIDATES = 16  # earlier occurrences to compare, latest first: limits a step's time in very repetitive text
 

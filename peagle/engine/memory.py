@@ -292,7 +292,8 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     """Return the key and value elements per token of all layers of the drafter.
 
-    If its folder is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of EAGLE-3.
+    If its folder is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of EAGLE-3,
+    5 of others.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
@@ -303,6 +304,6 @@ def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     layers = config.get("transformer_layer_config", config)
     drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)
     if drafter is None:
-        usual = 4 if spec.drafter.method == "peagle" else 1
+        usual = {"peagle": 4, "eagle3": 1}.get(spec.drafter.method, 5)
         return (layers.get("num_hidden_layers") or usual) * target.kv_elements_per_token
     return (drafter.num_layers + drafter.num_sliding_layers) * drafter.full_kv_elements

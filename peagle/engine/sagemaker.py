@@ -190,7 +190,7 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
             f"{VARIABLE} must be a JSON object, or false for no drafter, not a JSON {type(config).__name__}"
         )
     method = config.get("method") or "eagle3"
-    if method != "eagle3":
+    if method not in ("eagle3", "dflash", "dspark"):
         raise ConfigError(
             f"{VARIABLE}: peagle does not serve the method {shown(method)}",
             hint='P-EAGLE is "method": "eagle3" with "parallel_drafting": true; EAGLE-3 is the same without it',
@@ -218,7 +218,7 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
     if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
         raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not supported")
     return {
-        "drafter": config.get("model") or ("peagle" if is_parallel else "eagle3"),
+        "drafter": config.get("model") or ("peagle" if is_parallel and method == "eagle3" else method),
         "num_speculative_tokens": k,
         "draft_kv_cache_precision": _CACHE_PRECISIONS[cache],
         "draft_attention_backend": config.get("attention_backend"),

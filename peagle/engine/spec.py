@@ -9,7 +9,7 @@ from peagle.engine.precision import KV_CACHE_PRECISIONS, PRECISIONS, Precision, 
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
 
-DraftMethod = Literal["peagle", "eagle3"]
+DraftMethod = Literal["peagle", "eagle3", "dflash", "dspark"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
 LookupMethod = Literal["ngram", "suffix"]  # drafts from n-grams of the prompt and the response, without a head
 LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
@@ -21,8 +21,8 @@ class DrafterSpec:
     """A drafter.
 
     Attributes:
-        method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one token after another; "ngram" and
-            "suffix" have no head and copy from earlier tokens of the request.
+        method: "peagle", "dflash" and "dspark" draft all K tokens in one pass of their head, "eagle3" one token after
+            another; "ngram" and "suffix" have no head and copy from earlier tokens of the request.
         model: the head's folder (local or s3://) or hub id; empty without a head.
         num_speculative_tokens: K.
         synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
@@ -73,6 +73,11 @@ class DrafterSpec:
     def has_head(self) -> bool:
         """Whether the drafter is a model with layers and a KV cache."""
         return self.method in DRAFT_METHODS
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the head fills in a block of mask tokens, which attend to each other in both directions."""
+        return self.method in ("dflash", "dspark")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
@@ -148,6 +153,15 @@ class EngineSpec:
     @property
     def accelerators_per_node(self) -> int:
         return self.num_accelerators // self.num_nodes
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether vLLM's prefix cache is on.
+
+        It is off with a block head: vLLM computes the head's keys and values only for tokens that the target computes,
+        so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
+        """
+        return self.enable_prefix_caching and not (self.drafter is not None and self.drafter.is_block)
 
     @property
     def commits(self) -> dict[str, str]:

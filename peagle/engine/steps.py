@@ -29,8 +29,8 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
     each request of a step with
 
     - its scheduled tokens: 1 + K while decoding (the last token and K drafts), or a chunk of the prompt;
-    - the drafter's additional input slots, also in prefill: K - 1 with parallel drafting (mask tokens; the first draft
-      reuses a slot), 0 with EAGLE-3.
+    - the drafter's additional input slots, also in prefill: K - 1 with P-EAGLE and DSpark (mask tokens; the first draft
+      reuses a slot), K with DFlash, 0 with EAGLE-3.
 
     With S = `max_num_seqs` requests decoding, P-EAGLE takes S x ((1 + K) + (K - 1)) = S x 2K slots, EAGLE-3 S x (1 + K)
     and no speculation S. The prefill budget (2048 on CPU, 8192 on a GPU) is added.
@@ -58,7 +58,7 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
     if drafter is None:
         return 1
     k = drafter.num_speculative_tokens
-    return 2 * k if drafter.method == "peagle" else 1 + k
+    return 1 + k + {"peagle": k - 1, "dspark": k - 1, "dflash": k}.get(drafter.method, 0)
 
 
 def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:

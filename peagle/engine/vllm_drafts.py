@@ -339,7 +339,8 @@ def add_confidence() -> None:
             self.peagle_drafter_s = time.perf_counter() - started_s
             return drafts
         if scheduler_output.total_num_scheduled_tokens > len(scheduler_output.num_scheduled_tokens):
-            # Later requests with the same prompt read the drafter's KV cache, too, so it must be complete.
+            # Later requests with the same prompt read the drafter's KV cache, too, so it must be complete. P-EAGLE then
+            # needs no mask tokens.
             extra_slots, drafter.needs_extra_input_slots = drafter.needs_extra_input_slots, False
             try:
                 propose(self, scheduler_output, *arguments, **options)

@@ -11,7 +11,8 @@ from peagle.errors import ConfigError
 NONE = "none"
 METHODS = (NONE, *DRAFT_METHODS, *LOOKUP_METHODS)
 METHOD_NAMES = {
-    NONE: "no speculation", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "ngram": "n-gram", "suffix": "suffix",
+    NONE: "no speculation", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark",
+    "ngram": "n-gram", "suffix": "suffix",
 }  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
         # Ray adds this to the engine's first bundle.
         "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
     }
-    if options.max_replicas > 1 and job.spec.enable_prefix_caching:
+    if options.max_replicas > 1 and job.spec.caches_prefixes:
         config["request_router_config"] = {
             # A name, not a class, since only routing processes need to import Ray Serve.
             "request_router_class": "pipelines.online.serve.routing.PrefixRouter",

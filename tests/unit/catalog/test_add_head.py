@@ -139,7 +139,7 @@ def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home,
         add_head(shipped_head, target="gpt-oss-20b")
     with pytest.raises(DrafterError, match="has 2 layers, but the weights have"):
         add_head(published_head(tmp_path / "a", num_hidden_layers=2), target=str(target))
-    with pytest.raises(DrafterError, match="names neither P-EAGLE nor EAGLE-3"):
+    with pytest.raises(DrafterError, match="names none of P-EAGLE, EAGLE-3, DFlash and DSpark"):
         add_head(target, target=str(target))
     with pytest.raises(ConfigError, match="K must be at least 1"):
         add_head(shipped_head, num_speculative_tokens=0)

@@ -103,6 +103,33 @@ def test_an_unmeasured_folder_uses_its_own_k(tmp_path, changes, k):
     assert (drafter.name, drafter.spec.num_speculative_tokens) == ("my-head", k)
 
 
+BLOCK = {
+    "speculators_model_type": "dflash",
+    "block_size": 8,
+    "eagle_aux_hidden_state_layer_ids": None,
+    "aux_hidden_state_layer_ids": [2, 15, 29],
+}
+
+
+def test_block_heads_have_a_largest_k(tmp_path):
+    model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
+    head = make_head(tmp_path / "my-head", **BLOCK)
+    drafter = resolve_drafter(str(head), model, 1, num_speculative_tokens=7).spec
+    assert drafter is not None
+    assert (drafter.method, drafter.num_speculative_tokens) == ("dflash", 7)
+    with pytest.raises(DrafterError, match="K=8 exceeds the 7 tokens that my-head drafts in one block"):
+        resolve_drafter(str(head), model, 1, num_speculative_tokens=8)
+
+
+def test_block_heads_with_mixed_attention_need_a_gpu(tmp_path):
+    model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
+    layer = {**CONFIG, "layer_types": ["sliding_attention", "full_attention"]}
+    head = make_head(tmp_path / "my-head", **BLOCK, transformer_layer_config=layer)
+    assert resolve_drafter(str(head), model, 1, platform="cuda").spec is not None
+    with pytest.raises(DrafterError, match="only on GPUs"):
+        resolve_drafter(str(head), model, 1, platform="cpu")
+
+
 def test_retraining_a_head_changes_its_fingerprint(model, tmp_path):
     head = make_head(tmp_path / "my-head")
     save_file({"norm.weight": torch.zeros(1)}, head / "model.safetensors")

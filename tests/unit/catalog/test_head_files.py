@@ -46,6 +46,44 @@ def test_read_both_layouts():
     assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
 
 
+def block_head(kind="dflash", **changes):
+    """A DFlash or DSpark head as the speculators library saves it."""
+    kinds = {"dflash": {"sample_from_anchor": False}, "dspark": {"sample_from_anchor": True, "markov_rank": 256}}
+    aux_layers = {"eagle_aux_hidden_state_layer_ids": None, "aux_hidden_state_layer_ids": [2, 15, 29]}
+    shape = {"speculators_model_type": kind, "block_size": 8, "speculators_config": None}
+    return library_head() | aux_layers | shape | kinds[kind] | changes
+
+
+def hub_block_head(**changes):
+    """A DFlash head as z-lab publishes it."""
+    head: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": 576,
+        "vocab_size": 49152,
+        "num_hidden_layers": 5,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 49151, "target_layer_ids": [1, 14, 28]},
+    }
+    return head | changes
+
+
+def test_heads_that_draft_blocks():
+    head = check_fit(block_head(), TARGET)
+    assert (head.method, head.aux_layer_ids, head.mask_token_id) == ("dflash", (2, 15, 29), 0)
+    assert (head.max_k, head.default_k) == (7, 7)
+    head = check_fit(hub_block_head(), TARGET)
+    # The layers' outputs are the inputs of the next layers.
+    assert (head.method, head.aux_layer_ids, head.mask_token_id) == ("dflash", (2, 15, 29), 49151)
+    assert (head.num_layers, head.max_k, head.default_k) == (5, 15, 15)
+    head = check_fit(block_head("dspark"), TARGET)
+    assert (head.method, head.max_k) == ("dspark", 8)
+    assert read_head(hub_block_head(architectures=["Qwen3DSparkModel"])).method == "dspark"
+    assert not head.mixes_attention
+    layer_types = ["sliding_attention", "full_attention"]
+    assert read_head(hub_block_head(layer_types=layer_types)).mixes_attention
+    assert not read_head(hub_block_head(layer_types=["full_attention"] * 5)).mixes_attention
+
+
 def test_a_head_without_a_mask_token_is_eagle3():
     assert read_head(hub_head(ptd_token_id=None)).method == "eagle3"
     assert read_head(library_head(speculators_model_type="eagle3", mask_token_id=None)).method == "eagle3"
@@ -73,7 +111,12 @@ def test_a_head_of_another_model_is_refused(make_head, target, reason):
         (library_head(mask_token_id=None), "no mask token"),
         (library_head(mask_token_id=50000), "mask token 50000 is outside"),
         (library_head(fc_norm=True, norm_output=True), "fc_norm and norm_output"),
-        (library_head(speculators_model_type="dflash"), "dflash"),
+        (library_head(speculators_model_type="dflash2"), "'dflash2' are not supported"),
+        (hub_block_head(architectures=["DFlash2DraftModel"]), "DFlash2"),
+        (block_head(block_size=None), "block_size of 2 or more"),
+        (block_head(mask_token_id=None), "no mask token"),
+        (block_head(aux_hidden_state_layer_ids=[2, 31]), r"layers \[31\], but the target has 30"),
+        (block_head("dspark", markov_rank=0), "Markov head"),
         (library_head(transformer_layer_config={"hidden_size": 576}), "no vocab_size"),
         ({"architectures": ["LlamaForCausalLM"], **TARGET}, "not a drafter head"),
     ],
@@ -104,6 +147,8 @@ def facts(**changes):
         "aux_layer_ids": (1, 2, 3),
         "mask_token_id": 0,
         "num_speculative_tokens": None,
+        "max_k": None,
+        "mixes_attention": False,
         "unmapped": (),
     }
     return HeadFacts(**(values | changes))
@@ -128,6 +173,7 @@ def test_complete_heads_are_accepted():
     check_weights(SHAPES, facts())
     check_weights(without("mask_hidden"), facts(method="eagle3", mask_token_id=None))
     check_weights(without("lm_head.weight", "d2t"), facts(draft_vocab_size=64))  # shares the target's lm_head
+    check_weights(without("mask_hidden"), facts(method="dflash", max_k=7))
     midlayer = without("layers.1.mlp.up_proj.weight") | {"midlayer.mlp.up_proj.weight": (16, 8)}
     check_weights(midlayer, facts(num_layers=1))
 
@@ -142,6 +188,8 @@ def test_complete_heads_are_accepted():
         (SHAPES, {"draft_vocab_size": 48}, "32 rows for a draft vocabulary of 48"),
         (without("d2t"), {}, "requires lm_head.weight and d2t"),
         (without("lm_head.weight"), {}, "requires lm_head.weight and d2t"),
+        (SHAPES, {"method": "dflash", "max_k": 7, "aux_layer_ids": (1, 2)}, "16 values of 2 layers, but fc 24"),
+        (SHAPES, {"method": "dspark", "max_k": 8}, "Markov head are missing"),
     ],
 )
 def test_weights_must_match_the_config(shapes, changes, reason):

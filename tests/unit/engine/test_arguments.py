@@ -30,6 +30,12 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates
         (None, None),
         (head("eagle3", 2), EAGLE3),
         (head("peagle", 2), PEAGLE),
+        (head("dflash", 2), {"method": "dflash", "model": "head", "num_speculative_tokens": 2}),
+        (head("dspark", 2), {"method": "dspark", "model": "head", "num_speculative_tokens": 2}),
+        (
+            replace(head("dspark", 2), verify="auto"),
+            {"method": "dspark", "model": "head", "num_speculative_tokens": 2, "enable_adaptive_verification": True},
+        ),
         (replace(head("peagle", 2), revision="abc"), PEAGLE | {"revision": "abc"}),
         (replace(head("peagle", 2), synthetic_rates=(0.8, 0.5)), PEAGLE | SYNTHETIC),
         (
@@ -73,6 +79,13 @@ def test_no_speculative_config_without_a_drafter():
     assert "max_model_len" not in arguments
 
 
+@pytest.mark.parametrize(("method", "expected"), [("peagle", True), ("dflash", False), ("dspark", False)])
+def test_block_heads_have_no_prefix_cache(method, expected):
+    spec = EngineSpec(model="org/m", drafter=head(method))
+    assert engine_args(spec, GPU)["enable_prefix_caching"] is expected
+    assert engine_args(replace(spec, enable_prefix_caching=False), GPU)["enable_prefix_caching"] is False
+
+
 def test_request_metrics_need_a_new_vllm():
     spec = EngineSpec(model="org/m", drafter=head())
     assert engine_args(spec, CPU)["per_request_spec_decode_metrics"] == "summary"
@@ -87,6 +100,8 @@ def test_request_metrics_need_a_new_vllm():
         (head("eagle3", 7), CPU, 256, 2048 + 256 * 8),
         (head("peagle", 7), CPU, 256, 2048 + 256 * 14),
         (head("peagle", 1), CPU, 1, 2048 + 2),
+        (head("dflash", 7), CPU, 256, 2048 + 256 * 15),
+        (head("dspark", 7), GPU, 256, 8192 + 256 * 14),
         (head("peagle", 7), GPU, 64, 8192 + 64 * 14),
     ],
 )
@@ -96,13 +111,13 @@ def test_slots_include_the_prefill_budget(drafter, hardware, max_num_seqs, expec
     assert engine_args(spec, hardware)["max_num_batched_tokens"] == expected
 
 
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "dflash", "dspark"])
 def test_slots_suffice_for_vllms_scheduler(method):
     """The loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with every request decoding."""
     k, max_num_seqs = 7, 300
     spec = EngineSpec(model="org/m", drafter=head(method, k), max_num_seqs=max_num_seqs)
     budget = max_num_batched_tokens(spec, CPU)
-    draft_slots = k - 1 if method == "peagle" else 0
+    draft_slots = {"peagle": k - 1, "eagle3": 0, "dflash": k, "dspark": k - 1}[method]
     admitted = 0
     while admitted < max_num_seqs and budget - draft_slots >= 1 + k:
         budget -= 1 + k + draft_slots

@@ -1,5 +1,5 @@
 import pytest
-from devices import gpu
+from devices import cpu, gpu
 
 from peagle.engine.arguments import engine_args
 from peagle.engine.attention import AVOIDED, check_backends
@@ -7,8 +7,8 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 
 
-def engine(kv_cache="fp8", k=0, *, extra=None, **draft):
-    drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k, **draft) if k else None
+def engine(kv_cache="fp8", k=0, *, extra=None, method="peagle", **draft):
+    drafter = DrafterSpec(method=method, model="head", num_speculative_tokens=k, **draft) if k else None
     return EngineSpec(model="org/m", precision="bf16", kv_cache_precision=kv_cache, drafter=drafter, extra=extra or {})
 
 
@@ -50,6 +50,24 @@ def test_explicit_broken_back_end_is_refused(hardware, spec, issue):
     with pytest.raises(ConfigError, match=issue) as caught:
         engine_args(spec, hardware)
     assert "--kv-cache-precision bf16" in caught.value.hint
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_heads_avoid_flash_attention_on_newer_consumer_gpus(method):
+    for hardware, expected in [(gpu(12, 1), "TRITON_ATTN"), (gpu(9, 0), None), (gpu(10, 0), None)]:
+        speculation = engine_args(engine("bf16", 7, method=method), hardware)["speculative_config"]
+        assert speculation.get("attention_backend") == expected
+    spec = engine("bf16", 7, method=method, attention_backend="FLEX_ATTENTION")
+    assert engine_args(spec, gpu(12, 1))["speculative_config"]["attention_backend"] == "FLEX_ATTENTION"
+
+
+def test_drafters_that_vllm_cannot_run_are_refused():
+    check_backends(engine("bf16", 7, method="dflash"), cpu(), head_dim=64)
+    check_backends(engine("bf16", 7, method="dspark"), gpu(9, 0), head_dim=64)
+    with pytest.raises(ConfigError, match="model runner V2, which runs on GPUs only"):
+        check_backends(engine("bf16", 7, method="dspark"), cpu(), head_dim=64)
+    with pytest.raises(ConfigError, match="KV cache of a dflash head cannot be fp8"):
+        check_backends(engine("bf16", 7, method="dflash", kv_cache_precision="fp8"), gpu(9, 0), head_dim=64)
 
 
 def test_back_end_without_reports_is_accepted():

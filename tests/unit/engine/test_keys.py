@@ -6,9 +6,9 @@ from pydantic import ValidationError
 
 from peagle.engine.keys import (
     TargetOptions,
+    drafter_note,
     drafter_with,
     extra_arguments,
-    lookup_note,
     parse_arguments,
     require_known,
     spec_fields,
@@ -99,8 +99,8 @@ def test_lookup_needs_a_head_and_a_request():
     for other in ("auto", "off"):
         keys = TargetOptions(draft_lookup=other)
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
-    assert lookup_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
-    assert lookup_note(HEAD) == lookup_note(None) == ""
+    assert drafter_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
+    assert drafter_note(HEAD) == drafter_note(None) == ""
 
 
 def test_lookup_on_gpus_needs_synchronous_scheduling():
@@ -128,3 +128,12 @@ def test_values_that_are_not_json_are_text():
 def test_drafts_are_chosen_on_cpus_only():
     keys = TargetOptions(verify="auto")
     assert [drafter_with(HEAD, keys, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]
+
+
+def test_block_heads_keep_a_bf16_cache_next_to_an_fp8_one():
+    head = replace(HEAD, method="dflash")
+    assert drafter_with(head, TargetOptions(), GPU).kv_cache_precision == "bf16"
+    assert drafter_with(head, TargetOptions(), CPU).kv_cache_precision == "auto"
+    assert drafter_with(head, TargetOptions(draft_kv_cache_precision="fp8"), GPU).kv_cache_precision == "fp8"
+    assert drafter_note(head) == "; without prefix caching, which would spoil its drafts"
+    assert drafter_with(replace(HEAD, method="dspark"), TargetOptions(verify="auto"), GPU).verify == "auto"
