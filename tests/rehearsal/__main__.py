@@ -18,7 +18,7 @@ from tests.rehearsal.table import page
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "benchmarks" / "rehearsal.md"
-DRAFTERS = ("none", "eagle3", "peagle")
+DRAFTERS = ("none", "eagle3", "peagle", "dflash")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 

@@ -208,13 +208,16 @@ def _draft_layers(config: Any) -> Iterator[Layer]:
         return
     head = spec.draft_model_config.hf_text_config
     start = config.model_config.hf_text_config.num_hidden_layers
-    yield Layer(
-        name=f"model.layers.{start}",
-        count=head.num_hidden_layers,
-        heads=head.num_attention_heads,
-        kv_heads=head.num_key_value_heads,
-        head_dim=head.head_dim,
-    )
+    kinds = list(getattr(head, "layer_types", None) or ["full_attention"] * head.num_hidden_layers)
+    for kind in dict.fromkeys(kinds):
+        yield Layer(
+            name=f"model.layers.{start + kinds.index(kind)}",
+            count=kinds.count(kind),
+            heads=head.num_attention_heads,
+            kv_heads=head.num_key_value_heads,
+            head_dim=head.head_dim,
+            window=None if kind == "full_attention" else head.sliding_window,
+        )
 
 
 def _draft_config(config: Any) -> Any:
@@ -222,7 +225,10 @@ def _draft_config(config: Any) -> Any:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     proposer = SimpleNamespace(vllm_config=config, speculative_config=config.speculative_config)
-    return SpecDecodeBaseProposer._create_draft_vllm_config(proposer)
+    draft = SpecDecodeBaseProposer._create_draft_vllm_config(proposer)
+    if config.speculative_config.method in ("dflash", "dspark"):  # as in their speculators
+        draft = replace(draft, attention_config=replace(draft.attention_config, use_non_causal=True))
+    return draft
 
 
 def _dtype(layer: Layer, config: Any) -> str:
@@ -344,11 +350,13 @@ def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
 def _dispatch_v2(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
     """Return how model runner V2 runs the target and the drafter in a step with `concurrency` decoding requests.
 
-    After its first pass, the V2 drafter processes only one token per request.
+    After its first pass, the drafter of EAGLE-3 processes only one token per request. DFlash and DSpark process a whole
+    block in one pass.
     """
-    width = 1 + config.num_speculative_tokens
-    verify = _v2_mode(config, mode, width, concurrency)
-    return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, concurrency)
+    k, spec = config.num_speculative_tokens, config.speculative_config
+    verify = _v2_mode(config, mode, 1 + k, concurrency)
+    draft_width = {"dflash": 1 + k, "dspark": k}.get(spec.method, 1) if spec else 1
+    return verify, "-" if spec is None else _v2_mode(config, mode, draft_width, concurrency)
 
 
 def _v2_mode(config: Any, mode: Any, width: int, concurrency: int) -> str:

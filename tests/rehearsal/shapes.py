@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.gpu import shapes as qwen
 from peagle.catalog.cards import ModelCard, load_catalog
+from peagle.engine.spec import DRAFT_METHODS
 
 COMMIT = "0" * 40
 _EAGLE3_VOCABULARY = 32_000
@@ -33,7 +34,7 @@ def write_all(hub: Path, folders: Path) -> None:
         target = target_config(card)
         write_json(_snapshot(hub, card.source.id), target)
         write_tokenizer(_snapshot(hub, card.source.id))
-        for method in ("peagle", "eagle3"):
+        for method in DRAFT_METHODS:
             head = card.heads.get(method)
             on_hub = head is not None and head.published and head.id is not None
             folder = _snapshot(hub, str(head.id)) if on_hub and head else head_folder(folders, card.name, method)
@@ -126,6 +127,8 @@ def _gemma4(sizes: dict[str, Any]) -> dict[str, Any]:
 def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) -> dict[str, Any]:
     """Return `config.json` of a published head."""
     text = target.get("text_config", target)
+    if method in ("dflash", "dspark"):
+        return _block_head_config(method, text)
     num_layers = text["num_hidden_layers"]
     aux = [2, num_layers // 2, num_layers - 3]
     vocabulary = text["vocab_size"] if method == "peagle" else _EAGLE3_VOCABULARY
@@ -167,6 +170,40 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
     eagle = {"eagle_aux_hidden_state_layer_ids": aux, "use_aux_hidden_state": True}
     parallel = {"ptd_token_id": text["vocab_size"] - 1} if method == "peagle" else {}
     return {**layer, "draft_vocab_size": vocabulary, "dtype": "bfloat16", "eagle_config": eagle, **parallel}
+
+
+def _block_head_config(method: str, text: dict[str, Any]) -> dict[str, Any]:
+    """Return `config.json` of a head that drafts blocks, in z-lab's layout."""
+    num_layers = text["num_hidden_layers"]
+    is_gemma = "gemma4" in text["model_type"]
+    kinds = ["sliding_attention"] * 4 + ["full_attention"] if is_gemma else ["full_attention"] * 5
+    markov = {"markov_rank": 256, "markov_head_type": "vanilla"} if method == "dspark" else {}
+    return {
+        "architectures": ["DFlashDraftModel" if method == "dflash" else "Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": 8,
+        "dflash_config": {
+            "mask_token_id": text["vocab_size"] - 1,
+            "target_layer_ids": [1, num_layers // 4, num_layers // 2, 3 * num_layers // 4, num_layers - 3],
+        },
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": text["hidden_size"],
+        "intermediate_size": 3 * text["hidden_size"],
+        "layer_types": kinds,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "num_attention_heads": 32,
+        "num_hidden_layers": len(kinds),
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 2048 if is_gemma else None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": is_gemma,
+        "vocab_size": text["vocab_size"],
+        **markov,
+    }
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.rehearsal.cards import CARDS
 
-_DRAFTER_NAMES = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+_DRAFTER_NAMES = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
 _HEADER = (
     "| card | drafter | requests | flags | runner | weights, KV cache | attention: target, draft | graphs to |"
     " sizes | slots | one request: vLLM, ours | full requests |\n"

@@ -29,6 +29,7 @@ def hopper():
     cells = [cell(model, drafter, 256) for model in (QWEN, OSS_20B) for drafter in ("peagle", "eagle3", "none")]
     cells += [cell(QWEN, "peagle", concurrency, num_speculative_tokens=10) for concurrency in (1, 256)]
     cells += [cell(EMBEDDED, "peagle", 256), cell(GEMMA, "peagle", 8)]
+    cells += [cell(model, "dflash", 128) for model in (QWEN, OSS_20B, OSS_120B)] + [cell(QWEN, "dspark", 8)]
     cells += [cell(QWEN, "peagle", 64, max_model_len=4096), cell(OSS_20B, "peagle", 64, kv_cache_precision="fp8")]
     return rehearse_card("H100", [*cells, {"queue": True}])
 
@@ -50,6 +51,20 @@ def test_every_configuration_is_accepted_by_vllm_or_refused_by_peagle(hopper):
 @pytest.mark.parametrize(("drafter", "runner"), [("peagle", "V1"), ("eagle3", "V2"), ("none", "V2")])
 def test_p_eagle_runs_on_model_runner_v1_and_others_on_v2(hopper, drafter, runner):
     assert find_cell(hopper, QWEN, drafter, 256)["runner"] == runner
+
+
+@pytest.mark.parametrize(("model", "drafter"), [(QWEN, "dflash"), (OSS_20B, "dflash"), (QWEN, "dspark")])
+def test_block_heads_have_a_bf16_cache_and_graphs_on_model_runner_v2(hopper, model, drafter):
+    result = find_cell(hopper, model, drafter, 8 if drafter == "dspark" else 128)
+    assert (result["runner"], result["draft_kv_cache_dtype"]) == ("V2", "bfloat16")
+    assert (result["verify"], result["draft"]) == ("FULL", "FULL")
+    assert result["draft_back_ends"] == ["FLASH_ATTN"]
+    assert result["kv_cache_dtype"] == ("fp8" if model == QWEN else "bfloat16")
+
+
+def test_block_heads_avoid_flash_attention_on_newer_consumer_gpus():
+    (result,) = rehearse_card("RTX-PRO-6000", [cell(QWEN, "dflash", 8)])
+    assert result["draft_back_ends"] == ["TRITON_ATTN"]
 
 
 def test_steps_of_all_requests_run_as_graphs(hopper):
