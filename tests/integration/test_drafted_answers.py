@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from block_heads import save_block_head
 
 from peagle import hardware
 from peagle.catalog.drafters import resolve_drafter
 from peagle.catalog.targets import resolve_model
 from peagle.engine.environment import environment
-from peagle.engine.spec import EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -111,13 +112,14 @@ def answers(tokenizer, tmp_path_factory):
     here, model = hardware.detect(), resolve_model("smollm2-135m")
     plain = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
-    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True, verify="auto"))
-    return [_answers(spec, here, tokenizer, tmp_path_factory.mktemp("answers")) for spec in (plain, drafting)]
+    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
+    cases = {"bulk": bulk_cases(tokenizer), "online": online_cases()}
+    return [_answers(spec, here, cases, tmp_path_factory.mktemp("answers")) for spec in (plain, drafting)]
 
 
-def _answers(spec, here, tokenizer, folder):
+def _answers(spec, here, cases, folder):
     job, out = folder / "job.json", folder / "answers.json"
-    job.write_text(json.dumps({"spec": spec.to_dict(), "bulk": bulk_cases(tokenizer), "online": online_cases()}))
+    job.write_text(json.dumps({"spec": spec.to_dict(), **cases}))
     script = Path(__file__).with_name("drafted_answers.py")
     done = subprocess.run(
         [sys.executable, str(script), str(job), str(out)],
@@ -135,6 +137,21 @@ def test_every_field_is_equal_with_a_drafter(answers):
     assert plain.keys() == drafted.keys()
     result = {name: list(differences(_whole(plain[name]), _whole(drafted[name]))) for name in plain}
     assert {name: different for name, different in result.items() if different} == {}
+
+
+def test_a_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
+    """The head is random, so its drafts are rejected, and `verify="auto"` soon verifies fewer of them."""
+    head = save_block_head(tmp_path / "head", embedded_target, verifier="smollm2-135m")
+    drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="auto")
+    plain = EngineSpec(
+        model=str(embedded_target), precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True
+    )
+    cases = {name: case for name, case in bulk_cases(tokenizer).items() if "stop" in name or "max_tokens" in name}
+    spec = dataclasses.replace(plain, drafter=drafter)
+    drafted = _answers(spec, hardware.detect(), {"bulk": cases, "online": {}}, tmp_path)
+    result = {name: list(differences(answers[0][name], drafted[name])) for name in cases}
+    assert {name: different for name, different in result.items() if different} == {}
+    assert sum((answer["speculation"] or {}).get("num_drafts", 0) for answer in drafted.values()) > 0
 
 
 def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
