@@ -111,7 +111,10 @@ def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.T
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"{output} already exists", hint="use another folder, or remove it")
     config = read_config(source, DrafterError)
-    read_head(config)
+    if (head := read_head(config)).max_k is not None:
+        raise DrafterError(
+            f"{source} is a {head.method} head; only P-EAGLE and EAGLE-3 heads are quantised", hint="use it in bf16"
+        )
     layers = config.get("transformer_layer_config") or config
     if (model_type := layers.get("model_type", "llama")) not in _MODEL_TYPES:
         raise DrafterError(

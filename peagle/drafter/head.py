@@ -93,6 +93,11 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:
     """Check that a saved head is compatible with the head to train: same aux layers and method, not more layers."""
     saved = read_head(read_config(folder, ConfigError))
+    if saved.max_k is not None:
+        raise ConfigError(
+            f"{folder}: is a {saved.method} head, which cannot be trained further",
+            hint="use a P-EAGLE or EAGLE-3 head, or another --init",
+        )
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(
             f"{folder}: reads layers {list(saved.aux_layer_ids)}, but the head to train reads {list(spec.aux_layers)}",

@@ -77,6 +77,18 @@ class Bad:
     has_run: bool = False
 
 
+def block_head(**changes):
+    """The config.json of a DFlash head for the embedded model."""
+    head = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": {"hidden_size": 576, "vocab_size": 49152},
+        "aux_hidden_state_layer_ids": [2, 15, 29],
+        "mask_token_id": 0,
+        "block_size": 8,
+    }
+    return json.dumps(head | changes).encode()
+
+
 def bad(description, flags, message, code=2, files=None):
     return Bad(description=description, flags=flags, message=message, code=code, files=files or {})
 
@@ -178,6 +190,16 @@ CASES = [
         files={"in/config.json": b"{}"}),
     bad("a missing drafter", "--engine vllm --model in --drafter ./head", "no such drafter",
         files={"in/config.json": MODEL}),
+    bad("more drafts than the block of a DFlash head", "--engine vllm --drafter head --num-speculative-tokens 8",
+        "K=8 exceeds the 7 tokens that head drafts in one block", files={"head/config.json": block_head()}),
+    bad("a DFlash head without a block size", "--engine vllm --drafter head", "requires a block_size",
+        files={"head/config.json": block_head(block_size=None)}),
+    bad("a DFlash head of another model", "--engine vllm --drafter head", "it reads layers [40], but the target",
+        files={"head/config.json": block_head(aux_hidden_state_layer_ids=[40])}),
+    bad("a DSpark head on a CPU", "--engine vllm --drafter head", "DSpark requires vLLM's model runner V2",
+        files={"head/config.json": block_head(speculators_model_type="dspark", markov_rank=256)}),
+    bad("a DSpark head without a Markov head", "--engine vllm --drafter head", "requires a Markov head",
+        files={"head/config.json": block_head(speculators_model_type="dspark")}),
     bad("a draft length without a drafter", "--drafter none --num-speculative-tokens 3",
         "cannot be used with drafter: none"),
     bad("a draft length of 0", "--num-speculative-tokens 0", "num_speculative_tokens"),

@@ -148,3 +148,11 @@ def test_heads_without_an_fp8_class_in_vllm_are_refused(tmp_path, eagle3):
     (eagle3 / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
     with pytest.raises(DrafterError, match="type 'deepseek_v3'"):
         quantize_head(eagle3, tmp_path / "fp8")
+
+
+def test_block_heads_stay_in_bf16(tmp_path, eagle3):
+    config = json.loads((eagle3 / "config.json").read_text())
+    block = {"architectures": ["DFlashDraftModel"], "block_size": 8}
+    (eagle3 / "config.json").write_text(json.dumps(config | block))
+    with pytest.raises(DrafterError, match="is a dflash head; only P-EAGLE and EAGLE-3 heads are quantised"):
+        quantize_head(eagle3, tmp_path / "fp8")

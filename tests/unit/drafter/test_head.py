@@ -142,6 +142,14 @@ def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabu
         _head(target, spec, small_vocabulary, num_layers=2, init=str(tmp_path))
 
 
+def test_block_heads_cannot_be_trained_further(tmp_path, target, spec, vocabulary):
+    layer = {"hidden_size": 32, "vocab_size": 96}
+    config = {"speculators_model_type": "dflash", "block_size": 8, "transformer_layer_config": layer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is a dflash head, which cannot be trained further"):
+        _head(target, spec, vocabulary, init=str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

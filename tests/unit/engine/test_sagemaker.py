@@ -30,6 +30,8 @@ def test_drafter_variable_round_trip():
         ('{"method":"eagle3","num_speculative_tokens":5,"parallel_drafting":true}', "peagle"),
         ('{"method":"eagle3","num_speculative_tokens":5}', "eagle3"),
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),
+        ('{"method": "dflash", "num_speculative_tokens": 5}', "dflash"),
+        ('{"method": "dspark", "model": "org/h", "num_speculative_tokens": 5}', "org/h"),
     ],
 )
 def test_jumpstart_configurations_are_read(text, drafter):
