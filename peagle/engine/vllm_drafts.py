@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
+_LEARNING_STEPS, _LEARN_EVERY = 64, 8  # after these steps, learn only from every eighth: it takes as long as choosing
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class SchedulerDrafts:
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int | None) -> None:
         self._min_ngram = min_ngram
         self._budget = DraftBudget(num_speculative_tokens) if num_speculative_tokens else None
+        self._num_steps = 0
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step, if it only decodes
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
@@ -121,15 +123,9 @@ class SchedulerDrafts:
         self, budget: DraftBudget, rows: list[tuple[int, Any, RequestDrafts]], running: list[Any], drafted: Any
     ) -> None:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
-        drafter_s = confidence.drafter_s if confidence else 0.0
-        if self._step is not None:
-            target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
-            budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
-            self._step = None
-        for source, observed in self._observed.items():
-            if observed:
-                budget.observe_drafts(source, *map(np.array, zip(*observed, strict=True)))
-                observed.clear()
+        self._num_steps += 1
+        if self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0:
+            self._learn(budget, confidence.drafter_s if confidence else 0.0)
         for index, _, drafts in rows:
             if drafts.has_gap:
                 drafted.draft_token_ids[index] = []
@@ -157,6 +153,16 @@ class SchedulerDrafts:
             if num_chosen == 0 and request.spec_decode_metrics is not None:
                 request.spec_decode_metrics.histogram[0] += 1  # vLLM only counts steps that verify drafts
             drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
+
+    def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
+        """Learn from the step that ended, and from all drafts that were verified since the last call."""
+        if self._step is not None:
+            target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
+            budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
+        for source, observed in self._observed.items():
+            if observed:
+                budget.observe_drafts(source, *map(np.array, zip(*observed, strict=True)))
+                observed.clear()
 
     def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
         """Count the verified drafts of a request, and learn from them."""
