@@ -64,7 +64,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         name=label_of(name or f"peagle-{path.stem}", max_length=max_name_length),
         command=command,
         # The profile's values are already merged in, and the profile file does not exist on the other machines.
-        keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
+        settings=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
         num_machines=(machines_for(offer, smallest), machines_for(offer, largest)),

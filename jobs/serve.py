@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if note := sagemaker.ignored_variables(os.environ):
         print(note, flush=True)
     with QuietStderr():  # vLLM's argument parser logs missing packages
-        variables = sagemaker.variables(os.environ)
+        variables = sagemaker.config_from_env(os.environ)
     config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)

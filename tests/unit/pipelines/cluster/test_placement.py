@@ -151,8 +151,8 @@ def test_room_for_engines_on_several_nodes(parts, per_engine, num_engines):
 def test_placement_of_engine_on_several_nodes():
     engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
     assert (engine.num_gpus, engine.num_devices) == (8, 16)
-    assert engine.part == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
-    assert engine.bundles == [engine.part] * 2
+    assert engine.resources_per_node == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
+    assert engine.bundles == [engine.resources_per_node] * 2
     keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
     assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
     assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
