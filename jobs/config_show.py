@@ -21,9 +21,9 @@ the catalog, the machine, or the default.
   peagle config show examples/job.yaml
   peagle config show job.yaml --engines 4 --precision bf16
 
-The flags of the command that FILE configures are accepted: `peagle generate` if FILE has input or output, else
-`peagle serve`. Keys without a fixed value (drafter: auto, precision: auto, no price) are shown as the command would
-resolve them on the machine in the file, or else on this machine. `peagle generate --dry-run` also reads the corpus.
+FILE configures `peagle generate` if it has input or output, else `peagle serve`. All flags of that command are
+accepted. Keys without a fixed value (drafter: auto, precision: auto, no price) are shown as the command would resolve
+them on the machine that FILE names, or else on this machine. `peagle generate --dry-run` also reads the corpus.
 """
 FORWARDS_ARGS = True
 _UNLISTED = ("fake",)  # only for tests of peagle itself

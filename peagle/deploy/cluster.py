@@ -154,6 +154,6 @@ def _header_comment(workload: Workload, *, config: str, output: str) -> list[str
         "#",
         f"# Replace {REPLACE_ME} with names of your account; docs/deploy.md has the commands that create them: an",
         "# image with NVIDIA's driver and Python 3.12, a security group that admits its members and SSH from your",
-        "# address, and two instance profiles. Ray's defaults would open SSH to everyone and give the head full access to",
-        "# EC2 and S3.",
+        "# address, and two instance profiles. Ray's defaults would open SSH to everyone and give the head full",
+        "# access to EC2 and S3.",
     ]
