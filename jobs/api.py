@@ -43,8 +43,8 @@ def generate(
         options: other keys of `peagle generate`, such as `max_tokens=64`.
 
     Raises:
-        PeagleError: for the same reasons as the command. `StoppedEarly` means that the run was interrupted; its hint has the command
-            that continues the run.
+        PeagleError: for the same reasons as the command. `StoppedEarly` means that the run was interrupted; its hint
+            has the command that continues the run.
     """
     from rich.console import Console
 

@@ -34,10 +34,10 @@ Serve models through OpenAI's API, with keys, limits, usage and cost by key, and
   peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
-Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use the endpoint. Several models
-are listed in the YAML under `models`. RAY_ADDRESS selects the cluster. It must require a token, unless
+Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use the endpoint. To serve
+several models, list them in the YAML under `models`. RAY_ADDRESS selects the cluster. It must require a token, unless
 RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop the
-endpoint: new requests are refused, running requests get --drain-s; a second signal stops it immediately.
+endpoint: new requests are refused, running requests get --drain-s to finish. A second signal stops it immediately.
 `serve deploy deploy/serve.yaml` runs the same endpoint without this command. With PEAGLE_SAGEMAKER=true the endpoint
 follows SageMaker's contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
