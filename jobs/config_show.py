@@ -54,14 +54,14 @@ def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     from pipelines.batch.config import GenerateConfig
 
     if isinstance(config, GenerateConfig):
-        from pipelines.batch.forecast import settled as settled_run
+        from pipelines.batch.forecast import resolved_defaults as resolved_run_defaults
 
-        return settled_run(config)
+        return resolved_run_defaults(config)
     from pipelines.online.config import ServeConfig
-    from pipelines.online.forecast import settled as settled_endpoint
+    from pipelines.online.forecast import resolved_defaults as resolved_endpoint_defaults
 
     assert isinstance(config, ServeConfig)
-    return settled_endpoint(config)
+    return resolved_endpoint_defaults(config)
 
 
 def _show(rows: "ResolvedDefaults") -> None:

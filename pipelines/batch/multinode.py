@@ -17,7 +17,7 @@ from peagle.ports import free_port
 from peagle.private import keep_private
 from peagle.runs.logs import copy_log
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
 
 _POLL_S = 1.0
@@ -111,7 +111,7 @@ class FollowerGroup:
             ray.get(ended)
         except Exception as error:  # raised by the follower, or by Ray if the follower's process or node is gone
             self.is_lost = isinstance(error, ray.exceptions.RayActorError)
-            return explain(error, message, hint=_LOGS, otherwise=EngineError)
+            return to_peagle_error(error, message, hint=_LOGS, otherwise=EngineError)
         return EngineError(message, hint=_LOGS)
 
 

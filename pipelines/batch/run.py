@@ -77,7 +77,7 @@ def stoppable(request: RunRequest) -> Iterator[None]:
     Raises:
         StoppedEarly: names the command that continues the run.
     """
-    with signals_as_interrupts(), ray.exit_code_kept():
+    with signals_as_interrupts(), ray.recording_exit_code():
         try:
             yield
         except KeyboardInterrupt:

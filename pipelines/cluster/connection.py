@@ -43,7 +43,7 @@ class Connection:
             self._is_up = True
 
     def log_to(self, path: Path) -> None:
-        """Write standard error to this file from now on, after its output so far."""
+        """Redirect standard error to this file, which also receives the output so far."""
         self._quiet.move_to(path)
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ METRICS = {
 }
 
 
-def exported(name: str, **labels: str) -> Any:
+def create_metric(name: str, **labels: str) -> Any:
     """Create a metric in Ray's exporter, with default values for these labels."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -172,7 +172,7 @@ class UsageMetrics:
 
     def __init__(self, model_name: str, drafter: str | None) -> None:
         def of_model(name: str) -> Any:
-            return exported(name, model_name=model_name, drafter=drafter or "")
+            return create_metric(name, model_name=model_name, drafter=drafter or "")
 
         self._lock = threading.Lock()  # heartbeats come from a thread, and a last one when the account ends
         self._reported_usd: dict[tuple[str, str], float] = {}  # by session and state
@@ -209,16 +209,16 @@ class UsageMetrics:
 
     def work(self, usage: UnitUsage) -> None:
         """Record the tokens and acceptance of a request or a committed unit."""
-        drafted = usage.speculation
+        stats = usage.speculation
         _add(self._prompt, usage.num_prompt_tokens)
         _add(self._cached, usage.num_cached_tokens)
         _add(self._output, usage.num_output_tokens)
-        _add(self._drafts, drafted.num_drafts)
-        _add(self._drafted, drafted.num_draft_tokens)
-        _add(self._accepted, drafted.num_accepted_tokens)
-        _add(self._lookup, drafted.num_lookup_tokens)
-        _add(self._dropped, drafted.num_dropped_tokens)
-        pairs = zip(drafted.accepted_per_position, drafted.verified_by_position, strict=True)
+        _add(self._drafts, stats.num_drafts)
+        _add(self._drafted, stats.num_draft_tokens)
+        _add(self._accepted, stats.num_accepted_tokens)
+        _add(self._lookup, stats.num_lookup_tokens)
+        _add(self._dropped, stats.num_dropped_tokens)
+        pairs = zip(stats.accepted_per_position, stats.verified_by_position, strict=True)
         for position, (num_accepted, num_verified) in enumerate(pairs):
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))

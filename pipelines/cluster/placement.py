@@ -140,7 +140,7 @@ def place(
         most = fit * num_nodes // nodes_per_engine
         raise CapacityError(
             f"{num_engines} engines need {need}{on}; {num_nodes} node(s) have {_num_cores(hardware)} each",
-            hint=ask_for_fewer.format(most) if most else "use fewer ranks an engine",
+            hint=ask_for_fewer.format(most) if most else "use fewer ranks per engine",
         )
     cpus = hardware.num_cpus // per_node
     return Placement(

@@ -72,8 +72,8 @@ def require_threads() -> None:
             current = int(path.with_name("pids.current").read_text())
             if int(most) - current < _MIN_THREADS:
                 raise ConfigError(
-                    f"this container may have {most} processes and threads and has {current}; Ray and an engine need "
-                    f"{_MIN_THREADS:,} more",
+                    f"this container is limited to {most} processes and threads and has {current}; Ray and an engine "
+                    f"need {_MIN_THREADS:,} more",
                     hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
                 )
 

@@ -1,7 +1,7 @@
 """Keep the terminal's signals from Ray, and Ray's output from the terminal.
 
-Ctrl-C, `timeout` and many supervisors signal a process group, so the raylet and the engines would end before they could
-commit their units.
+Ctrl-C, `timeout` and many supervisors signal a whole process group. If Ray's processes were in that of the command, the
+raylet and the engines would end before running units could be committed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _is_registered = False
 
 
 @contextlib.contextmanager
-def own_groups() -> Iterator[None]:
+def new_process_groups() -> Iterator[None]:
     """Start each process of this thread in its own process group.
 
     Python calls fork handlers in every child that has a `preexec_fn`, and Ray 2.60 starts its processes with one

@@ -47,7 +47,7 @@ class SageMakerConfig(ServeConfig):
     def _check_contract(self) -> Self:
         if any(model.drain_s > _MAX_DRAIN_S or model.min_replicas < 1 for model in self.models):
             raise ValueError(
-                f"models: each needs drain_s of at most {_MAX_DRAIN_S} and min_replicas of at least 1 here"
+                f"models: on SageMaker, each needs drain_s of at most {_MAX_DRAIN_S} and min_replicas of at least 1"
             )
         if self.idle_timeout is not None:
             raise ValueError(

@@ -88,7 +88,7 @@ def _engine_keys(keys: ServedModelOptions) -> set[str]:
     return shared.difference(PARSER_KEYS) if keys.engine == "fake" else shared
 
 
-def num_engines(config: ServeConfig) -> tuple[int, int]:
+def batch_engine_range(config: ServeConfig) -> tuple[int, int]:
     """Return the minimum and maximum number of engines that all running batches start together."""
     if config.batches is None or config.lends_engines:
         return 0, 0

@@ -14,7 +14,7 @@ from peagle.corpus.text import envelope_error
 from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, from_json
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check_request
 from pipelines.online.gateway.keys import KeyRecord
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
@@ -125,7 +125,7 @@ class _Reader:
             )
         body = json.dumps(request["body"]).encode()
         rules = self._rules
-        checked = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
+        checked = check_request(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
         self.prompt_tokens += checked.prompt_tokens
         self.output_tokens += checked.output_tokens
         self.model = self.model or checked.model.name

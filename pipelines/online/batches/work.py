@@ -34,7 +34,7 @@ from peagle.storage import atomic_file, open_to_read, storage_path
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import Neighbours
 from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.validation import Checked, Rules, check_input
@@ -313,7 +313,7 @@ class Handle(Generic[_Answer]):
             answer: _Answer = ray.get(self._answer)
         except Exception as error:
             self.kill()
-            raise explain(error, "the work failed", hint="", otherwise=PeagleError) from error
+            raise to_peagle_error(error, "the work failed", hint="", otherwise=PeagleError) from error
         if self._idle == []:
             self._idle.append(self._actor)
         else:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from peagle.economics.tags import parse_tags, tags_to_text
 from peagle.files import append_line
 from pipelines.online.errors import ApiError, from_exception
-from pipelines.online.gateway.admission import ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check_request
 from pipelines.online.gateway.bodies import (
     CREATE_BATCH_LIMITS,
     JsonBody,
@@ -209,7 +209,7 @@ class Gate:
         checked = await self._parse_pool.run(
             key.name,
             len(body),
-            check,
+            check_request,
             request.route.path,
             body,
             key,

@@ -89,7 +89,7 @@ class Permit:
     """An admitted request. Release it with `KeyLimits.settle`."""
 
     account: str
-    payers: Sequence[str]  # accounts with a reservation: those of the key and of its tags
+    reserved_accounts: Sequence[str]  # accounts with a reservation: those of the key and of its tags
     request_id: str
     # prompt_tokens, output_tokens: reserved tokens
     prompt_tokens: int
@@ -185,7 +185,7 @@ class KeyLimits:
         counts.num_running += 1
         permit = Permit(
             account=key.account,
-            payers=[payer.account for payer in payers],
+            reserved_accounts=[payer.account for payer in payers],
             request_id=request_id,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -276,7 +276,7 @@ class KeyLimits:
         counts, now, actual = self._counts[permit.account], self._monotonic(), used or ActualUsage()
         counts.prompt_tokens.settle(now, permit.prompt_tokens, actual.prompt_tokens)
         counts.output_tokens.settle(now, permit.output_tokens, actual.output_tokens)
-        for account in permit.payers:
+        for account in permit.reserved_accounts:
             if used is None:
                 self._budgets.release_request(request_id, account)
             else:

@@ -23,7 +23,7 @@ from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
-from pipelines.cluster.node import claim_slot, keep_short, redirect_output, set_threads
+from pipelines.cluster.node import claim_slot, redirect_output, rotate_log_forever, set_threads
 from pipelines.online.errors import EngineUnavailable, is_engine_death
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
@@ -57,7 +57,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
-        keep_short(log)
+        rotate_log_forever(log)
         if self._is_fake:
             kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.options)
         config = self._local_config(job)

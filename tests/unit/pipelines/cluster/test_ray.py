@@ -135,7 +135,7 @@ def test_exit_code_after_abandoning_ray(monkeypatch, error, code):
     monkeypatch.setattr(cluster, "_exit_code", 3)
     monkeypatch.setattr(cluster.atexit, "register", hooks.append)
     monkeypatch.setattr(cluster.os, "_exit", codes.append)
-    with contextlib.suppress(*[type(error)] if error else []), cluster.exit_code_kept():
+    with contextlib.suppress(*[type(error)] if error else []), cluster.recording_exit_code():
         cluster.abandon()
         if error:
             raise error
