@@ -40,7 +40,7 @@ class Quota:
 
         Yields a function that writes the record in a thread, which keeps the reservation if the client disconnects.
         """
-        self._arrive(key, num_bytes, 1)
+        self._count_arriving(key, num_bytes, 1)
         writes: list[asyncio.Task[Any]] = []
 
         async def write(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -52,11 +52,11 @@ class Quota:
             yield write
         finally:
             if writes and not writes[-1].done():
-                writes[-1].add_done_callback(lambda _: self._arrive(key, -num_bytes, -1))
+                writes[-1].add_done_callback(lambda _: self._count_arriving(key, -num_bytes, -1))
             else:
-                self._arrive(key, -num_bytes, -1)
+                self._count_arriving(key, -num_bytes, -1)
 
-    def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
+    def _count_arriving(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
         with self._lock:
             self._arriving_bytes[key.name] += num_bytes
             self._arriving_files[key.name] += num_files

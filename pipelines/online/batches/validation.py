@@ -23,7 +23,7 @@ _MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class BatchRules:
     """The limits and settings that a batch's requests are checked against."""
 
     endpoint: str
@@ -34,7 +34,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedInput:
     """The result of the validation."""
 
     num_requests: int = 0
@@ -53,7 +53,7 @@ class _LineError(ApiError):
         super().__init__(400, message, code=code, param=param)
 
 
-def check_input(path: str, rules: Rules) -> Checked:
+def check_input(path: str, rules: BatchRules) -> CheckedInput:
     """Validate the file. Stops after 100 errors."""
     reader = _Reader(rules)
     try:
@@ -70,7 +70,7 @@ def check_input(path: str, rules: Rules) -> Checked:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
         reader.note(None, _LineError("empty_file", "the file has no requests"))
-    return Checked(
+    return CheckedInput(
         num_requests=reader.num_requests,
         model=reader.model,
         prompt_tokens=reader.prompt_tokens,
@@ -80,7 +80,7 @@ def check_input(path: str, rules: Rules) -> Checked:
 
 
 class _Reader:
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: BatchRules) -> None:
         self._rules = rules
         self._models = {model.name: model for model in rules.models}
         self._line_of: dict[str, int] = {}

@@ -48,7 +48,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         here = hardware.detect()
-        self._idle = IdleSlots(decode_slots(job.spec, here), job.counts.target)
+        self._idle_slots = IdleSlots(decode_slots(job.spec, here), job.counts.target)
         self._is_fake = job.options.engine == "fake"
         self._pace = Pace(
             job.options.stream_interval_ms / 1000, job.options.stream_pieces_per_s or pieces_per_s(job.placement)
@@ -144,11 +144,11 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
         answers = convert_errors(answers, super().check_health, constraint=constraint)
         answers = relay(answers, begin, shown_usage=context.shown_usage)
-        return in_pieces(self._idle.track_interactive(answers, context.num_choices), self._pace)
+        return in_pieces(self._idle_slots.track_interactive(answers, context.num_choices), self._pace)
 
     async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
         """Run a row of a batch in an idle slot. Called by `EndpointLender`."""
-        async for reply in lend(self._idle, self._account, row, self._generate, max_slots=self._slots):
+        async for reply in lend(self._idle_slots, self._account, row, self._generate, max_slots=self._slots):
             yield reply
 
     async def _generate(self, row: BorrowedRequest) -> Generation:

@@ -70,7 +70,7 @@ _log = logging.getLogger("ray.serve")
 
 def middlewares() -> list[Any]:
     """Return the middlewares for Ray's proxies, which call this before they start their server."""
-    slow_clients.limit()
+    slow_clients.install_limits()
     return [Middleware(ProxyMiddleware)]
 
 
