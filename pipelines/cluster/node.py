@@ -97,15 +97,15 @@ def start_vllm(
         PeagleError: the node cannot run the engine, or the model is not available here.
     """
     set_threads(spec)
-    here = hardware.detect()
+    detected = hardware.detect()
     engine = start_engine(
         local_spec(spec),
-        here,
+        detected,
         engine_index=engine_index,
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-    note_compiled(spec, here, os.environ)
+    note_compiled(spec, detected, os.environ)
     return engine
 
 

@@ -16,14 +16,14 @@ from peagle.hardware import Hardware
 from peagle.ports import require_free
 from pipelines.cluster import token
 from pipelines.cluster.failures import to_peagle_error
-from pipelines.cluster.placement import Placement, lacking, num_engine_nodes, room
+from pipelines.cluster.placement import Placement, missing_resources, num_engine_nodes, num_engines_that_fit
 from pipelines.cluster.startable import require_startable
 from pipelines.cluster.terminal import keep_off_standard_output, new_process_groups
 from pipelines.cluster.vitals import Vitals, joined_parts, local_parts
 
 _POLL_S = 5.0
-NO_RAY = "make sure that the cluster is up and this machine is not overloaded, then run the same command again"
-_NO_JOIN = (
+NO_RAY_HINT = "make sure that the cluster is up and this machine is not overloaded, then run the same command again"
+_JOIN_HINT = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "see docs/security.md"
 )
@@ -88,7 +88,9 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
             )
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
-        raise to_peagle_error(error, what, hint=_NO_JOIN if remote else NO_RAY, otherwise=CapacityError) from error
+        raise to_peagle_error(
+            error, what, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
+        ) from error
     except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
     try:
@@ -243,7 +245,7 @@ def require_capacity(
         CapacityError: the engines do not fit after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
-    while missing := lacking(_nodes(), placement, num_engines):
+    while missing := missing_resources(_nodes(), placement, num_engines):
         check()
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -288,7 +290,7 @@ def num_nodes(
 
 def room_for(placement: Placement) -> int:
     """Return the number of engines that fit on the cluster now, next to one task that feeds them."""
-    return room(_nodes(), placement)
+    return num_engines_that_fit(_nodes(), placement)
 
 
 def _nodes() -> list[dict[str, float]]:

@@ -58,13 +58,13 @@ def require_open_files() -> None:
 
 def require_threads() -> None:
     """Refuse a limit of processes that leaves too few for Ray's threads."""
-    num_own = 0
+    num_own_threads = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         uids = process.info["uids"]
         if uids and uids.real == os.getuid():
-            num_own += process.info["num_threads"] or 0
+            num_own_threads += process.info["num_threads"] or 0
     if os.geteuid() != 0:  # the limit does not apply to root
-        needed = num_own + _MIN_THREADS
+        needed = num_own_threads + _MIN_THREADS
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
     for path in _PIDS:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_starting: set[int] = set()  # threads that start Ray
+_starting_threads: set[int] = set()  # threads that start Ray
 _is_registered = False
 
 
@@ -26,11 +26,11 @@ def new_process_groups() -> Iterator[None]:
         os.register_at_fork(after_in_child=_lead_own_group)
         _is_registered = True
     thread = threading.get_ident()
-    _starting.add(thread)
+    _starting_threads.add(thread)
     try:
         yield
     finally:
-        _starting.discard(thread)
+        _starting_threads.discard(thread)
 
 
 def keep_off_standard_output() -> None:
@@ -53,5 +53,5 @@ def keep_off_standard_output() -> None:
 
 
 def _lead_own_group() -> None:
-    if threading.get_ident() in _starting:
+    if threading.get_ident() in _starting_threads:
         os.setpgid(0, 0)

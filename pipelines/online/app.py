@@ -203,7 +203,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     price = resolve_price(config, hardware)
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.options.served_name}")
-    ledger = _state(config) / "ledger"
+    ledger = _state_folder(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
             f"{ledger}: this ledger bills engines by the {others.pop()}, but the price of "
@@ -261,7 +261,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
-    read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
+    read_budgets(_state_folder(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
     requires_key = config.keys is not None or bool(fixed)
     if requires_key and not (stored or fixed):
         raise ConfigError(
@@ -275,7 +275,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         )
     return GateSettings(
         models=tuple(_served_model(config, model, hardware) for model in served),
-        ledger=_state(config) / "ledger",
+        ledger=_state_folder(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
         requires_key=requires_key,
@@ -285,7 +285,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         request_timeout_s=config.request_timeout_s,
         max_output_tokens=config.max_output_tokens,
         max_upload_bytes=config.max_file_mib * 1024 * 1024,
-        prompts=_state(config) / "prompts" if config.log_prompts else None,
+        prompts=_state_folder(config) / "prompts" if config.log_prompts else None,
         shares_prefix_cache=config.share_prefix_cache,
         tags=config.tags,
     )
@@ -295,7 +295,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: P
     options, spec, placement = model.options, model.engine.spec, model.placement
     return ReplicaJob(
         app_id=app_id,
-        state=str(_state(config)),
+        state=str(_state_folder(config)),
         options=options,
         spec=spec,
         engine=EngineFacts.priced(
@@ -364,5 +364,5 @@ def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware)
     }
 
 
-def _state(config: ServeConfig) -> Path:
+def _state_folder(config: ServeConfig) -> Path:
     return config.state.absolute()

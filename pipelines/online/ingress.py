@@ -45,7 +45,7 @@ from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
-def answer_errors(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             api_error = from_validation(list(error.errors()))
@@ -241,7 +241,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     attempt = crashes.start(request_id=context.request_id, key=context.key, account=context.account, model=body.model)
     try:
         try:
-            return await _until_started(handler, body, request)
+            return await _call_live_engine(handler, body, request)
         except Exception as error:
             if not is_engine_death(error):
                 raise
@@ -250,7 +250,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         again = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
-                return await _until_started(handler, body, again)
+                return await _call_live_engine(handler, body, again)
             except Exception as error:
                 if not is_engine_death(error):
                     raise
@@ -262,7 +262,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     raise AssertionError("a request is not retried after its second crash")
 
 
-async def _until_started(
+async def _call_live_engine(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
     """Call engines until one is alive. Serve may still route requests to a dead engine for a moment."""
@@ -287,7 +287,7 @@ def make_app(settings: GateSettings) -> FastAPI:
         _crash_counter().inc(1, {"model_name": suspect.model})
 
     app = guarded_app(title="peagle")
-    answer_errors(app)
+    install_error_handlers(app)
     app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=count_crash)
     app.add_middleware(
         Gate,

@@ -17,9 +17,9 @@ from pipelines.online.batches.creation import (
     BatchCreator,
     NewBatch,
     Quota,
+    declared_bytes,
     read_form,
     require_form,
-    upload_bytes,
 )
 from pipelines.online.batches.downloads import Download, TransferLimit, attachment, no_such_file
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
@@ -167,7 +167,7 @@ class BatchRoutes:
         """Upload the input of a batch."""
         batches, key = self._enabled(), key_of(request)
         require_form(request.headers.get("content-type", ""))
-        num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
+        num_bytes = declared_bytes(request.headers, batches.settings.max_upload_bytes)
         with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
             async with (
                 batches.quota.hold(key, num_bytes) as write,

@@ -196,7 +196,7 @@ def estimate(
     Returns None if the model has not answered requests yet, or none of its engines has started. `sessions` are those
     of the endpoint's engines.
     """
-    tokens_usd = price and price.shared_price(
+    tokens_usd = price and price.expected_usd(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
     )
     started = [

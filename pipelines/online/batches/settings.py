@@ -28,7 +28,7 @@ class KeyQuota:
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
 
-    def of(self, key: KeyRecord) -> "KeyQuota":
+    def for_key(self, key: KeyRecord) -> "KeyQuota":
         """Return the limits of this key: its own, or these defaults."""
         given = {name: getattr(key, name) for name in self.__slots__}
         return replace(self, **{name: value for name, value in given.items() if value is not None})

@@ -214,13 +214,13 @@ class BatchStore:
         with atomic_file(_descend(self.root, at)) as target:
             yield at, target
 
-    def drop(self, file: StoredFile) -> None:
+    def _delete(self, file: StoredFile) -> None:
         """Delete the contents and then the record, so that an interrupted deletion can be repeated."""
         remove(self.contents_path(file))
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
-    def _drop_orphans(self, folder: StoragePath) -> None:
+    def _delete_orphaned_uploads(self, folder: StoragePath) -> None:
         """Delete uploads without a record that a crash left more than a day ago."""
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
@@ -295,7 +295,7 @@ class BatchStore:
             _empty(run / "data")
             for name in (_EXPORT, *_OTHER_EXPORTS):
                 _empty(run / "export" / name, but=_ERRORS)
-        self.drop(file)
+        self._delete(file)
 
     def sweep(self) -> None:
         """Delete expired files and leftovers, and save the clock. A file stays while a batch reads it."""
@@ -310,7 +310,7 @@ class BatchStore:
                 path.unlink(missing_ok=True)
                 del self._idempotent_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEEP_S)
-        self._drop_orphans(self.root / "files")
+        self._delete_orphaned_uploads(self.root / "files")
         write_json(self.root / "clock.json", self.clock.state())
 
     # --- batches

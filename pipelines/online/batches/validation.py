@@ -65,11 +65,11 @@ def check_input(path: str, rules: BatchRules) -> CheckedInput:
                     break
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
-        reader.note(None, _LineError("invalid_file", message))
+        reader.add_error(None, _LineError("invalid_file", message))
     except _LineError as wrong:
-        reader.note(None, wrong)
+        reader.add_error(None, wrong)
     if not reader.num_requests and not reader.errors:
-        reader.note(None, _LineError("empty_file", "the file has no requests"))
+        reader.add_error(None, _LineError("empty_file", "the file has no requests"))
     return CheckedInput(
         num_requests=reader.num_requests,
         model=reader.model,
@@ -95,11 +95,11 @@ class _Reader:
         try:
             self._read(number, line)
         except ApiError as error:
-            self.note(number, error)
+            self.add_error(number, error)
         except RecursionError:
-            self.note(number, _LineError("invalid_json_line", "this line is nested too deeply"))
+            self.add_error(number, _LineError("invalid_json_line", "this line is nested too deeply"))
 
-    def note(self, number: int | None, error: ApiError) -> None:
+    def add_error(self, number: int | None, error: ApiError) -> None:
         message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."

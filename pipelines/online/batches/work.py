@@ -251,15 +251,15 @@ class Runner:
         self._idle: list[Any] = []
 
     def check(self, path: str, rules: BatchRules) -> "Handle[CheckedInput]":
-        return Handle(self._light_actor(), "check", path, rules, idle=self._idle)
+        return Handle(self._idle_or_new_actor(), "check", path, rules, idle=self._idle)
 
     def run(self, task: BatchTask) -> "Handle[BatchResult]":
         return Handle(_new_actor(), "run", task)
 
     def collect(self, task: BatchTask, reason: Reason) -> "Handle[BatchResult]":
-        return Handle(self._light_actor(), "collect", task, reason, idle=self._idle)
+        return Handle(self._idle_or_new_actor(), "collect", task, reason, idle=self._idle)
 
-    def _light_actor(self) -> Any:
+    def _idle_or_new_actor(self) -> Any:
         return self._idle.pop() if self._idle else _new_actor(niceness=10)
 
 

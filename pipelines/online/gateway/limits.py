@@ -178,7 +178,7 @@ class KeyLimits:
         _check_output_tokens(key, counts.output_tokens, now, output_tokens)
         _check_input_tokens(key, counts.prompt_tokens, now, prompt_tokens)
         price = self._totals.prices.get(model)
-        usd = None if price is None else price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        usd = None if price is None else price.max_usd(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         self._reserve(request_id, payers, usd)
         counts.prompt_tokens.reserved += prompt_tokens
         counts.output_tokens.reserved += output_tokens

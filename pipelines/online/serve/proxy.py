@@ -79,12 +79,14 @@ class ProxyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope = _for_proxy(scope)
+        scope = _without_unsafe_headers(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         connection = None if _is_download(scope) else slow_clients.connection_of(scope)
-        patient_send = None if connection is None else slow_clients.PatientSend(send, connection, _key_of(scope))
+        patient_send = None
+        if connection is not None:
+            patient_send = slow_clients.PatientSend(send, connection, _credentials_digest(scope))
         answer = _Answer(patient_send or send, is_for_api=_is_for_api(scope))
         if refusal := _refusal(scope):
             await answer.refuse(refusal)
@@ -169,7 +171,7 @@ def _refusal(scope: Scope) -> ApiError | None:
     return path_refusal(scope) if _is_for_api(scope) else None
 
 
-def _key_of(scope: Scope) -> str:
+def _credentials_digest(scope: Scope) -> str:
     """Return a digest of the request's credentials, empty without any."""
     value = header(scope, "authorization")
     return hashlib.blake2b(value.encode(), digest_size=16).hexdigest() if value else ""
@@ -199,7 +201,7 @@ async def _with_back_pressure(scope: Scope, receive: Receive, send: Send) -> Asy
         yield receive, send
 
 
-def _for_proxy(scope: Scope) -> Scope:
+def _without_unsafe_headers(scope: Scope) -> Scope:
     """Return the request without headers that the proxy cannot read or that are too long for its logs.
 
     Requests to the API also lose the headers that the proxy obeys or logs; the gate assigns them a request id.
