@@ -1,15 +1,15 @@
-# make demo   set up, then run the main job on the embedded model
+# make demo   set up, then generate with the embedded model, with and without its drafter
 # make test   set up, then every check: linter, types, import contract, tests
 # make soak   set up, then the tests that take minutes each
 # make chaos  set up, then kill runs at random until they are done, and audit them (CHAOS_SEED, CHAOS_RUNS)
 # make faults kill each part of the endpoint under load, overload it, and write the table
-# make hostile  attack the endpoint with one key while another works, and write the table
-# make rehearsal  decide for every model, drafter and GPU without one, and write benchmarks/rehearsal.md
-# make setup  only the environment, in .venv
+# make hostile  attack the endpoint with one key while another one is in use, and write the table
+# make rehearsal  resolve the configuration of every model, drafter and GPU, without a GPU; write benchmarks/rehearsal.md
+# make setup  only install the environment, in .venv
 # make audit-deps  ask OSV which of the locked packages have known vulnerabilities (needs a network)
 # make docs   build the site into build/site, and check its links
 # make docs-reference  write the pages of docs/reference/ again, from the commands and their configuration
-# make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
+# make docs-bad-inputs  write docs/bad-inputs.md again, from the messages of commands with bad input
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the docs again, in headless Chromium
 # make docs-recording  run the first command of the README and draw its output, docs/images/first-run.svg
@@ -31,8 +31,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: setup
 	$(BIN)/peagle demo
 
-# Unit tests have processes of their own: they raise signals, and a worker that was connected to Ray died among them.
-# Which worker takes which integration tests is in tests/conftest.py.
+# Unit tests run separately from integration tests: they raise signals, which killed a worker that was connected to Ray.
+# tests/conftest.py assigns integration tests to workers.
 test: setup check docs
 	$(BIN)/python -m pytest tests/rehearsal tests/unit -n logical --maxprocesses 8 --dist loadfile
 	$(BIN)/python -m pytest tests/integration tests/browser -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -54,7 +54,7 @@ rehearsal: setup
 
 setup: $(VENV)/.installed-$(LOCK)
 
-# An install that was cut off leaves `.installing` behind and may leave half a package: start from a clean environment then.
+# An interrupted installation leaves `.installing` behind, and maybe half a package. In that case, start with a clean environment.
 $(VENV)/.installed-$(LOCK): requirements/$(LOCK).txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"peagle needs CPython 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.11")'
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
@@ -66,7 +66,7 @@ $(VENV)/.installed-$(LOCK): requirements/$(LOCK).txt pyproject.toml
 		$(BIN)/python -m pip install -qq --no-deps --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; }
 	@$(BIN)/python -m pip install -qq --no-deps -r requirements/$(LOCK).txt
 	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m compileall -q peagle pipelines jobs  # where Python may write no bytecode, each process would do it again
+	@$(BIN)/python -m compileall -q peagle pipelines jobs  # otherwise each process would compile, if Python cannot write bytecode
 	@rm -f $(VENV)/.installing $(VENV)/.pip-log; touch $@
 
 check:
@@ -75,8 +75,8 @@ check:
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# A local version such as 2.13.0+cpu is unknown to OSV, which would call it free of faults; the public one is asked for.
-# AUDIT names another service: AUDIT='--vulnerability-service osv --osv-url https://...'.
+# OSV does not know local versions such as 2.13.0+cpu and would report no vulnerabilities, so the public version is looked up.
+# AUDIT selects another service: AUDIT='--vulnerability-service osv --osv-url https://...'.
 AUDIT ?= --vulnerability-service osv
 PIP_AUDIT := $(VENV)/audit/bin/pip-audit
 
@@ -87,7 +87,7 @@ audit-deps: $(PIP_AUDIT)
 		if ! $(PIP_AUDIT) $(AUDIT) --strict --no-deps --disable-pip --progress-spinner off -r $(VENV)/audit/$$lock.txt \
 				2>$(VENV)/audit/$$lock.log; then \
 			if grep -qE 'ConnectionError|ConnectTimeout|ReadTimeout' $(VENV)/audit/$$lock.log; then \
-				echo "nothing was audited: the service cannot be reached from here ($(VENV)/audit/$$lock.log)" >&2; exit 2; \
+				echo "nothing was audited: the service cannot be reached ($(VENV)/audit/$$lock.log)" >&2; exit 2; \
 			fi; \
 			tail -n 20 $(VENV)/audit/$$lock.log >&2; exit 1; \
 		fi; \

@@ -1,6 +1,6 @@
 """The Python API: `import peagle`, then `peagle.generate`, `peagle.serve`, `peagle.cost` and `peagle.Run`.
 
-Options are the keys of the commands' YAML, with the same defaults, environment variables and errors.
+Options have the names of the keys in the commands' YAML, and the same defaults, environment variables and errors.
 """
 
 import argparse
@@ -32,19 +32,19 @@ def generate(
 ) -> Run:
     """Generate text for every row of a corpus, as `peagle generate` does, and return the finished run.
 
-    An unfinished run in `output` is continued. An existing Ray connection of this process is used.
+    An unfinished run in `output` is continued. If this process is already connected to Ray, that connection is used.
 
     Args:
         input: file, folder or glob; local or `s3://`.
         output: run directory; local or `s3://`.
         model, drafter: as the command's `--model` and `--drafter`.
-        config: YAML with any of the keys.
+        config: YAML file with any of the options.
         progress: whether to print progress.
         options: other keys of `peagle generate`, such as `max_tokens=64`.
 
     Raises:
-        PeagleError: as the command does. `StoppedEarly` means that the run was interrupted; its hint has the command
-            that continues the run.
+        PeagleError: for the same reasons as the command. `StoppedEarly` means that the run was interrupted; its hint
+            has the command that continues the run.
     """
     from rich.console import Console
 
@@ -75,7 +75,7 @@ def serve(
 
     Args:
         model, drafter: as the command's `--model` and `--drafter`.
-        config: YAML with any of the keys.
+        config: YAML file with any of the options.
         progress: whether to print the endpoint's output while it starts.
         options: other keys of `peagle serve`, such as `port=8001`. Without a port, a free one is used.
 

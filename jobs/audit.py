@@ -9,7 +9,7 @@ Audit a run: compare its files with its plan, and a sample of its rows with what
 
 Files: every unit exists, every id is in exactly one row or dead letter, usage is the sum over the rows, the ledger
 agrees, no temporary files remain and the input is unchanged. Rows: the sample is generated again without the drafter,
-on the same engine settings, and compared token by token. This verifies that speculative decoding did not change the
+with the same engine settings, and compared token by token. This verifies that speculative decoding did not change the
 text.
 
   peagle audit runs/first

@@ -12,19 +12,19 @@ from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptOptions
 
 HELP = """\
-Measure methods of speculation x K x concurrency on one model, in vLLM: output tokens/s with spread, per user,
-acceptance, time to first token and per token, memory, tokens per dollar. One engine at a time; Ray is not needed.
+Measure methods of speculation x K x concurrency with one model in vLLM: output tokens/s (with their spread, and per
+user), acceptance, TTFT, TPOT, memory and tokens per dollar. Engines run one at a time; Ray is not needed.
 
   peagle bench
   peagle bench --methods none,eagle3,peagle,ngram --drafter eagle3=heads/eagle3/head -k 1,3,5,7,11 --concurrency 1,2,4,8
   peagle bench --dataset mine.jsonl --limit 64 --repeats 5 --rounds 5
   peagle bench --load-format dummy --synthetic-acceptance peagle=3.2 --synthetic-acceptance eagle3=2.9
 
-After a warm-up, all prompts go through the engine at each concurrency. Each engine is started --rounds times; its
-repeats are divided over the rounds, and the order of engines is reversed from one round to the next. OUTPUT contains
-report.json, report.md, two plots and the finished passes: the same command continues where it stopped, and you can add
-methods, K, repeats, and concurrencies up to --max-num-seqs. An engine that fails is skipped, with exit code 1. After
-Ctrl-C and SIGTERM the report has the finished passes.
+After a warm-up, each pass sends all prompts to the engine at one concurrency. Each engine is started --rounds times;
+its passes are divided over the rounds, and the order of engines is reversed from one round to the next. OUTPUT contains
+report.json, report.md, two plots and the finished passes. Run the same command again to continue; you can add methods,
+K, repeats, and concurrencies up to --max-num-seqs. An engine that fails is skipped, with exit code 1. After Ctrl-C or
+SIGTERM, the report covers the passes that were finished.
 """
 _GROUPS = {
     "comparison": [

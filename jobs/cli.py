@@ -25,7 +25,7 @@ from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
 from peagle.private import keep_private
-from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_signal
+from peagle.signals import STOPPED_CODE, install_signal_handlers, signals_as_interrupts
 
 GROUPS = {
     "Generate": {
@@ -78,12 +78,12 @@ GROUPS = {
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 _SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
 _JSON_HELP = "write the result as JSON to FILE, or to standard output; other output then goes to standard error"
-_EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
+_EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (rerun to resume)"
 _HELP_FLAGS = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    interrupt_on_signal()
+    install_signal_handlers()
     with standard_streams() as streams:
         streams.code = run(sys.argv[1:] if argv is None else list(argv))
     sys.exit(streams.code)
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     for argument in argv:
         if not is_unicode(argument):
-            print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8: rename the file", file=sys.stderr)
+            hint = "  if it is a path, rename the file"
+            print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8\n{hint}", file=sys.stderr)
             return 2
     command, rest = split_command(argv)
     if command is None:
@@ -101,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
     args = _parsed(parser, rest)
     args.command_line = ["peagle", *argv]
     try:
-        with interrupted_by_signal():
+        with signals_as_interrupts():
             return _run(args)
     except KeyboardInterrupt:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
@@ -124,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
         if code == ConfigError.exit_code and (variables := getattr(args, "variables", {})):
-            print(f"  set in the environment: {', '.join(dict.fromkeys(variables.values()))}", file=sys.stderr)
+            print(f"  set by environment variables: {', '.join(dict.fromkeys(variables.values()))}", file=sys.stderr)
         result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     if args.json and str(args.json) == "-":
         print(to_json(result, indent=2, ensure_ascii=not prints_unicode()))

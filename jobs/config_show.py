@@ -21,9 +21,9 @@ the catalog, the machine, or the default.
   peagle config show examples/job.yaml
   peagle config show job.yaml --engines 4 --precision bf16
 
-The flags of the command that FILE configures are accepted: `peagle generate` if FILE has input or output, else
-`peagle serve`. Keys without a fixed value (drafter: auto, precision: auto, no price) are shown as the command would
-resolve them on the machine in the file, or else on this machine. `peagle generate --dry-run` also reads the corpus.
+FILE configures `peagle generate` if it has input or output, else `peagle serve`. All flags of that command are
+accepted. Keys without a fixed value (drafter: auto, precision: auto, no price) are shown as the command would resolve
+them on the machine that FILE names, or else on this machine. `peagle generate --dry-run` also reads the corpus.
 """
 FORWARDS_ARGS = True
 _UNLISTED = ("fake",)  # only for tests of peagle itself
@@ -54,14 +54,14 @@ def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     from pipelines.batch.config import GenerateConfig
 
     if isinstance(config, GenerateConfig):
-        from pipelines.batch.forecast import settled as settled_run
+        from pipelines.batch.forecast import resolved_defaults as resolved_run_defaults
 
-        return settled_run(config)
+        return resolved_run_defaults(config)
     from pipelines.online.config import ServeConfig
-    from pipelines.online.forecast import settled as settled_endpoint
+    from pipelines.online.forecast import resolved_defaults as resolved_endpoint_defaults
 
     assert isinstance(config, ServeConfig)
-    return settled_endpoint(config)
+    return resolved_endpoint_defaults(config)
 
 
 def _show(rows: "ResolvedDefaults") -> None:

@@ -32,8 +32,8 @@ profile or a benchmark:
   peagle cost runs/* --baseline runs/bench/report.json
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, the output folder of a measurement or training, or a
-glob of them. Days are in UTC; both ends are included. Work counts on the day it is committed. A cost without a price is
-"unknown", never 0.
+glob of them. Days are in UTC; both ends are included. Work is dated to the day of its commit. A cost without a price
+is "unknown", never 0.
 """
 COMMON = ("month", "first", "last", "by", "format", "baseline", "currency", "rate")
 
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     elif args.format == "json":
         print(to_json(result, indent=2))
     elif args.format == "html":
-        layer = next((name for name in by if name != "day"), "key")
-        print(html_statement(result, statement(charged, ("day", layer), days)))
+        stacked_by = next((name for name in by if name != "day"), "key")
+        print(html_statement(result, statement(charged, ("day", stacked_by), days)))
     else:
         text = csv_statement(result) if args.format == "csv" else text_statement(result)
         print(text)

@@ -8,7 +8,7 @@ from peagle.deploy.cluster import MAX_NAME_LENGTH
 from peagle.errors import ConfigError
 
 HELP = """\
-Write a file for `ray up`: a Ray cluster on AWS for a bulk run, with machines of its instance_type for its engines.
+Write a file for `ray up`: a Ray cluster on AWS for a bulk run, with machines of the configured instance_type.
 
   peagle deploy cluster examples/job.yaml > cluster.yaml
   peagle deploy cluster job.yaml --ami ami-0abc --security-group sg-0abc --head-profile ARN --worker-profile ARN \\

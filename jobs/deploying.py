@@ -1,4 +1,4 @@
-"""Shared code of `peagle deploy TARGET`: arguments, the workload, YAML, and running the target's client."""
+"""Shared code of the `peagle deploy` commands: arguments, the workload, YAML, and running clients such as kubectl."""
 
 import argparse
 import shutil
@@ -19,7 +19,7 @@ _SPARE_S = 60.0  # added to the grace period, for noticing the signal, committin
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> None:
-    """Add the arguments of every target. `client` is the command that --apply runs."""
+    """Add the arguments of every `peagle deploy` command. `client` is the command that --apply runs."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML of `peagle generate` or `peagle serve`")
     parser.add_argument(
         "--name", metavar="TEXT", help="name of the created resources (default: peagle- and the file's name)"
@@ -64,7 +64,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         name=label_of(name or f"peagle-{path.stem}", max_length=max_name_length),
         command=command,
         # The profile's values are already merged in, and the profile file does not exist on the other machines.
-        keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
+        settings=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
         num_machines=(machines_for(offer, smallest), machines_for(offer, largest)),
@@ -76,11 +76,11 @@ class _Dumper(yaml.SafeDumper):
     """Writes multi-line text as literal blocks, and no aliases."""
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 _Dumper.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
 
 
@@ -106,7 +106,7 @@ def write_file(text: str, output: Path | None) -> None:
 
 
 def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
-    """Run a target's client with `text` as its standard input.
+    """Run a client such as kubectl with `text` as its standard input.
 
     Raises:
         ConfigError: the client is not installed.
@@ -124,7 +124,7 @@ def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
 
 
 def result_of(workload: Workload, **more: Any) -> dict[str, Any]:
-    """Return the result of a target's command for --json."""
+    """Return the result of a `peagle deploy` command for --json, with `more` fields."""
     return {
         "name": workload.name,
         "command": workload.command,

@@ -7,7 +7,7 @@ from jobs.output import say
 from jobs.up import describe, format_cost
 
 HELP = """\
-Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: running requests get --drain-s.
+Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: running requests get --drain-s to finish.
 
   peagle down                      the only running endpoint
   peagle down smollm2-135m

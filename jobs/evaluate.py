@@ -18,9 +18,9 @@ per second. One engine at a time, started once for each drafter and K; Ray is no
   peagle evaluate --drafter heads/p-eagle/head --drafter heads/eagle3/head -k 7 --output runs/both
   peagle evaluate --dataset mine.jsonl --category-column task --temperature 0.8
 
-OUTPUT contains report.json, report.md (for a model card), two plots and the finished measurements: the same command
-continues where it stopped, and you can add drafters and K. An engine that fails is skipped, with exit code 1. After
-Ctrl-C and SIGTERM the report has the finished measurements.
+OUTPUT contains report.json, report.md (for a model card), two plots and the finished measurements. Run the same command
+again to continue; you can add drafters and K. An engine that fails is skipped, with exit code 1. After Ctrl-C or
+SIGTERM, the report covers the measurements that were finished.
 """
 _GROUPS = {
     "model": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],

@@ -45,7 +45,7 @@ def add_flags(
         yaml_only: fields without a flag.
         hidden: fields whose flags are not in the help.
     """
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags override it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
     headings = {name: sections[heading] for heading, names in groups.items() for name in names}
     for name in dict.fromkeys([*headings, *model.model_fields]):
@@ -69,7 +69,7 @@ def add_flags(
             options["metavar"] = _METAVARS.get(kind, "TEXT")
         headings.get(name, parser).add_argument(*names, **options)
         for old in _old_names(name, model.model_fields):
-            convert = {} if "action" in options else {"type": functools.partial(removed.current, old)}
+            convert = {} if "action" in options else {"type": functools.partial(removed.to_new_unit, old)}
             parser.add_argument(f"--{old.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS, **convert})
 
 
@@ -82,16 +82,16 @@ def load(
     """Return the configuration from flags, environment and YAML.
 
     Args:
-        foreign: keys that another program's variables set. They override the YAML, and PEAGLE_* overrides them.
-        foreign_variable: returns the variable that sets such a key.
+        foreign: values from variables that are not PEAGLE_*, by key. They override the YAML; PEAGLE_* overrides them.
+        foreign_variable: returns the name of the variable that set such a key.
 
     Raises:
         ConfigError: the YAML cannot be read, a key is unknown, or a value is invalid.
     """
-    known = model.model_fields
-    values = _from_yaml(args.config, known) if args.config else {}
-    from_environment = _from_environment(known)
-    flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
+    fields = model.model_fields
+    values = _from_yaml(args.config, fields) if args.config else {}
+    from_environment = _from_environment(fields)
+    flags = {name: getattr(args, name) for name in fields if hasattr(args, name)}
     variables = {name: foreign_variable(name) for name in foreign}
     variables |= {name: _variable(name) for name in from_environment}
     args.variables = {name: variable for name, variable in variables.items() if name not in flags}
@@ -117,7 +117,7 @@ def to_arguments(config: pydantic.BaseModel) -> list[str]:
 
 
 def load_file(model: type[Model], path: Path) -> Model:
-    """Load a configuration from a YAML file, ignoring flags and environment variables. Raises as `load`."""
+    """Load a configuration from a YAML file, ignoring flags and environment variables. Raises the errors of `load`."""
     return _validate(model, _from_yaml(path, model.model_fields), {})
 
 
@@ -170,21 +170,21 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-def _old_names(name: str, known: Mapping[str, FieldInfo]) -> list[str]:
-    return [old for old, new in removed.RENAMED.items() if new == name and old not in known]
+def _old_names(name: str, fields: Mapping[str, FieldInfo]) -> list[str]:
+    return [old for old, new in removed.RENAMED.items() if new == name and old not in fields]
 
 
 def _variable(name: str) -> str:
     return f"PEAGLE_{name.upper()}"
 
 
-def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def _from_environment(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the keys that PEAGLE_* variables set. Skips empty variables, and Kubernetes' variables for services."""
     values: dict[str, Any] = {}
-    for name, field in known.items():
+    for name, field in fields.items():
         value: Any = os.environ.get(_variable(name), "")
-        for old in _old_names(name, known):
-            value = value or removed.current(old, os.environ.get(_variable(old), ""))
+        for old in _old_names(name, fields):
+            value = value or removed.to_new_unit(old, os.environ.get(_variable(old), ""))
         if not is_unicode(str(value)):
             raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
         if value and not (name.endswith("port") and is_service_link(value)):
@@ -192,17 +192,17 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     return values
 
 
-def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def _from_yaml(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     values = {}
     for key, value in _mapping(path).items():
-        is_old = key not in known and removed.RENAMED.get(str(key)) in known
-        values[removed.RENAMED[key] if is_old else key] = removed.current(key, value) if is_old else value
+        is_old = key not in fields and removed.RENAMED.get(str(key)) in fields
+        values[removed.RENAMED[key] if is_old else key] = removed.to_new_unit(key, value) if is_old else value
     for key in values:
-        if key in known:
+        if key in fields:
             continue
         if instead := removed.KEYS.get(str(key)):
             raise ConfigError(f"--config {path}: the key {key!r} was removed", hint=instead)
-        raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
+        raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), fields))
     return values
 
 

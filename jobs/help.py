@@ -142,7 +142,7 @@ def _first_examples(text: str) -> list[str]:
 
 
 def _brief(action: argparse.Action) -> argparse.Action:
-    """Return a copy of an option for the short help, with only the first clause of its help and no --no- form."""
+    """Return a copy of an option for the short help: only the first clause of its help, and without the --no- form."""
     default = re.search(r" \(default: [^)]*\)$", action.help or "")
     clause = (action.help or "").removesuffix(default.group() if default else "").split(";")[0]
     names = [name for name in action.option_strings if not name.startswith("--no-")]

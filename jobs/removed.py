@@ -8,7 +8,7 @@ FACTORS = {"budget_min": 60.0}
 """For each old name whose unit changed, the factor that converts its value to the new unit."""
 
 
-def current(old: str, value: Any) -> Any:
+def to_new_unit(old: str, value: Any) -> Any:
     """Return the value of a renamed key in the unit of its new name; invalid values are returned unchanged."""
     try:
         return float(value) * FACTORS[old] if old in FACTORS else value

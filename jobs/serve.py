@@ -34,10 +34,10 @@ Serve models through OpenAI's API, with keys, limits, usage and cost by key, and
   peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
-Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use the endpoint. Several models
-are listed in the YAML under `models`. RAY_ADDRESS selects the cluster. It must require a token, unless
+Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use the endpoint. To serve
+several models, list them in the YAML under `models`. RAY_ADDRESS selects the cluster. It must require a token, unless
 RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop the
-endpoint: new requests are refused, running requests get --drain-s; a second signal stops it immediately.
+endpoint: new requests are refused, running requests get --drain-s to finish. A second signal stops it immediately.
 `serve deploy deploy/serve.yaml` runs the same endpoint without this command. With PEAGLE_SAGEMAKER=true the endpoint
 follows SageMaker's contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if note := sagemaker.ignored_variables(os.environ):
         print(note, flush=True)
     with QuietStderr():  # vLLM's argument parser logs missing packages
-        variables = sagemaker.variables(os.environ)
+        variables = sagemaker.config_from_env(os.environ)
     config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
     from pipelines.online.background import record_up
-    from pipelines.online.idle import ended_when_idle
+    from pipelines.online.idle import stop_when_idle
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
 
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             # Ray replaces the SIGTERM handler when it starts, so ours is installed afterwards.
             with (
                 stop_on_signal(stopped, message=_STOPPED_NOW),
-                ended_when_idle(config, price, stopped, partial(print, flush=True)),
+                stop_when_idle(config, price, stopped, partial(print, flush=True)),
             ):
                 print(_banner(config, None if is_remote else cluster.metrics_port()))
                 print(config.url, flush=True)
@@ -279,7 +279,7 @@ def _start(application: Any, state: Path) -> None:
 def _wait(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: threading.Event) -> None:
     """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
-    from pipelines.online.live import watch_engines
+    from pipelines.online.live import watch_drafters
     from pipelines.online.serve.ray_names import watch_processes
 
     watch_processes(stopped, partial(print, flush=True))
@@ -292,7 +292,7 @@ def _wait(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: t
             watches[name] = watch
     if watches:
         view = CostView(config.state / "ledger", resolve_price(config, hardware))
-        watch_engines(watches, view, stopped, print)
+        watch_drafters(watches, view, stopped, print)
     stopped.wait()
 
 

@@ -95,13 +95,13 @@ def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.ledger import SessionReader
     from peagle.economics.shared_budgets import read_budgets
-    from pipelines.online.gateway.budget_watch import budget_of, refresh_external_spend
+    from pipelines.online.gateway.budget_watch import budget_status, refresh_external_spend
     from pipelines.online.totals import Totals
 
     totals = Totals(ledger_of(args.state))
     totals.catch_up()
     refresh_external_spend(totals, SessionReader(totals.folder))
-    budgets = [budget.model_dump() | budget_of(budget, totals.budgets) for budget in read_budgets(path)]
+    budgets = [budget.model_dump() | budget_status(budget, totals.budgets) for budget in read_budgets(path)]
     for budget in budgets:
         fields = (f"{name}={value}" for name, value in budget.items() if name != "name" and value is not None)
         print(budget["name"], *fields, sep="  ")

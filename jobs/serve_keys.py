@@ -123,12 +123,12 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     records = read_keys(path)
     spending: list[dict[str, Any]] = [{} for _ in records]
     if args.state:
-        from pipelines.online.gateway.budget_watch import budget_of
+        from pipelines.online.gateway.budget_watch import budget_status
         from pipelines.online.totals import Totals
 
         totals = Totals(ledger_of(args.state))
         totals.catch_up()
-        spending = [budget_of(record, totals.budgets) for record in records]
+        spending = [budget_status(record, totals.budgets) for record in records]
     for record, spent in zip(records, spending, strict=True):
         fields = (f"{name}={value}" for name, value in spent.items() if value is not None)
         print(*_describe(record), *fields, sep="  ")

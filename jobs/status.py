@@ -15,7 +15,7 @@ Show a run's progress from its directory, without its driver or cluster.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat this often while the run is running")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat every SECONDS while the run is running")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         from pipelines.training.distributed import train_on_workers as train
     else:
         from peagle.drafter.pipeline import train_head as train
-    result = train(config, Listener(say=say, shard=Throttle(_shard), step=Throttle(_step)))
+    result = train(config, Listener(say=say, shard=Throttle(_print_shard), step=Throttle(_print_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
         say(f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}")
@@ -87,11 +87,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return (0 if result["finished"] else 3), result
 
 
-def _shard(done: int, total: int) -> None:
+def _print_shard(done: int, total: int) -> None:
     say(f"features: {done} of {total} shards")
 
 
-def _step(progress: Any) -> None:
+def _print_step(progress: Any) -> None:
     accuracy = " ".join("-" if a is None else f"{a:.2f}" for a in progress.accuracy)
     length = 1 + sum(a or 0 for a in progress.accepted)
     left_s = (progress.num_steps - progress.step) * progress.train_s / progress.step

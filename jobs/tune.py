@@ -21,8 +21,8 @@ Each candidate is measured once within a budget of engine time, and the best are
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
 The result is a profile for `peagle generate` and `peagle serve`; the best choice may be no speculation. OUTPUT contains
-the finished passes, so the same command continues, even with a larger budget, other limits or more methods. Ctrl-C and
-SIGTERM shut the engine down.
+the finished passes. Run the same command again to continue; you may raise the budget, change the limits or add methods.
+Ctrl-C and SIGTERM shut the engine down.
 """
 _GROUPS = {
     "goal": ["objective", "max_tpot_ms", "max_ttft_ms", "time_budget_s", "profile_output"],

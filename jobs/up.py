@@ -69,7 +69,7 @@ def format_cost(usd: float | None) -> str:
 
 
 def _print_list(endpoints: list[dict[str, Any]]) -> None:
-    rows = [("endpoint", "state", "address", "started ago", "cost so far", "log")]
+    rows = [("endpoint", "state", "address", "age", "cost so far", "log")]
     for endpoint in endpoints:
         age = format_duration(time.time() - endpoint["started_at"])
         cost = format_cost(endpoint["usd"])

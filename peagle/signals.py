@@ -37,7 +37,7 @@ class _Handler:
 
 
 @contextlib.contextmanager
-def interrupted_by_signal() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and SIGTERM, so that cleanup runs.
 
     Has no effect outside the main thread, and on signals that are ignored.
@@ -65,7 +65,7 @@ def stop_on_signal(stop: threading.Event, *, message: str) -> Iterator[None]:
         yield
 
 
-def interrupt_on_signal() -> None:
+def install_signal_handlers() -> None:
     """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on, unless they are ignored. Call it in the main thread.
 
     While the interpreter exits, both signals are ignored, so that a repeated signal does not change the exit code.

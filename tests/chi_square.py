@@ -10,7 +10,7 @@ FEWEST = 8  # outcomes with fewer expected samples are pooled
 
 
 def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> float:
-    """Return the probability that samples of this distribution are at least as far from it as these.
+    """Return the probability that samples drawn from `chances` deviate from it at least as much as `seen` does.
 
     Args:
         seen: number of samples per outcome.
@@ -34,7 +34,7 @@ def power(chances: Mapping[Hashable, float], wrong: Mapping[Hashable, float], nu
 
 
 def sharpened(chances: Mapping[Hashable, float], temperature: float) -> dict[Hashable, float]:
-    """Return the distribution at another temperature, like that of a wrong sampler."""
+    """Return the distribution at another temperature, to simulate a sampler with a bug."""
     powers = {outcome: chance ** (1 / temperature) for outcome, chance in chances.items()}
     return {outcome: power * sum(chances.values()) / sum(powers.values()) for outcome, power in powers.items()}
 

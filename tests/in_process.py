@@ -79,7 +79,7 @@ class _Response:
 
 
 async def _in_lists(parts):
-    """Yield each event in a list, like Ray, which batches events."""
+    """Yield each event wrapped in a list, because Ray yields lists of events."""
     async for part in parts:
         yield [part] if isinstance(part, str) else part
 
@@ -143,8 +143,8 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     secrets = {name: new_key(name, **key_limits) for name, key_limits in limits.items()}
     write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
-    engine = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
-    account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
+    facts = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
+    account = EngineAccount(folder / "ledger", facts, heartbeat_s=300)
     settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
     with pytest.MonkeyPatch.context() as patch:

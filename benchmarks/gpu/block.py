@@ -34,7 +34,7 @@ from peagle.errors import PeagleError
 from peagle.files import write_atomic
 from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.requests.tokenizer import load_tokenizer
-from peagle.signals import interrupted_by_signal
+from peagle.signals import signals_as_interrupts
 from peagle.tables import aligned, markdown
 
 COMMAND_S = 600
@@ -150,7 +150,7 @@ def run_block(
     """
     ends_at = time.monotonic() + args.time_budget_s
     codes = []
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         for name, keys in benches:
             left_s = ends_at - time.monotonic()
             if codes and left_s < _TYPICAL_ENGINE_S and not args.tiny:

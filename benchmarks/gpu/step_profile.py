@@ -52,7 +52,7 @@ from peagle.profiles.measurements import METHOD_NAMES
 from peagle.provenance import git_revision, versions
 from peagle.quiet import QuietStderr
 from peagle.requests.tokenizer import load_tokenizer
-from peagle.signals import interrupted_by_signal
+from peagle.signals import signals_as_interrupts
 from peagle.tables import aligned, markdown
 
 _WARM_UP_TOKENS, _TRACED_TOKENS = 8, 48
@@ -92,7 +92,7 @@ def profile(config: BenchConfig) -> int:
     root = config.output or Path("runs/steps")
     folder = MeasurementFolder(root, name="steps", fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
     run = _Run(plan, dataset, folder)
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         reported(run, folder.root, listener(), parts="engines")
     num_left = len(plan.setups) - len(run.done)
     say(f"\nreport: {folder.root / 'report.md'}; {num_left} engines are left")

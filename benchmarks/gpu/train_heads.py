@@ -19,7 +19,7 @@ from pathlib import Path
 from block import parser_of, run_script
 
 from jobs.output import say
-from peagle.signals import interrupted_by_signal
+from peagle.signals import signals_as_interrupts
 
 _RESPONSES = "benchmarks/drafter/responses"
 _FILES = ("greedy", "sampled", "greedy-2", "code", "content")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if not UNROLLED.is_dir():
         subprocess.run([sys.executable, *unroll_command(tiny=args.tiny)], check=True, env=variables)
     running = {}
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         try:
             for name, words in commands(folder, seconds, tiny=args.tiny).items():
                 log = (args.output / f"{name}.log").open("wb")

@@ -31,10 +31,10 @@ _TOWER = re.compile(r"vision|visual|image|audio|speech")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def is_quantisable(name: str, num_dimensions: int) -> bool:
+def is_quantizable(name: str, num_dimensions: int) -> bool:
     """Return whether a tensor is a matrix that is converted.
 
-    >>> is_quantisable("model.layers.0.mlp.down_proj.weight", 2), is_quantisable("lm_head.weight", 2)
+    >>> is_quantizable("model.layers.0.mlp.down_proj.weight", 2), is_quantizable("lm_head.weight", 2)
     (True, False)
     """
     return num_dimensions == 2 and _LINEAR.fullmatch(name) is not None and _TOWER.search(name) is None
@@ -63,7 +63,7 @@ def convert(source: Path, folder: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - a handle is no mapping
                 tensor = opened.get_tensor(name)
-                if is_quantisable(name, tensor.dim()):
+                if is_quantizable(name, tensor.dim()):
                     tensors[name], tensors[f"{name}_scale"] = quantize(name, tensor)
                     continue
                 tensors[name] = tensor
@@ -130,7 +130,7 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
         raise PrecisionError(
             f"{path} stores its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
         )
-    if not any(is_quantisable(name, len(shape)) for name, shape in shapes.items()):
+    if not any(is_quantizable(name, len(shape)) for name, shape in shapes.items()):
         reason = "no linear layers to convert to int8" if shapes else "no *.safetensors to convert to int8"
         raise PrecisionError(f"{path} has {reason}", hint=_HINT)
 

@@ -19,7 +19,7 @@ from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embe
 from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.int8 import require_convertible
-from peagle.engine.checkpoint import published_kv_cache, published_method, require_computable
+from peagle.engine.checkpoint import checkpoint_kv_cache_dtype, checkpoint_quant_method, require_supported
 from peagle.engine.keys import TargetOptions, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
@@ -140,7 +140,7 @@ class ResolvedModel:
 
     @property
     def native_quantization(self) -> str | None:
-        return published_method(self.config) or (self.card.precision.native_quantization if self.card else None)
+        return checkpoint_quant_method(self.config) or (self.card.precision.native_quantization if self.card else None)
 
 
 def resolve_model(
@@ -243,12 +243,12 @@ def _hub_model(
 
 def precision_for(keys: TargetOptions, model: ResolvedModel, hardware: Hardware) -> Precision:
     """Return the precision of a target's weights and KV cache on this hardware."""
-    require_computable(model.config, hardware)
+    require_supported(model.config, hardware)
     precision = resolve_precision(
         keys.precision,
         hardware,
         native_quantization=model.native_quantization,
-        native_kv_cache=published_kv_cache(model.config),
+        native_kv_cache=checkpoint_kv_cache_dtype(model.config),
         kv_cache=keys.kv_cache_precision,
         context_tokens=max_model_len(model, keys.max_model_len),
         head_dim=widest_head(model.config),

@@ -49,9 +49,9 @@ class AwsNames:
 
 
 def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: str) -> str:
-    """Return the text of the cluster file for a workload. The comment at the top shows commands.
+    """Return the text of the cluster file for a workload, with the commands to run as a comment at the top.
 
-    `config` and `output` are the paths of the configuration and of the cluster file, for these commands.
+    `config` and `output` are the paths of the configuration and the cluster file in these commands.
     """
     offer = workload.offer
     if workload.command == "serve":
@@ -64,20 +64,20 @@ def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: st
             f"{offer.instance_type} is a machine of {offer.provider}, but the file is for AWS",
             hint="use an instance_type of AWS, or start Ray on the machines yourself (docs/deploy.md)",
         )
-    require_reachable(workload.keys, ("input", "output", "model", "drafter"), SHARED_FOLDER)
+    require_reachable(workload.settings, ("input", "output", "model", "drafter"), SHARED_FOLDER)
     text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=10_000)  # a line per command
-    return "\n".join(_head(workload, config=config, output=output)) + "\n" + text
+    return "\n".join(_header_comment(workload, config=config, output=output)) + "\n" + text
 
 
 def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
     """Return the content of the cluster file as data that conforms to Ray's `ray-schema.json`."""
     offer, (fewest, most) = workload.offer, workload.num_machines
     # With an accelerator type and a time to wait for the cluster, the run itself requests machines from the autoscaler.
-    requests_machines = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
+    requests_machines = bool(workload.settings.get("accelerator_type") and workload.settings.get("cluster_wait_s"))
     resources: dict[str, int] = {"CPU": offer.num_vcpus}
     if offer.num_accelerators:
         resources["GPU"] = offer.num_accelerators
-    if (kind := workload.keys.get("accelerator_type")) and kind != "any":
+    if (kind := workload.settings.get("accelerator_type")) and kind != "any":
         resources[f"accelerator_type:{kind}"] = 1
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if workload.market == "spot" else {}
     return {
@@ -135,7 +135,7 @@ def _start(workload: Workload, arguments: str) -> str:
     return f"ulimit -n 65536; umask 077; set -a; {'; '.join(environment)}; set +a; {_RAY} start {arguments}"
 
 
-def _head(workload: Workload, *, config: str, output: str) -> list[str]:
+def _header_comment(workload: Workload, *, config: str, output: str) -> list[str]:
     offer, (fewest, most) = workload.offer, workload.num_machines
     count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     has = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
@@ -154,6 +154,6 @@ def _head(workload: Workload, *, config: str, output: str) -> list[str]:
         "#",
         f"# Replace {REPLACE_ME} with names of your account; docs/deploy.md has the commands that create them: an",
         "# image with NVIDIA's driver and Python 3.12, a security group that admits its members and SSH from your",
-        "# address, and two instance profiles. Ray's own would open SSH to everyone and give the head full access to",
-        "# EC2 and S3.",
+        "# address, and two instance profiles. Ray's defaults would open SSH to everyone and give the head full",
+        "# access to EC2 and S3.",
     ]

@@ -126,16 +126,16 @@ def secrets_of(workload: Workload, options: KubeRayOptions) -> list[str]:
     token, keys = options.pods.token_secret, options.keys_secret
     needed = [f'{create} {token} --from-literal=auth_token="$(openssl rand -hex 32)"']
     if workload.command == "serve":
-        needed.append(f"{create} {keys} --from-file=keys.json={workload.keys['keys']}")
+        needed.append(f"{create} {keys} --from-file=keys.json={workload.settings['keys']}")
     return needed + [f"{create} {name} --from-env-file=FILE" for name in options.pods.env_secrets]
 
 
 def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
-    require_reachable(workload.keys, ("input", "output", "model", "drafter"), FOLDER)
-    nightly = _NIGHTLY.format(output=shlex.quote(str(workload.keys["output"]))) if options.schedule else ""
+    require_reachable(workload.settings, ("input", "output", "model", "drafter"), FOLDER)
+    nightly = _NIGHTLY.format(output=shlex.quote(str(workload.settings["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
-        "job.yaml": yaml.safe_dump(dict(workload.keys), sort_keys=False, allow_unicode=True, width=120),
+        "job.yaml": yaml.safe_dump(dict(workload.settings), sort_keys=False, allow_unicode=True, width=120),
         "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
         "stop.sh": _STOP,
     }
@@ -163,7 +163,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
 
 
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
-    keys = workload.keys
+    keys = workload.settings
     require_servable(keys, FOLDER)
     # A head without ports gets KubeRay's default ports, which include 8000.
     address = {"host": "0.0.0.0", "port": 8000}

@@ -23,14 +23,14 @@ class Workload:
 
     Attributes:
         name: a DNS label.
-        keys: the configuration, as in the command's YAML.
+        settings: the configuration, as in the command's YAML.
         num_machines: minimum and maximum number of machines.
         grace_s: time for the process to exit after SIGTERM.
     """
 
     name: str
     command: Literal["generate", "serve"]
-    keys: Mapping[str, Any] = field(hash=False)
+    settings: Mapping[str, Any] = field(hash=False)
     offer: Offer
     market: str
     num_machines: tuple[int, int]

@@ -22,13 +22,13 @@ VLLM_METHODS = frozenset(
 )  # fmt: skip
 
 
-def published_method(config: Mapping[str, Any]) -> str | None:
+def checkpoint_quant_method(config: Mapping[str, Any]) -> str | None:
     """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`, or None if it has 16 bits."""
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 
 
-def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
+def checkpoint_kv_cache_dtype(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     """Return "fp8" if a checkpoint was quantised for such a KV cache, or None.
 
     compressed-tensors has a `kv_cache_scheme`; ModelOpt has that or a `kv_cache_quant_algo`.
@@ -38,7 +38,7 @@ def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     return "fp8" if is_fp8 or str(quantization.get("kv_cache_quant_algo")).lower() == "fp8" else None
 
 
-def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
+def require_supported(config: Mapping[str, Any], hardware: Hardware) -> None:
     """Refuse a quantised checkpoint that vLLM cannot read, or that this hardware computes wrongly.
 
     W8A8 in INT8: see `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU requires AMX (`CPUFp8BlockScaledMMKernel`).
@@ -46,7 +46,7 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
     Raises:
         PrecisionError: with a hint about what works.
     """
-    if (method := published_method(config)) and method not in VLLM_METHODS:
+    if (method := checkpoint_quant_method(config)) and method not in VLLM_METHODS:
         raise PrecisionError(
             f"the checkpoint is quantised by {method}, which vLLM does not support",
             hint="use the model's checkpoint in 16 bits, or one quantised by compressed-tensors, AWQ or GPTQ",

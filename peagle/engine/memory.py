@@ -292,14 +292,19 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     """Return the key and value elements per token of all layers of the drafter.
 
-    If its folder is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of EAGLE-3,
-    5 of others.
+    If its `config.json` is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of
+    EAGLE-3, 5 of others.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
+    from huggingface_hub import try_to_load_from_cache
+
+    name, revision = spec.drafter.model, spec.drafter.revision
+    folder = Path(name)
     try:
-        config = json.loads((Path(spec.drafter.model) / "config.json").read_text())
-    except (OSError, ValueError):
+        cached = None if folder.is_dir() else try_to_load_from_cache(name, "config.json", revision=revision)
+        config = json.loads(Path(cached or folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):  # a TypeError: the cache knows that the file does not exist
         config = {}
     layers = config.get("transformer_layer_config", config)
     drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)

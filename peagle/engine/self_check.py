@@ -18,7 +18,7 @@ from peagle.engine.interface import Checkable, Judgement, RequestRefused, SelfCh
 from peagle.engine.lossless import tie_margin
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
-from peagle.engine.vllm_internals import engine_death, refusals, request_failure
+from peagle.engine.vllm_internals import engine_dead_error, refusal_errors, request_error
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
 
@@ -178,10 +178,10 @@ class CheckableLlm:
         request_id = f"self-check-{uuid.uuid4().hex[:8]}"
         try:
             outputs = [o async for o in self._llm.generate({"prompt_token_ids": list(prompt)}, params, request_id)]
-        except engine_death() as error:
+        except engine_dead_error() as error:
             raise EngineError("the vLLM engine process died in its self-check") from error
-        except refusals() as error:
+        except refusal_errors() as error:
             raise RequestRefused(str(error)) from error
-        except request_failure() as error:
+        except request_error() as error:
             raise EngineError(f"vLLM failed on its self-check: {error.__cause__!r}") from error
         return outputs[-1]

@@ -20,11 +20,11 @@ from peagle.engine.vllm_internals import (
     client_text,
     counters,
     drafts_of,
-    engine_death,
+    engine_dead_error,
     follow,
     model_runner,
-    refusals,
-    request_failure,
+    refusal_errors,
+    request_error,
 )
 from peagle.errors import ConfigError, EngineError, PeagleError
 from peagle.hardware import Hardware
@@ -99,11 +99,11 @@ async def generate(
     try:
         params = _sampling_params(sampling)
         outputs = [output async for output in llm.generate(prompt, params, request_id, priority=priority)]
-    except engine_death() as error:
+    except engine_dead_error() as error:
         raise EngineError("the vLLM engine process died") from error
-    except refusals() as error:
+    except refusal_errors() as error:
         raise RequestRefused(client_text(error)) from error
-    except request_failure() as error:  # only this request failed
+    except request_error() as error:  # only this request failed
         raise RequestFailed(f"vLLM failed on this request: {error.__cause__!r}") from error
     if not outputs:
         raise EngineError(f"vLLM ended request {request_id} without an output")

@@ -15,14 +15,14 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 
-def engine_death() -> type[Exception]:
+def engine_dead_error() -> type[Exception]:
     """Return the exception that every request raises after vLLM's core has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return EngineDeadError  # type: ignore[no-any-return]
 
 
-def request_failure() -> type[Exception]:
+def request_error() -> type[Exception]:
     """Return the exception of a request on which vLLM failed without crashing."""
     from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -43,7 +43,7 @@ def refusal_of(field: str | None, message: str) -> Exception:
     return VLLMValidationError(message, parameter=field)  # type: ignore[no-any-return]
 
 
-def refusals() -> tuple[type[Exception], ...]:
+def refusal_errors() -> tuple[type[Exception], ...]:
     """Return vLLM's exceptions for an invalid request: its own classes in 0.29, ValueError in 0.24."""
     import vllm.exceptions
 

@@ -18,13 +18,13 @@ class SamplingSpec:
         base: the run's parameters.
         column: the column with a row's own parameters, if there is one.
         limits: the engine's limits.
-        calls_tools, has_parser: as in `parse_body`.
+        has_tool_parser, has_parser: as in `parse_body`.
     """
 
     base: Mapping[str, Any]
     column: str | None = None
     limits: SamplingLimits
-    calls_tools: bool = False
+    has_tool_parser: bool = False
     has_parser: bool = False
 
 
@@ -50,7 +50,7 @@ class RequestBuilder:
         parsing: dict[str, Any] | None = {} if spec.has_parser and self._prompts.spec.chat else None
         if body_column is not None:
             body = parse_body(
-                columns["url"], columns[body_column], calls_tools=spec.calls_tools, has_parser=spec.has_parser
+                columns["url"], columns[body_column], has_tool_parser=spec.has_tool_parser, has_parser=spec.has_parser
             )
             if isinstance(body, str):
                 return _invalid(body)

@@ -39,11 +39,13 @@ class _InvalidField(Exception):  # noqa: N818
     """A field of a body is invalid. The message starts with the field's name."""
 
 
-def parse_body(url: str, body: Mapping[str, Any], *, calls_tools: bool = False, has_parser: bool = False) -> Body | str:
+def parse_body(
+    url: str, body: Mapping[str, Any], *, has_tool_parser: bool = False, has_parser: bool = False
+) -> Body | str:
     """Return the parsed body, or an error message. Null counts as not set.
 
     Args:
-        calls_tools: whether a parser for tool calls is configured.
+        has_tool_parser: whether a parser for tool calls is configured.
         has_parser: whether any parser is configured.
     """
     is_chat = url == CHAT_URL
@@ -59,7 +61,7 @@ def parse_body(url: str, body: Mapping[str, Any], *, calls_tools: bool = False, 
         return Body(
             content=given[source] if is_chat else _single_prompt(given[source]),
             is_chat=is_chat,
-            template=_template(given, calls_tools=calls_tools) if is_chat else {},
+            template=_template(given, has_tool_parser=has_tool_parser) if is_chat else {},
             add_special_tokens=_flag(given, "add_special_tokens"),
             sampling=_sampling(given, is_chat),
             parsing={name: given[name] for name in _PARSED if name in given} if is_chat and has_parser else None,
@@ -85,7 +87,7 @@ def _single_prompt(prompt: Any) -> Any:
     return prompt[0]
 
 
-def _template(given: Mapping[str, Any], *, calls_tools: bool) -> dict[str, Any]:
+def _template(given: Mapping[str, Any], *, has_tool_parser: bool) -> dict[str, Any]:
     """Return the variables of the chat template, as in vLLM."""
     arguments = given.get("chat_template_kwargs", {})
     if error := template_error(arguments):
@@ -105,7 +107,7 @@ def _template(given: Mapping[str, Any], *, calls_tools: bool) -> dict[str, Any]:
         template["documents"] = documents
     if tools := given.get("tools"):
         template["tools"] = _tools(tools)
-        if given.get("tool_choice") != "none" and not calls_tools:
+        if given.get("tool_choice") != "none" and not has_tool_parser:
             raise _InvalidField('tools: require a tool_call_parser, or tool_choice: "none"')
     return template
 

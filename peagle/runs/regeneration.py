@@ -148,7 +148,7 @@ def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
         base=sampling,
         column=column,
         limits=limits,
-        calls_tools=config.get("tool_call_parser") is not None,
+        has_tool_parser=config.get("tool_call_parser") is not None,
         has_parser=has_parser(config),
     )
     return RequestBuilder(prompts, sampling_spec)

@@ -161,7 +161,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     )
 
 
-def settled(config: GenerateConfig) -> ResolvedDefaults:
+def resolved_defaults(config: GenerateConfig) -> ResolvedDefaults:
     """Return the values of options that the configuration does not set.
 
     Raises:

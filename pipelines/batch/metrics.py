@@ -13,7 +13,7 @@ from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.cluster.metrics import UsageMetrics, exported
+from pipelines.cluster.metrics import UsageMetrics, create_metric
 
 
 class RunMetrics:
@@ -25,9 +25,9 @@ class RunMetrics:
         self._request = request
         self._usage = UsageMetrics(model_name, drafter)
         self._labels = {"model_name": model_name, "drafter": drafter or ""}
-        self._rows_total = exported("peagle_rows_total", **self._labels)
+        self._rows_total = create_metric("peagle_rows_total", **self._labels)
         self._rows, self._engines, self._usd, self._budget, self._deadline, self._end = (
-            exported(name, **self._labels, run=manifest["run_id"])
+            create_metric(name, **self._labels, run=manifest["run_id"])
             for name in (
                 "peagle_run_rows",
                 "peagle_run_engines",
@@ -39,7 +39,7 @@ class RunMetrics:
         )
         needed = needed_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
         if needed is not None:
-            exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
+            create_metric("peagle_break_even_acceptance_length", **self._labels).set(needed)
 
     def committed(self, usage: UnitUsage) -> None:
         """Record a committed unit."""

@@ -1,7 +1,7 @@
 """Place, start and watch the ranks of an engine that are on other nodes.
 
-The engine's actor (`worker.py`) is the leader, and starts an actor on each other node, its followers. All of them end
-together: Ray ends the followers with the process that started them, and the leader ends when the first follower ends.
+The engine's actor (`worker.py`) is the leader. It starts one follower, another actor, on every other node. All of them
+end together: Ray ends the followers with the process that started them, and the leader ends when any follower ends.
 vLLM's arguments are in `peagle/engine/arguments.py`.
 """
 
@@ -17,7 +17,7 @@ from peagle.ports import free_port
 from peagle.private import keep_private
 from peagle.runs.logs import copy_log
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
 
 _POLL_S = 1.0
@@ -27,7 +27,7 @@ _LOGS = "the run's logs/ folder has a log of each node"
 
 
 class Follower:
-    """The part of an engine on one other node.
+    """The ranks of an engine on a node other than the leader's.
 
     Args:
         session_id: session id of the engine, which names the log.
@@ -61,7 +61,7 @@ class Follower:
                 raise with_root_cause(error, self._log.read_text(errors="replace")) from error
 
 
-class OtherNodes:
+class FollowerGroup:
     """The followers of the engine that this actor leads. Creating this object starts them.
 
     If a follower ends while the engine starts, the start is aborted, because vLLM would wait for the follower.
@@ -77,7 +77,7 @@ class OtherNodes:
         self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
-        actors = _actors(run.placement.part, run.spec.num_nodes - 1)
+        actors = _actors(run.placement.resources_per_node, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor without a reference.
@@ -91,7 +91,7 @@ class OtherNodes:
         self._has_started.set()
 
     def release(self) -> None:
-        """Release the other nodes when the engine shuts down normally."""
+        """Ignore the ends of followers from now on, because the engine shuts down normally."""
         self._die = lambda _: None
 
     def _watch(self) -> None:
@@ -111,29 +111,29 @@ class OtherNodes:
             ray.get(ended)
         except Exception as error:  # raised by the follower, or by Ray if the follower's process or node is gone
             self.is_lost = isinstance(error, ray.exceptions.RayActorError)
-            return explain(error, message, hint=_LOGS, otherwise=EngineError)
+            return to_peagle_error(error, message, hint=_LOGS, otherwise=EngineError)
         return EngineError(message, hint=_LOGS)
 
 
-def _actors(part: Mapping[str, float], count: int) -> list[Any]:
+def _actors(resources: Mapping[str, float], count: int) -> list[Any]:
     """Wait for room on `count` other nodes, and return a `Follower` actor class for each."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = _group(part, count)
+    group = _group(resources, count)
     while not group.wait(_REPORT_S):
-        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(part)} free on each\n")
+        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(resources)} free on each\n")
     return [
         ray.remote(Follower).options(
-            num_cpus=part["CPU"],
-            num_gpus=part.get("GPU"),
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
         for index in range(count)
     ]
 
 
-def _group(part: Mapping[str, float], count: int) -> Any:
+def _group(resources: Mapping[str, float], count: int) -> Any:
     """Return a placement group on nodes other than this one. It ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -144,7 +144,7 @@ def _group(part: Mapping[str, float], count: int) -> Any:
         with contextlib.suppress(ValueError):  # the replaced process had no group yet
             remove_placement_group(get_placement_group(name))
     return placement_group(
-        [dict(part)] * count,
+        [dict(resources)] * count,
         strategy="STRICT_SPREAD",
         name=name,
         bundle_label_selector=[{_NODE_ID: f"!{context.get_node_id()}"}] * count,

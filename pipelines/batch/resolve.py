@@ -351,6 +351,6 @@ def _resolve_sampling(
         base=config.sampling(),
         column=column,
         limits=limits,
-        calls_tools=config.tool_call_parser is not None,
+        has_tool_parser=config.tool_call_parser is not None,
         has_parser=has_parser(config.model_dump()),
     )

@@ -24,7 +24,7 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.progress import RunProgress
 from peagle.runs.report import make_report
-from peagle.signals import interrupted_by_signal, stop_on_signal
+from peagle.signals import signals_as_interrupts, stop_on_signal
 from pipelines.batch.decide import decide, planned_again
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.request import BY_SIGNAL, RunRequest
@@ -77,7 +77,7 @@ def stoppable(request: RunRequest) -> Iterator[None]:
     Raises:
         StoppedEarly: names the command that continues the run.
     """
-    with interrupted_by_signal(), ray.exit_code_kept():
+    with signals_as_interrupts(), ray.recording_exit_code():
         try:
             yield
         except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineWorker
 from pipelines.cluster import ray as cluster
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
@@ -214,7 +214,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise explain(item, "the run failed", hint=_LOGS, otherwise=EngineError) from item
+                raise to_peagle_error(item, "the run failed", hint=_LOGS, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:

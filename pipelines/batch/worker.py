@@ -55,7 +55,7 @@ class EngineWorker:
             started = start_engine(run, self._session)
         finally:
             self._session.keep_log()
-        self._engine, self._checkable, self._other_nodes = started.engine, started.checkable, started.others
+        self._engine, self._checkable, self._followers = started.engine, started.checkable, started.followers
         self._session.meter.ready(started.compile_s)
         self._session.beat()
         self._parser = run.response_parser()
@@ -74,8 +74,8 @@ class EngineWorker:
         )
         self._check: asyncio.Task[None] | None = None
         atexit.register(self._close)
-        if self._other_nodes is not None:
-            self._other_nodes.started(self._die)
+        if self._followers is not None:
+            self._followers.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; if the run is being stopped, return immediately."""
@@ -217,8 +217,8 @@ class EngineWorker:
     # --- the end of the process
 
     def _close(self) -> None:
-        if self._other_nodes is not None:
-            self._other_nodes.release()
+        if self._followers is not None:
+            self._followers.release()
         self._session.end()
         self._engine.shutdown()
 

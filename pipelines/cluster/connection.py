@@ -16,7 +16,7 @@ _IF_LOST = "Units in progress are lost, committed ones are saved. It is safe to 
 
 
 class Connection:
-    """The Ray cluster of one command, connected or not.
+    """A command's connection to a Ray cluster, which may not be open yet.
 
     Attributes:
         is_remote: whether RAY_ADDRESS names the cluster; otherwise it is local.
@@ -24,7 +24,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.is_remote = ray.is_remote()
-        self._is_up = False
+        self._is_connected = False
         self._stack = contextlib.ExitStack()
         self._quiet = self._stack.enter_context(QuietStderr())
 
@@ -37,13 +37,13 @@ class Connection:
 
     def start(self) -> None:
         """Join or start the cluster, unless it is connected. Raises like `ray.ray_cluster`."""
-        if not self._is_up:
+        if not self._is_connected:
             self._stack.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
             self._stack.callback(ray.release_nodes)
-            self._is_up = True
+            self._is_connected = True
 
     def log_to(self, path: Path) -> None:
-        """Write standard error to this file from now on, after its output so far."""
+        """Redirect standard error to this file, which also receives the output so far."""
         self._quiet.move_to(path)
 
     def close(self) -> None:

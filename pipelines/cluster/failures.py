@@ -11,7 +11,9 @@ _PRINTED = re.compile(r"^peagle\.errors\.(\w+): (.*)(?:\n  (.+))?$", re.MULTILIN
 _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
 
 
-def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
+def to_peagle_error(
+    error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError
+) -> PeagleError:
     """Return the peagle error that a Ray error wraps, or a short form of the Ray error.
 
     Args:

@@ -8,9 +8,9 @@ import psutil
 
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware, detect_machine
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import node_to_inspect, on_accelerators
-from pipelines.cluster.ray import NO_RAY
+from pipelines.cluster.ray import NO_RAY_HINT
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The last parts of labels with an instance type or a region, such as Ray's `ray.io/node-group` and Kubernetes'
@@ -41,7 +41,9 @@ def inspect(
     try:
         hardware: Hardware = ray.get(probe.remote())
     except Exception as error:  # for example, the node was removed
-        raise explain(error, "cannot inspect a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
+        raise to_peagle_error(
+            error, "cannot inspect a node of the cluster", hint=NO_RAY_HINT, otherwise=CapacityError
+        ) from error
     if node is None or hardware.platform != "cuda":
         return hardware
     return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer

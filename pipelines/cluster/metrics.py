@@ -14,8 +14,8 @@ from typing import Any, Literal
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 
 PREFIX = "ray_"
-_OF_MODEL = ("model_name", "drafter")
-_OF_RUN = (*_OF_MODEL, "run")
+_MODEL_LABELS = ("model_name", "drafter")
+_RUN_LABELS = (*_MODEL_LABELS, "run")
 _DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -30,7 +30,7 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     description: str
-    labels: tuple[str, ...] = _OF_MODEL
+    labels: tuple[str, ...] = _MODEL_LABELS
     boundaries: tuple[float, ...] = ()
 
 
@@ -42,14 +42,14 @@ METRICS = {
             "counter",
             "requests",
             "requests that left an engine; `outcome` is ok, cut or failed",
-            (*_OF_MODEL, "outcome"),
+            (*_MODEL_LABELS, "outcome"),
         ),
         Metric(
             "gen_ai_server_request_duration_seconds",
             "histogram",
             "s",
             "from a request's start in an engine to its end; `error_type` is empty, cut or failed",
-            (*_OF_MODEL, "error_type"),
+            (*_MODEL_LABELS, "error_type"),
             _DURATION_S,
         ),
         Metric(
@@ -71,7 +71,7 @@ METRICS = {
             "histogram",
             "tokens",
             "tokens of one request; `gen_ai_token_type` is input or output",
-            (*_OF_MODEL, "gen_ai_token_type"),
+            (*_MODEL_LABELS, "gen_ai_token_type"),
             _TOKENS,
         ),
         Metric("peagle_prompt_tokens_total", "counter", "tokens", "tokens of prompts"),
@@ -86,14 +86,14 @@ METRICS = {
             "counter",
             "tokens",
             "verified drafts by `position` in their draft, from 0 on",
-            (*_OF_MODEL, "position"),
+            (*_MODEL_LABELS, "position"),
         ),
         Metric(
             "peagle_accepted_tokens_per_pos_total",
             "counter",
             "tokens",
             "accepted tokens by `position` in their draft, from 0 on",
-            (*_OF_MODEL, "position"),
+            (*_MODEL_LABELS, "position"),
         ),
         Metric("peagle_accepted_lookup_tokens_total", "counter", "tokens", "accepted tokens from prompt lookup"),
         Metric(
@@ -107,7 +107,7 @@ METRICS = {
             "counter",
             "USD",
             "price of all seconds of the engines; `state` is start, busy or idle",
-            (*_OF_MODEL, "state"),
+            (*_MODEL_LABELS, "state"),
         ),
         Metric("peagle_request_usd_total", "counter", "USD", "price of the busy seconds that requests are charged for"),
         Metric(
@@ -129,66 +129,70 @@ METRICS = {
             "counter",
             "rows",
             "rows of bulk runs and batches as they are committed; `outcome` is ok, or failed for a dead letter",
-            (*_OF_MODEL, "outcome"),
+            (*_MODEL_LABELS, "outcome"),
         ),
         Metric(
             "peagle_run_rows",
             "gauge",
             "rows",
             "rows of a run by `state`: done, failed (dead letters) or left",
-            (*_OF_RUN, "state"),
+            (*_RUN_LABELS, "state"),
         ),
-        Metric("peagle_run_engines", "gauge", "engines", "engines of a run that have loaded", _OF_RUN),
-        Metric("peagle_run_usd", "gauge", "USD", "cost of all attempts of a run", _OF_RUN),
-        Metric("peagle_run_budget_usd", "gauge", "USD", "`--budget-usd` of a run that has one", _OF_RUN),
+        Metric("peagle_run_engines", "gauge", "engines", "engines of a run that have loaded", _RUN_LABELS),
+        Metric("peagle_run_usd", "gauge", "USD", "cost of all attempts of a run", _RUN_LABELS),
+        Metric("peagle_run_budget_usd", "gauge", "USD", "`--budget-usd` of a run that has one", _RUN_LABELS),
         Metric(
-            "peagle_run_deadline_timestamp_seconds", "gauge", "Unix s", "`--deadline` of a run that has one", _OF_RUN
+            "peagle_run_deadline_timestamp_seconds",
+            "gauge",
+            "Unix s",
+            "`--deadline` of a run that has one",
+            _RUN_LABELS,
         ),
         Metric(
             "peagle_run_expected_end_timestamp_seconds",
             "gauge",
             "Unix s",
             "when a run will end at its current speed; exported once a unit is committed",
-            _OF_RUN,
+            _RUN_LABELS,
         ),
     )
 }
 
 
-def exported(name: str, **labels: str) -> Any:
+def create_metric(name: str, **labels: str) -> Any:
     """Create a metric in Ray's exporter, with default values for these labels."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
     metric = METRICS[name]
     if metric.kind == "histogram":
-        made = Histogram(name, metric.description, boundaries=list(metric.boundaries), tag_keys=metric.labels)
+        created = Histogram(name, metric.description, boundaries=list(metric.boundaries), tag_keys=metric.labels)
     else:
-        made = (Counter if metric.kind == "counter" else Gauge)(name, metric.description, tag_keys=metric.labels)
-    return made.set_default_tags(labels)
+        created = (Counter if metric.kind == "counter" else Gauge)(name, metric.description, tag_keys=metric.labels)
+    return created.set_default_tags(labels)
 
 
 class UsageMetrics:
     """The metrics of one model. Called by an `EngineAccount`, and in a bulk run by the driver."""
 
     def __init__(self, model_name: str, drafter: str | None) -> None:
-        def of_model(name: str) -> Any:
-            return exported(name, model_name=model_name, drafter=drafter or "")
+        def metric(name: str) -> Any:
+            return create_metric(name, model_name=model_name, drafter=drafter or "")
 
         self._lock = threading.Lock()  # heartbeats come from a thread, and a last one when the account ends
         self._reported_usd: dict[tuple[str, str], float] = {}  # by session and state
-        self._engine_usd = of_model("peagle_engine_usd_total")
-        self._requests, self._usd = of_model("peagle_requests_total"), of_model("peagle_request_usd_total")
-        self._duration = of_model("gen_ai_server_request_duration_seconds")
-        self._ttft = of_model("gen_ai_server_time_to_first_token_seconds")
-        self._tpot = of_model("gen_ai_server_time_per_output_token_seconds")
-        self._size = of_model("gen_ai_client_token_usage")
-        self._prompt, self._cached = of_model("peagle_prompt_tokens_total"), of_model("peagle_cached_tokens_total")
-        self._output, self._drafts = of_model("peagle_output_tokens_total"), of_model("peagle_drafts_total")
-        self._drafted, self._accepted = of_model("peagle_draft_tokens_total"), of_model("peagle_accepted_tokens_total")
-        self._accepted_per_position = of_model("peagle_accepted_tokens_per_pos_total")
-        self._verified_per_position = of_model("peagle_draft_tokens_per_pos_total")
-        self._lookup = of_model("peagle_accepted_lookup_tokens_total")
-        self._dropped = of_model("peagle_dropped_draft_tokens_total")
+        self._engine_usd = metric("peagle_engine_usd_total")
+        self._requests, self._usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")
+        self._duration = metric("gen_ai_server_request_duration_seconds")
+        self._ttft = metric("gen_ai_server_time_to_first_token_seconds")
+        self._tpot = metric("gen_ai_server_time_per_output_token_seconds")
+        self._size = metric("gen_ai_client_token_usage")
+        self._prompt, self._cached = metric("peagle_prompt_tokens_total"), metric("peagle_cached_tokens_total")
+        self._output, self._drafts = metric("peagle_output_tokens_total"), metric("peagle_drafts_total")
+        self._drafted, self._accepted = metric("peagle_draft_tokens_total"), metric("peagle_accepted_tokens_total")
+        self._accepted_per_position = metric("peagle_accepted_tokens_per_pos_total")
+        self._verified_per_position = metric("peagle_draft_tokens_per_pos_total")
+        self._lookup = metric("peagle_accepted_lookup_tokens_total")
+        self._dropped = metric("peagle_dropped_draft_tokens_total")
 
     def request(self, record: RequestUsage) -> None:
         """Record a finished request."""
@@ -209,16 +213,16 @@ class UsageMetrics:
 
     def work(self, usage: UnitUsage) -> None:
         """Record the tokens and acceptance of a request or a committed unit."""
-        drafted = usage.speculation
+        stats = usage.speculation
         _add(self._prompt, usage.num_prompt_tokens)
         _add(self._cached, usage.num_cached_tokens)
         _add(self._output, usage.num_output_tokens)
-        _add(self._drafts, drafted.num_drafts)
-        _add(self._drafted, drafted.num_draft_tokens)
-        _add(self._accepted, drafted.num_accepted_tokens)
-        _add(self._lookup, drafted.num_lookup_tokens)
-        _add(self._dropped, drafted.num_dropped_tokens)
-        pairs = zip(drafted.accepted_per_position, drafted.verified_by_position, strict=True)
+        _add(self._drafts, stats.num_drafts)
+        _add(self._drafted, stats.num_draft_tokens)
+        _add(self._accepted, stats.num_accepted_tokens)
+        _add(self._lookup, stats.num_lookup_tokens)
+        _add(self._dropped, stats.num_dropped_tokens)
+        pairs = zip(stats.accepted_per_position, stats.verified_by_position, strict=True)
         for position, (num_accepted, num_verified) in enumerate(pairs):
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))

@@ -1,4 +1,4 @@
-"""The work of an engine actor on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
+"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
 
 import contextlib
 import fcntl
@@ -53,17 +53,17 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
 
 
-def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
-    """Rotate a log to `LOG.1` whenever it is too large, until this process ends.
+def rotate_log_forever(log: Path, *, max_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
+    """Start a thread that moves a log to `LOG.1` whenever it is too large, until this process ends.
 
-    The log is copied and truncated, so writers keep their descriptor, which must be in append mode.
+    The log is copied and truncated, so writers keep their descriptors, which must be in append mode.
     """
 
     def watch() -> None:
         while True:
             time.sleep(every_s)
             with contextlib.suppress(OSError):
-                if log.stat().st_size > most_bytes:
+                if log.stat().st_size > max_bytes:
                     shutil.copyfile(log, log.with_name(f"{log.name}.1"))
                     os.truncate(log, 0)
 
@@ -97,15 +97,15 @@ def start_vllm(
         PeagleError: the node cannot run the engine, or the model is not available here.
     """
     set_threads(spec)
-    here = hardware.detect()
+    detected = hardware.detect()
     engine = start_engine(
         local_spec(spec),
-        here,
+        detected,
         engine_index=engine_index,
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-    note_compiled(spec, here, os.environ)
+    note_compiled(spec, detected, os.environ)
     return engine
 
 

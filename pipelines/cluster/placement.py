@@ -45,8 +45,8 @@ class Placement:
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
-    def part(self) -> dict[str, float]:
-        """The bundle that an engine reserves on one of its nodes, for a placement group."""
+    def resources_per_node(self) -> dict[str, float]:
+        """The resources that an engine reserves on each of its nodes, as a bundle of a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
@@ -54,7 +54,7 @@ class Placement:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """The bundles of an engine, for the autoscaler, which only accepts whole CPUs."""
-        return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
+        return [{**self.resources_per_node, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def place(
         most = fit * num_nodes // nodes_per_engine
         raise CapacityError(
             f"{num_engines} engines need {need}{on}; {num_nodes} node(s) have {_num_cores(hardware)} each",
-            hint=ask_for_fewer.format(most) if most else "use fewer ranks an engine",
+            hint=ask_for_fewer.format(most) if most else "use fewer ranks per engine",
         )
     cpus = hardware.num_cpus // per_node
     return Placement(
@@ -170,7 +170,7 @@ def num_engine_nodes(
     """Return the number of nodes among which engines are divided; at least the nodes of one engine.
 
     On CPUs, these are all nodes. On accelerators, they are the nodes that can hold an engine, and if those are too few,
-    also the nodes that must still be added (`lacking`).
+    also the nodes that must still be added (`missing_resources`).
 
     Example: 8 engines of 1 accelerator need 8 nodes with 1 accelerator, even if the cluster has only one of them now.
     """
@@ -181,7 +181,7 @@ def num_engine_nodes(
     )
     fit = hardware.num_accelerators // engine.num_gpus
     wanted = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
-    return max(nodes_per_engine, sum(room_on(node, engine) > 0 for node in nodes), wanted)
+    return max(nodes_per_engine, sum(num_parts_on(node, engine) > 0 for node in nodes), wanted)
 
 
 def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
@@ -190,13 +190,13 @@ def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | 
     It is the smallest node that can hold an engine, so that its engines fit on the other nodes, too. If no node can
     hold one, it is the largest node.
     """
-    with_room = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
+    with_room = {name: node["GPU"] for name, node in nodes.items() if num_parts_on(node, engine)}
     too_small = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}  # the largest first
     candidates = with_room or too_small
     return min(candidates, key=lambda name: (candidates[name], name)) if candidates else None
 
 
-def room(nodes: Sequence[Resources], placement: Placement) -> int:
+def num_engines_that_fit(nodes: Sequence[Resources], placement: Placement) -> int:
     """Return the number of engines that fit on the nodes next to one task that feeds them."""
     num_engines = _num_fitting(nodes, placement)
     return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
@@ -213,11 +213,11 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     remaining parts may be on the same node.
     """
     per_engine = placement.nodes_per_engine
-    least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
+    least = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
     return max(least[-1], math.ceil(sum(least) / per_engine)) if len(nodes) >= per_engine else 0
 
 
-def room_on(node: Resources, placement: Placement) -> int:
+def num_parts_on(node: Resources, placement: Placement) -> int:
     """Return the number of parts of engines that fit on one node."""
     if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
         return 0
@@ -225,7 +225,7 @@ def room_on(node: Resources, placement: Placement) -> int:
     return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
 
 
-def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
+def missing_resources(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
     """Return a description of the missing resources, empty if all engines fit."""
     num_fitting = _num_fitting(nodes, placement)
     if num_fitting < num_engines:

@@ -15,15 +15,15 @@ from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.ports import require_free
 from pipelines.cluster import token
-from pipelines.cluster.failures import explain
-from pipelines.cluster.placement import Placement, lacking, num_engine_nodes, room
+from pipelines.cluster.failures import to_peagle_error
+from pipelines.cluster.placement import Placement, missing_resources, num_engine_nodes, num_engines_that_fit
 from pipelines.cluster.startable import require_startable
-from pipelines.cluster.terminal import keep_off_standard_output, own_groups
+from pipelines.cluster.terminal import keep_off_standard_output, new_process_groups
 from pipelines.cluster.vitals import Vitals, joined_parts, local_parts
 
 _POLL_S = 5.0
-NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
-_NO_JOIN = (
+NO_RAY_HINT = "make sure that the cluster is up and this machine is not overloaded, then run the same command again"
+_JOIN_HINT = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "see docs/security.md"
 )
@@ -48,7 +48,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     A process that has already joined a cluster keeps using it. A SIGTERM handler that was set before stays in place.
 
     Args:
-        metrics_port: port of Ray's Prometheus exporter. If None, a free port on the loopback address.
+        metrics_port: port of Ray's Prometheus exporter; None means a free port on the loopback address.
         if_lost: the hint of `RayDied`: what is lost, and how to continue.
 
     Raises:
@@ -76,7 +76,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     handler = signal.getsignal(signal.SIGTERM)
     keep_off_standard_output()
     try:
-        with own_groups():
+        with new_process_groups():
             ray.init(
                 address=None if remote else "local",
                 num_cpus=None if remote else max(2, hardware.detect().num_cpus),
@@ -88,7 +88,9 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
             )
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
-        raise explain(error, what, hint=_NO_JOIN if remote else NO_RAY, otherwise=CapacityError) from error
+        raise to_peagle_error(
+            error, what, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
+        ) from error
     except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
     try:
@@ -140,9 +142,9 @@ def metrics_port() -> int:
 
 
 def abandon() -> None:
-    """Make this process skip `ray.shutdown` at its end, which would abort it while an engine is still loading.
+    """Make this process end without `ray.shutdown`, which would abort while an engine is still loading.
 
-    Ray's processes on this machine end with this process. The exit code is that of `exit_code_kept`, or 3.
+    Ray's processes on this machine end with this process. Its exit code is that of `recording_exit_code`, or 3.
     """
     global _abandoned
     _abandoned = True
@@ -150,8 +152,8 @@ def abandon() -> None:
 
 
 @contextlib.contextmanager
-def exit_code_kept() -> Iterator[None]:
-    """Record the exit code of this block, which a process ends with after `abandon`."""
+def recording_exit_code() -> Iterator[None]:
+    """Record the exit code of this block. After `abandon`, the process ends with it."""
     global _exit_code
     try:
         yield
@@ -181,7 +183,7 @@ def scale_actors_with_queue() -> None:
 
 
 def use_one_block_per_row() -> None:
-    """Configure Ray Data: one block for each row, in any order, without a progress bar."""
+    """Configure Ray Data to return each row as a block, in any order, without a progress bar."""
     from ray.data import DataContext
 
     keep_block_sizes()
@@ -189,7 +191,7 @@ def use_one_block_per_row() -> None:
 
 
 def keep_block_sizes() -> None:
-    """Configure Ray Data: blocks are not split or merged, in any order, without a progress bar."""
+    """Configure Ray Data not to split or merge blocks, to return them in any order, and to show no progress bar."""
     from ray.data import DataContext, ExecutionOptions
 
     context = DataContext.get_current()
@@ -243,17 +245,17 @@ def require_capacity(
         CapacityError: the engines do not fit after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
-    while missing := lacking(_nodes(), placement, num_engines):
+    while missing := missing_resources(_nodes(), placement, num_engines):
         check()
-        left = deadline - time.monotonic()
-        if left <= 0:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             raise CapacityError(
                 f"the cluster can never schedule {num_engines} engine(s): {missing}",
                 hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
             )
         _request_nodes(placement, num_engines)
-        announce(f"waiting for the cluster: {missing} ({left:.0f} s left)")
-        time.sleep(min(_POLL_S, left))
+        announce(f"waiting for the cluster: {missing} ({left_s:.0f} s left)")
+        time.sleep(min(_POLL_S, left_s))
     check()
 
 
@@ -288,7 +290,7 @@ def num_nodes(
 
 def room_for(placement: Placement) -> int:
     """Return the number of engines that fit on the cluster now, next to one task that feeds them."""
-    return room(_nodes(), placement)
+    return num_engines_that_fit(_nodes(), placement)
 
 
 def _nodes() -> list[dict[str, float]]:

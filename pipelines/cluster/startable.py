@@ -58,13 +58,13 @@ def require_open_files() -> None:
 
 def require_threads() -> None:
     """Refuse a limit of processes that leaves too few for Ray's threads."""
-    num_own = 0
+    num_own_threads = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         uids = process.info["uids"]
         if uids and uids.real == os.getuid():
-            num_own += process.info["num_threads"] or 0
+            num_own_threads += process.info["num_threads"] or 0
     if os.geteuid() != 0:  # the limit does not apply to root
-        needed = num_own + _MIN_THREADS
+        needed = num_own_threads + _MIN_THREADS
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
     for path in _PIDS:
@@ -72,8 +72,8 @@ def require_threads() -> None:
             current = int(path.with_name("pids.current").read_text())
             if int(most) - current < _MIN_THREADS:
                 raise ConfigError(
-                    f"this container may have {most} processes and threads and has {current}; Ray and an engine need "
-                    f"{_MIN_THREADS:,} more",
+                    f"this container is limited to {most} processes and threads and has {current}; Ray and an engine "
+                    f"need {_MIN_THREADS:,} more",
                     hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
                 )
 

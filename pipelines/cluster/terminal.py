@@ -1,7 +1,7 @@
 """Keep the terminal's signals from Ray, and Ray's output from the terminal.
 
-Ctrl-C, `timeout` and many supervisors signal a process group, so the raylet and the engines would end before they could
-commit their units.
+Ctrl-C, `timeout` and many supervisors signal a whole process group. If Ray's processes were in that of the command, the
+raylet and the engines would end before running units could be committed.
 """
 
 import contextlib
@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_starting: set[int] = set()  # threads that start Ray
+_starting_threads: set[int] = set()  # threads that start Ray
 _is_registered = False
 
 
 @contextlib.contextmanager
-def own_groups() -> Iterator[None]:
+def new_process_groups() -> Iterator[None]:
     """Start each process of this thread in its own process group.
 
     Python calls fork handlers in every child that has a `preexec_fn`, and Ray 2.60 starts its processes with one
@@ -26,11 +26,11 @@ def own_groups() -> Iterator[None]:
         os.register_at_fork(after_in_child=_lead_own_group)
         _is_registered = True
     thread = threading.get_ident()
-    _starting.add(thread)
+    _starting_threads.add(thread)
     try:
         yield
     finally:
-        _starting.discard(thread)
+        _starting_threads.discard(thread)
 
 
 def keep_off_standard_output() -> None:
@@ -53,5 +53,5 @@ def keep_off_standard_output() -> None:
 
 
 def _lead_own_group() -> None:
-    if threading.get_ident() in _starting:
+    if threading.get_ident() in _starting_threads:
         os.setpgid(0, 0)

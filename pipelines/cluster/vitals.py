@@ -167,9 +167,9 @@ def joined_parts() -> list[Part]:
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     # Ray waits this long for its control service, and then exits without a message.
     patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _REPORT_AFTER_S)
-    parts = [_reachable("control service", context.gcs_address, patience_s)]
+    parts = [_remote_part("control service", context.gcs_address, patience_s)]
     if node is not None:
-        parts.append(_reachable("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _REPORT_AFTER_S))
+        parts.append(_remote_part("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _REPORT_AFTER_S))
     return parts
 
 
@@ -183,7 +183,7 @@ def _process_check(process: psutil.Process) -> Callable[[], bool]:
     return is_alive
 
 
-def _reachable(name: str, address: str, patience_s: float) -> Part:
+def _remote_part(name: str, address: str, patience_s: float) -> Part:
     host, _, port = address.rpartition(":")
 
     def is_alive() -> bool:

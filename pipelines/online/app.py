@@ -27,7 +27,7 @@ from pipelines.cluster.inspection import inspect
 from pipelines.cluster.placement import Placement, on_accelerators, place
 from pipelines.cluster.ray import num_nodes
 from pipelines.cluster.token import require_token
-from pipelines.online.batches.settings import batch_settings, num_engines
+from pipelines.online.batches.settings import batch_engine_range, batch_settings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig, ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
@@ -131,20 +131,22 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
         CapacityError: on CPUs, the maximum numbers of all engines do not fit together; on accelerators, the endpoint's
             engines do not fit, or those of a single batch do not.
     """
-    real = _real(config)
+    vllm_models = _with_vllm(config)
     if hardware.platform == "cuda":
-        _check_accelerators(config, real, hardware, num_nodes)
+        _check_accelerators(config, vllm_models, hardware, num_nodes)
     return {
-        options.served_name: _placement(config, options, hardware, num_nodes, sum(other.max_replicas for other in real))
+        options.served_name: _placement(
+            config, options, hardware, num_nodes, sum(other.max_replicas for other in vllm_models)
+        )
         for options in config.served
     }
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    return sum(options.max_replicas * size_of(options) for options in _real(config))
+    return sum(options.max_replicas * size_of(options) for options in _with_vllm(config))
 
 
-def _real(config: ServeConfig) -> list[ServedModelOptions]:
+def _with_vllm(config: ServeConfig) -> list[ServedModelOptions]:
     return [options for options in config.served if options.engine != "fake"]
 
 
@@ -156,11 +158,11 @@ def _placement(
         return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
     if hardware.platform == "cuda":
         return on_accelerators(size_of(options))
-    batches = num_engines(config)
+    fewest, most = batch_engine_range(config)
     return place(
         hardware,
-        num_engines=num_replicas + batches[0],
-        most_engines=num_replicas + batches[1],
+        num_engines=num_replicas + fewest,
+        most_engines=num_replicas + most,
         accelerators_per_engine=size_of(options),
         num_nodes=num_nodes,
         ask_for_fewer=_CAPACITY_HINT,
@@ -168,12 +170,14 @@ def _placement(
 
 
 def _check_accelerators(
-    config: ServeConfig, real: list[ServedModelOptions], hardware: Hardware, num_nodes: int
+    config: ServeConfig, vllm_models: list[ServedModelOptions], hardware: Hardware, num_nodes: int
 ) -> None:
     available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
     needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
-        each = ", ".join(f"{options.served_name}: {options.max_replicas} x {size_of(options)}" for options in real)
+        each = ", ".join(
+            f"{options.served_name}: {options.max_replicas} x {size_of(options)}" for options in vllm_models
+        )
         raise CapacityError(
             f"the models' engines need {needed} accelerators at once ({each}); {available}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
@@ -181,7 +185,7 @@ def _check_accelerators(
     if config.batches is None or config.lends_engines:
         return
     at_start = EngineRange.parse(config.batch_engines).smallest
-    for options in real:
+    for options in vllm_models:
         if at_start > num_nodes * (hardware.num_accelerators // size_of(options)):
             raise CapacityError(
                 f"batch_engines {config.batch_engines}: a batch of {options.served_name} starts with {at_start}"
@@ -199,7 +203,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     price = resolve_price(config, hardware)
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.options.served_name}")
-    ledger = _state(config) / "ledger"
+    ledger = _state_folder(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
             f"{ledger}: this ledger bills engines by the {others.pop()}, but the price of "
@@ -257,7 +261,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
-    read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
+    read_budgets(_state_folder(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
     requires_key = config.keys is not None or bool(fixed)
     if requires_key and not (stored or fixed):
         raise ConfigError(
@@ -271,7 +275,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         )
     return GateSettings(
         models=tuple(_served_model(config, model, hardware) for model in served),
-        ledger=_state(config) / "ledger",
+        ledger=_state_folder(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
         requires_key=requires_key,
@@ -281,7 +285,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         request_timeout_s=config.request_timeout_s,
         max_output_tokens=config.max_output_tokens,
         max_upload_bytes=config.max_file_mib * 1024 * 1024,
-        prompts=_state(config) / "prompts" if config.log_prompts else None,
+        prompts=_state_folder(config) / "prompts" if config.log_prompts else None,
         shares_prefix_cache=config.share_prefix_cache,
         tags=config.tags,
     )
@@ -291,7 +295,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: P
     options, spec, placement = model.options, model.engine.spec, model.placement
     return ReplicaJob(
         app_id=app_id,
-        state=str(_state(config)),
+        state=str(_state_folder(config)),
         options=options,
         spec=spec,
         engine=EngineFacts.priced(
@@ -360,5 +364,5 @@ def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware)
     }
 
 
-def _state(config: ServeConfig) -> Path:
+def _state_folder(config: ServeConfig) -> Path:
     return config.state.absolute()

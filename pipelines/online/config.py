@@ -31,17 +31,17 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
         description="name for clients, without a colon; default: the value of model, a folder's own name, or fake",
     )
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle one")
-    max_replicas: int = Field(1, ge=1, description="most engines under load")
+    max_replicas: int = Field(1, ge=1, description="maximum number of engines under load")
     target_ongoing_requests: float | None = Field(
-        None, gt=0, description="target of concurrent requests per engine for autoscaling; default: from its slots"
+        None, gt=0, description="concurrent requests per engine that autoscaling aims for; default: from its slots"
     )
     upscale_delay_s: float = Field(10, ge=0, description="load above the target for this long starts an engine")
     downscale_delay_s: float = Field(300, ge=0, description="load below the target for this long stops one")
     max_queued_requests: int | None = Field(
         None,
         ge=0,
-        description="most requests that wait for an engine, at least 1; more get 503; default: as many as all engines "
-        "run concurrently",
+        description="maximum number of requests that wait for an engine, at least 1; others get 503; default: as many "
+        "as all engines run concurrently",
     )
     stream_interval_ms: float = Field(
         50,
@@ -51,8 +51,8 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     stream_pieces_per_s: float | None = Field(
         None,
         gt=0,
-        description="most pieces a second that all streams of an engine send together; the more streams, the longer "
-        "each waits; default: 20 per core on CPUs, since the same cores forward the pieces; 400 on accelerators",
+        description="maximum events a second that all streams of an engine send together; the more streams, the longer "
+        "each waits; default: 20 per core on CPUs, since the same cores forward the events; 400 on accelerators",
     )
     max_grammar_s: float = Field(
         DEFAULT_CPU_S,
@@ -151,9 +151,9 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     max_output_tokens: int | None = Field(
         None,
         ge=1,
-        description="most output tokens of a request, all its choices together, even if the request sets no limit",
+        description="maximum output tokens of a request over all its choices, even if the request sets no limit",
     )
-    max_choices: int = Field(128, ge=1, description="most choices of a request: n times its number of prompts")
+    max_choices: int = Field(128, ge=1, description="maximum choices of a request: n times its number of prompts")
     max_answer_mib: int = Field(
         DEFAULT_MIB,
         ge=1,

@@ -23,7 +23,7 @@ from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.gateway.budget_watch import budget_of
+from pipelines.online.gateway.budget_watch import budget_status
 from pipelines.online.gateway.keys import Payer
 from pipelines.online.totals import MINUTE_S, RequestGroup, Sums, coarsen, totals_of
 
@@ -56,7 +56,7 @@ class CostView:
     def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
         with self.totals.snapshot():
             budgets = self.totals.budgets
-            return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
+            return {payer.name: budget_status(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
         """Return the spend in `days` as JSON, like `peagle cost`. With a key, include only what that key was billed."""
@@ -73,7 +73,7 @@ class CostView:
         chosen = (charge for charge in charged if key in (None, charge.key))
         return statement(chosen, by, days, session_labels(ledger.sessions))
 
-    async def require(self) -> None:
+    async def require_loaded(self) -> None:
         """Wait briefly for the first read of the ledger; raise 503 if it takes longer."""
         if not await self.totals.wait_until_loaded():
             raise overloaded("the ledger is being read; try again")
@@ -91,7 +91,7 @@ class CostView:
         }
         report: dict[str, Any] = {
             "window_s": window_s,
-            "total": totals(chosen.values()),
+            "total": request_totals(chosen.values()),
             "by_model": _grouped(chosen, lambda cell: cell.model),
         }
         if key is not None:
@@ -122,7 +122,7 @@ def requested_period(
         raise ApiError(400, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
 
 
-def totals(cells: Iterable[Sums]) -> dict[str, Any]:
+def request_totals(cells: Iterable[Sums]) -> dict[str, Any]:
     """Return the sums over requests.
 
     Tokens per dollar use busy time only: requests do not pay for idle engines.
@@ -161,4 +161,4 @@ def _grouped(cells: dict[RequestGroup, Sums], name_of: Callable[[RequestGroup], 
     groups: defaultdict[str, list[Sums]] = defaultdict(list)
     for cell, sums in cells.items():
         groups[name_of(cell)].append(sums)
-    return {name: totals(group) for name, group in sorted(groups.items())}
+    return {name: request_totals(group) for name, group in sorted(groups.items())}

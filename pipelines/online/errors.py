@@ -21,7 +21,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not echo a MiB of the request
+_MAX_CHARS, _MAX_PARAM_CHARS = 2000, 200  # an error must not echo a MiB of the request
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        message, param = _cut(self.message, _MOST_CHARS), self.param and _cut(self.param, _MOST_PARAM_CHARS)
+        message, param = _cut(self.message, _MAX_CHARS), self.param and _cut(self.param, _MAX_PARAM_CHARS)
         return error_body(message, kind=kind, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
@@ -54,9 +54,9 @@ class ApiError(Exception):
         return headers | ({"connection": "close"} if is_unread else {})
 
 
-def _cut(text: str, most: int) -> str:
+def _cut(text: str, max_chars: int) -> str:
     """Shorten a text that may contain text from the client or vLLM."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text):,} characters)"
 
 
 def overloaded(message: str) -> ApiError:

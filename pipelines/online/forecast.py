@@ -44,15 +44,15 @@ class EndpointForecast:
             )
         return "none; only this machine can connect"
 
-    def usd_per_h(self, *, at_most: bool) -> float:
+    def usd_per_h(self, *, is_maximum: bool) -> float:
         num_devices = sum(
-            model.placement.num_devices * (model.options.max_replicas if at_most else model.options.min_replicas)
+            model.placement.num_devices * (model.options.max_replicas if is_maximum else model.options.min_replicas)
             for model in self.served
         )
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
-        least, most = (format_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
+        least, most = (format_usd(self.usd_per_h(is_maximum=is_maximum)) for is_maximum in (False, True))
         models = [line for model in self.served for line in self._model(model)]
         return [
             ("address", self.config.url),
@@ -72,7 +72,7 @@ class EndpointForecast:
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_here,
             "price": self.price.to_dict(),
-            "usd_per_h": [self.usd_per_h(at_most=at_most) for at_most in (False, True)],
+            "usd_per_h": [self.usd_per_h(is_maximum=is_maximum) for is_maximum in (False, True)],
         }
 
     def _model(self, model: Served) -> Lines:
@@ -105,7 +105,7 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
     )
 
 
-def settled(config: ServeConfig) -> ResolvedDefaults:
+def resolved_defaults(config: ServeConfig) -> ResolvedDefaults:
     """Return the values of options that the configuration does not set.
 
     With several models, names are prefixed by the model: "plain.drafter".

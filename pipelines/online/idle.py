@@ -1,4 +1,4 @@
-"""Stop an endpoint whose engines are idle, and report its cost. Requests that the gate answers do not count as work."""
+"""Stop an endpoint whose engines are idle, and report its cost. Requests that the gate itself answers do not count."""
 
 import contextlib
 import threading
@@ -49,7 +49,7 @@ class IdleWatch:
 
 
 @contextlib.contextmanager
-def ended_when_idle(
+def stop_when_idle(
     config: ServeConfig, price: Price, stopped: threading.Event, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Set `stopped` when the endpoint has been idle for its `idle_timeout`, and report its cost at the end."""

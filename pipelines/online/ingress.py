@@ -24,7 +24,7 @@ from peagle.economics.prices import Price
 from peagle.errors import shown
 from peagle.private import keep_private
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
-from pipelines.cluster.metrics import exported
+from pipelines.cluster.metrics import create_metric
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import Batches, BatchRoutes
 from pipelines.online.batches.settings import BatchSettings
@@ -36,7 +36,7 @@ from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
-from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
+from pipelines.online.gateway.routes import Route, Rule, gate_pass_of, get, guarded_app, key_of, post
 from pipelines.online.gateway.web_page import DOCS, FOLDER, get_docs, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling
@@ -45,7 +45,7 @@ from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
-def answer_errors(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             api_error = from_validation(list(error.errors()))
@@ -114,13 +114,13 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Publish the metrics of budgets and break-even lengths, if there are any."""
-        used = exported("peagle_budget_used_ratio")
+        used = create_metric("peagle_budget_used_ratio")
         watch = BudgetWatch(
             self._ring, self._shared, self._cost.totals, on_used=lambda name, share: used.set(share, {"key": name})
         )
         threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:
-            length = exported("peagle_break_even_acceptance_length")
+            length = create_metric("peagle_break_even_acceptance_length")
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
                 target=publish_break_even_forever,
@@ -158,13 +158,13 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     ) -> JSONResponse:
         """Return usage and cost: for all keys if the client is an operator, otherwise for its key.
 
-        With `start`, `end` (UTC days, inclusive) or `by`, return a statement like `peagle cost`.
+        With `start`, `end` (UTC days, inclusive) or `by`, return a cost report like that of `peagle cost`.
         """
-        is_statement = any(value is not None for value in (start, end, by))
-        period = requested_period(start, end, by, window_s) if is_statement else None
+        has_period = any(value is not None for value in (start, end, by))
+        period = requested_period(start, end, by, window_s) if has_period else None
         key = key_of(request)
         name = None if key.is_operator else key.name
-        await self._cost.require()
+        await self._cost.require_loaded()
         if period is None:
             report = await asyncio.to_thread(self._cost.report, name, window_s)
             keys = self._ring.all() if key.is_operator and self._ring else [key]
@@ -179,7 +179,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     ) -> JSONResponse:
         """Return metrics of the last minutes: for all keys if the client is an operator, otherwise for its key."""
         key = key_of(request)
-        await self._cost.require()
+        await self._cost.require_loaded()
         if not key.is_operator:
             return JSONResponse(await asyncio.to_thread(self._live.report, key.name, window_s))
         report = await asyncio.to_thread(self._live.report, None, window_s)
@@ -233,7 +233,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 
     A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
     """
-    asked_at, record_usage, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
+    asked_at, record_usage, context = time.time(), gate_pass_of(request).record_usage, Context.of(request.headers)
     assert record_usage is not None, "the gate sets it on routes that engines answer"
     assert context is not None, "the gate sets it on routes that engines answer"
     USAGE_RECORDER.set(record_usage)
@@ -241,7 +241,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     attempt = crashes.start(request_id=context.request_id, key=context.key, account=context.account, model=body.model)
     try:
         try:
-            return await _until_started(handler, body, request)
+            return await _call_live_engine(handler, body, request)
         except Exception as error:
             if not is_engine_death(error):
                 raise
@@ -250,7 +250,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         again = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
-                return await _until_started(handler, body, again)
+                return await _call_live_engine(handler, body, again)
             except Exception as error:
                 if not is_engine_death(error):
                     raise
@@ -262,7 +262,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     raise AssertionError("a request is not retried after its second crash")
 
 
-async def _until_started(
+async def _call_live_engine(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
     """Call engines until one is alive. Serve may still route requests to a dead engine for a moment."""
@@ -287,7 +287,7 @@ def make_app(settings: GateSettings) -> FastAPI:
         _crash_counter().inc(1, {"model_name": suspect.model})
 
     app = guarded_app(title="peagle")
-    answer_errors(app)
+    install_error_handlers(app)
     app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=count_crash)
     app.add_middleware(
         Gate,
@@ -301,7 +301,7 @@ def make_app(settings: GateSettings) -> FastAPI:
 
 @functools.cache
 def _crash_counter() -> Any:
-    return exported("peagle_engine_crashes_total")
+    return create_metric("peagle_engine_crashes_total")
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:

@@ -20,7 +20,7 @@ from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
 from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
 from peagle.speculation import note
-from pipelines.online.cost import CostView, totals
+from pipelines.online.cost import CostView, request_totals
 from pipelines.online.totals import Sums, Totals
 
 STEP_S = 2
@@ -145,7 +145,7 @@ class LiveView:
             "output_tokens_per_s": _rate(cells, len(steps)),
             "ttft_p50_s": _ttft(cells, 50),
             "ttft_p95_s": _ttft(cells, 95),
-            **totals(sums for cell in cells for sums in cell.by_session.values()),
+            **request_totals(sums for cell in cells for sums in cell.by_session.values()),
         }
 
     def _series(self, steps: range, key: str | None) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-def watch_engines(
+def watch_drafters(
     watches: Mapping[str, DrafterWatch],
     view: CostView,
     stopped: threading.Event,

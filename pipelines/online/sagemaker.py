@@ -1,7 +1,7 @@
 """The endpoint in a SageMaker container.
 
-SageMaker runs `docker run IMAGE serve`, passes settings in variables, and only uses port 8080: `GET /ping` and
-`POST /invocations`. PEAGLE_SAGEMAKER=true selects this mode.
+SageMaker runs `docker run IMAGE serve`, passes settings in environment variables, and only uses port 8080:
+`GET /ping` and `POST /invocations`. PEAGLE_SAGEMAKER=true selects this mode.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
-_MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the remaining time is for stopping Serve and Ray
+_MAX_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the remaining time is for stopping Serve and Ray
 
 
 class SageMakerConfig(ServeConfig):
@@ -29,7 +29,7 @@ class SageMakerConfig(ServeConfig):
     host: str = Field("0.0.0.0", description="address to listen on")
     port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker uses 8080")
     drain_s: float = Field(
-        15, ge=0, le=_MOST_DRAIN_S, description="time for running requests to finish when SageMaker stops the container"
+        15, ge=0, le=_MAX_DRAIN_S, description="time for running requests to finish when SageMaker stops the container"
     )
     min_replicas: int = Field(
         1, ge=1, description="minimum engines per model; with 0 SageMaker would consider the container dead"
@@ -45,9 +45,9 @@ class SageMakerConfig(ServeConfig):
 
     @model_validator(mode="after")
     def _check_contract(self) -> Self:
-        if any(model.drain_s > _MOST_DRAIN_S or model.min_replicas < 1 for model in self.models):
+        if any(model.drain_s > _MAX_DRAIN_S or model.min_replicas < 1 for model in self.models):
             raise ValueError(
-                f"models: each needs drain_s of at most {_MOST_DRAIN_S} and min_replicas of at least 1 here"
+                f"models: on SageMaker, each needs drain_s of at most {_MAX_DRAIN_S} and min_replicas of at least 1"
             )
         if self.idle_timeout is not None:
             raise ValueError(
@@ -56,8 +56,8 @@ class SageMakerConfig(ServeConfig):
         return self
 
 
-def is_meant(env: Mapping[str, str]) -> bool:
-    """Return whether the environment selects the SageMaker mode."""
+def is_enabled(env: Mapping[str, str]) -> bool:
+    """Return whether PEAGLE_SAGEMAKER selects this mode."""
     return switch(VARIABLE, env.get(VARIABLE, ""))
 
 
@@ -75,9 +75,9 @@ def ignored_variables(env: Mapping[str, str]) -> str | None:
 
 
 def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
-    return SageMakerConfig if is_meant(env) else ServeConfig
+    return SageMakerConfig if is_enabled(env) else ServeConfig
 
 
-def variables(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
-    """Return the keys that SageMaker's variables set. Empty outside its container."""
-    return serve_keys(env, model_folder=model_folder) if is_meant(env) else {}
+def config_from_env(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
+    """Return the options that SageMaker's variables set, by name; empty outside the SageMaker mode."""
+    return serve_keys(env, model_folder=model_folder) if is_enabled(env) else {}

@@ -98,22 +98,22 @@ class TokenPrice:
             return self.usd_per_output_token
         return min(self.prefill_s / self.prompt_tokens * self.usd / self.busy_s, self.usd_per_output_token)
 
-    def of(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
+    def max_usd(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
         """Return the maximum cost of a request in US dollars, or None if unknown."""
         if not self.is_known:
             return None
         return prompt_tokens * self.usd_per_prompt_token + output_tokens * self.usd_per_output_token
 
-    def shared_price(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
+    def expected_usd(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
         """Return the expected cost in US dollars while other requests run at the same time, or None if unknown."""
-        alone_usd = self.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        alone_usd = self.max_usd(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         wall_s = self.prefill_s + self.decode_s
         return alone_usd and (alone_usd * min(self.busy_s / wall_s, 1.0) if wall_s else alone_usd)
 
 
 MINUTE_S = 60
 _HOUR, _DAY = 60, 1440  # minutes
-_BY_THE_HOUR_AFTER, _BY_THE_DAY_AFTER = 2 * _DAY, 60 * _DAY
+_MERGED_BY_HOUR_AFTER, _MERGED_BY_DAY_AFTER = 2 * _DAY, 60 * _DAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,9 @@ def coarsen(minute: int, now: int) -> int:
     (100000, 99960, 99360)
     """
     age = now - minute
-    if age < _BY_THE_HOUR_AFTER:
+    if age < _MERGED_BY_HOUR_AFTER:
         return minute
-    step = _HOUR if age < _BY_THE_DAY_AFTER else _DAY
+    step = _HOUR if age < _MERGED_BY_DAY_AFTER else _DAY
     return minute // step * step
 
 

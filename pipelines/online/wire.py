@@ -114,8 +114,8 @@ class AnswerTally:
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
     # choices for each prompt of a completion with several prompts, numbered consecutively
     choices_per_prompt: int | None = None
-    _of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
-    _of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
+    _tokens_of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
+    _tokens_of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
 
     def read(self, answer: Mapping[str, Any]) -> None:
         """Read the usage of a non-streaming answer, or of the last event of a stream."""
@@ -136,10 +136,10 @@ class AnswerTally:
         if event.get("usage") and (choices := event.get("choices")):
             choice = choices[0].get("index") or 0
             prompt = choice // self.choices_per_prompt if self.choices_per_prompt else 0
-            self._of_choice[choice] = self.num_output_tokens
-            self._of_prompt[prompt] = self.num_prompt_tokens
-            self.num_output_tokens = sum(self._of_choice.values())
-            self.num_prompt_tokens = sum(self._of_prompt.values())
+            self._tokens_of_choice[choice] = self.num_output_tokens
+            self._tokens_of_prompt[prompt] = self.num_prompt_tokens
+            self.num_output_tokens = sum(self._tokens_of_choice.values())
+            self.num_prompt_tokens = sum(self._tokens_of_prompt.values())
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:

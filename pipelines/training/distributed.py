@@ -32,7 +32,7 @@ from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
 from peagle.storage import storage_path
 from pipelines.cluster import ray as cluster
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.inspection import inspect
 from pipelines.cluster.ray import abandon, has_gpus, ray_cluster, require_workers
 
@@ -59,7 +59,7 @@ def extract_on_actors(
         raise
     except Exception as error:
         hint = "the same command resumes it after the last shard"
-        raise explain(error, "the extraction failed", hint=hint) from error
+        raise to_peagle_error(error, "the extraction failed", hint=hint) from error
 
 
 def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, num_actors: int) -> Any:

@@ -31,7 +31,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRecord, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
-from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
+from pipelines.online.gateway.routes import Rule, gate_pass_of, get, key_of, post
 from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import LiveView
 from pipelines.online.wire import Context
@@ -160,7 +160,7 @@ class FakeEndpoint:
         return self._cost.report() | {name: self._cost.budgets(group) for name, group in payers.items()}
 
     async def _chat(self, request: Request) -> StreamingResponse:
-        body = pass_of(request).body.values
+        body = gate_pass_of(request).body.values
         prompt, model = body["messages"][-1]["content"], body["model"]
         if prompt.startswith("busy"):
             raise overloaded("all engines are busy or starting; try again")
@@ -181,7 +181,7 @@ class FakeEndpoint:
         append_request(self.ledger, record)
         ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
         yield _event([{"delta": {}, "finish_reason": "stop"}], _usage(len(words)))
-        pass_of(request).record_usage({"usage": _usage(len(words)), "peagle": ours})
+        gate_pass_of(request).record_usage({"usage": _usage(len(words)), "peagle": ours})
         if Context.of(request.headers).shown_usage != "never":
             yield _event([], _usage(len(words)), peagle=ours)
         yield "data: [DONE]\n\n"

@@ -33,7 +33,7 @@ def peagle():
 
 @pytest.fixture
 def leftover_processes():
-    """Return a function that waits up to 75 s until no process has a path in its command line.
+    """Return a function that waits up to 75 s until no command line contains a given path.
 
     It returns the remaining command lines. The wait is long because a Ray worker that starts while its raylet is killed
     tries to reach the raylet for half a minute.

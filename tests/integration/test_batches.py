@@ -22,7 +22,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.gateway.routes import guarded_app
-from pipelines.online.ingress import answer_errors
+from pipelines.online.ingress import install_error_handlers
 from tests.chaos.processes import command_line, descendants
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
@@ -47,7 +47,7 @@ class Endpoint:
         routes = BatchRoutes()
         self.batches = routes.batches = Batches(self.settings, Runner(), spent_usd=lambda key: 0.0)
         app = guarded_app()
-        answer_errors(app)
+        install_error_handlers(app)
         gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
         app.add_middleware(Gate, settings=gate, routes=tuple(ROUTES.values()))
         for name, route in ROUTES.items():

@@ -155,7 +155,7 @@ def documented():
     result = {}
     for line in table:
         process, _, addresses, required, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        kind = "metrics" if required.startswith("no: metrics") else required
+        kind = "metrics" if required.startswith("nothing; serves metrics") else required
         result.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
     return result
 

@@ -10,7 +10,7 @@ from jobs import cli
 from jobs.configurations import read_configuration
 from peagle.economics.price_options import machine_for, resolve_price
 from pipelines.batch.request import ending_s
-from pipelines.cluster.placement import on_accelerators, room_on
+from pipelines.cluster.placement import num_parts_on, on_accelerators
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "cluster.yaml").read_text()
@@ -55,7 +55,10 @@ def test_machines_match_the_price(cluster, job):
 def test_run_fits_the_machines(cluster, job):
     engine = on_accelerators(1, accelerator_type=job.accelerator_type)
     types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
-    assert {name: room_on(node, engine) for name, node in types.items()} == {"head": 0, "engines": int(job.engines)}
+    assert {name: num_parts_on(node, engine) for name, node in types.items()} == {
+        "head": 0,
+        "engines": int(job.engines),
+    }
     assert job.cluster_wait_s > 0
     assert job.input.startswith("s3://")
     assert str(job.output).startswith("s3://")

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from peagle import signals
-from peagle.signals import interrupted_by_signal, stop_on_signal
+from peagle.signals import signals_as_interrupts, stop_on_signal
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
@@ -44,7 +44,7 @@ def test_stop_on_signal(number):
 @BOTH
 def test_interrupted_by_signal(number):
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
+    with pytest.raises(KeyboardInterrupt), signals_as_interrupts():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
@@ -63,7 +63,7 @@ def test_repeated_signal_within_a_second_is_ignored(clock, exit_codes, number):
 
 
 def test_repeated_signal_is_ignored_by_next_handler(clock):
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # shutdown has started
@@ -75,7 +75,7 @@ def test_repeated_signal_is_ignored_by_next_handler(clock):
 def test_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupted_by_signal():
+        with signals_as_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_other_threads_do_not_change_handlers():
     seen = []
 
     def enter_handlers():
-        with interrupted_by_signal(), stop_on_signal(threading.Event(), message=""):
+        with signals_as_interrupts(), stop_on_signal(threading.Event(), message=""):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter_handlers)
@@ -107,15 +107,15 @@ def test_event_loop_cleans_up(number):
         finally:
             done.append("cleaned up")
 
-    with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
+    with pytest.raises(KeyboardInterrupt), signals_as_interrupts():
         asyncio.run(wait())
     assert done == ["cleaned up"]
 
 
 _STOPPING_SCRIPT = """
 import threading
-from peagle.signals import interrupt_on_signal, stop_on_signal
-interrupt_on_signal()
+from peagle.signals import install_signal_handlers, stop_on_signal
+install_signal_handlers()
 with stop_on_signal(threading.Event(), message="stopped immediately"):
     print("ready", flush=True)
     threading.Event().wait()

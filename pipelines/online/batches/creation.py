@@ -40,7 +40,7 @@ class Quota:
 
         Yields a function that writes the record in a thread, which keeps the reservation if the client disconnects.
         """
-        self._arrive(key, num_bytes, 1)
+        self._count_arriving(key, num_bytes, 1)
         writes: list[asyncio.Task[Any]] = []
 
         async def write(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -52,18 +52,18 @@ class Quota:
             yield write
         finally:
             if writes and not writes[-1].done():
-                writes[-1].add_done_callback(lambda _: self._arrive(key, -num_bytes, -1))
+                writes[-1].add_done_callback(lambda _: self._count_arriving(key, -num_bytes, -1))
             else:
-                self._arrive(key, -num_bytes, -1)
+                self._count_arriving(key, -num_bytes, -1)
 
-    def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
+    def _count_arriving(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
         with self._lock:
             self._arriving_bytes[key.name] += num_bytes
             self._arriving_files[key.name] += num_files
 
     def require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
         """Require that the key's files, arriving uploads and the given amount fit the quota."""
-        limit, files = self._limits.of(key), self._store.files(key.name)
+        limit, files = self._limits.for_key(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
         num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
         if num_files > limit.max_stored_files:
@@ -108,7 +108,7 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files."""
     upload, purpose = form.get("file"), form.get("purpose")
     if upload is None or isinstance(upload, str):
-        raise _no_file()
+        raise _missing_file()
     if purpose != INPUT:
         message = f"purpose: this endpoint only stores files for batches ({INPUT!r}), not {shown(purpose)}"
         raise ApiError(400, message, code="invalid_purpose", param="purpose")
@@ -136,17 +136,17 @@ def require_form(content_type: str) -> None:
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
-        raise _no_file()
+        raise _missing_file()
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
         raise ApiError(415, f"content-type: send the form in UTF-8, not {shown(charset)}", code="unsupported_charset")
 
 
-def _no_file() -> ApiError:
+def _missing_file() -> ApiError:
     return ApiError(400, "file: send the file as multipart/form-data", code="missing_file", param="file")
 
 
-def upload_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
+def declared_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
     """Return the Content-Length, or `max_bytes` if it is unknown or larger."""
     length = headers.get("content-length", "")
     return min(int(length), max_bytes) if length.isdecimal() and "transfer-encoding" not in headers else max_bytes
@@ -202,7 +202,7 @@ class BatchCreator:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
         self._quota.require(key, num_bytes=1, num_files=1)
-        limit, batches = self._limits.of(key), self._store.batches(key.name)
+        limit, batches = self._limits.for_key(key), self._store.batches(key.name)
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)

@@ -63,7 +63,7 @@ class LentEngine:
         self, lender: EndpointLender, call: Callable[[BorrowedRequest], ServeResponse], meter: BilledMeter
     ) -> None:
         self._lender, self._call, self._meter = lender, call, meter
-        self._searching = asyncio.Lock()  # one row at a time looks for a slot
+        self._search_lock = asyncio.Lock()  # one row at a time looks for a slot
         self._num_replies = 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
@@ -89,7 +89,7 @@ class LentEngine:
         """Do nothing: the engines belong to the endpoint."""
 
     async def _run(self, row: BorrowedRequest) -> BorrowedReply:
-        async with self._searching:
+        async with self._search_lock:
             call, replies = await self._find_slot(row)
         try:
             while (reply := await anext(replies)).state == "taken":

@@ -43,7 +43,7 @@ class StoredFile:
     expires_at: float | None = None
     batch_id: str | None = None  # the batch that wrote it; None for uploads
 
-    def show(self) -> dict[str, Any]:
+    def to_api_object(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "file",
@@ -125,7 +125,7 @@ class Batch:
     def is_over(self) -> bool:
         return self.progress.status in FINAL
 
-    def show(self) -> dict[str, Any]:
+    def to_api_object(self) -> dict[str, Any]:
         request, progress = self.request, self.progress
         is_cancelling = self.cancelling_at is not None and not self.is_over
         times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")

@@ -17,9 +17,9 @@ from pipelines.online.batches.creation import (
     BatchCreator,
     NewBatch,
     Quota,
+    declared_bytes,
     read_form,
     require_form,
-    upload_bytes,
 )
 from pipelines.online.batches.downloads import Download, TransferLimit, attachment, no_such_file
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
@@ -34,27 +34,28 @@ from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.wire import BATCHES_URL, FILES_URL
 
 
-class _Shown(Protocol):
+class _ApiItem(Protocol):
     @property
     def id(self) -> str: ...
 
-    def show(self) -> dict[str, Any]: ...
+    def to_api_object(self) -> dict[str, Any]: ...
 
 
-Item = TypeVar("Item", bound=_Shown)
+Item = TypeVar("Item", bound=_ApiItem)
 
 
-def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
+def list_object(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
+    """Return one page of items as OpenAI's list object."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
     begin = 0 if after is None else ids.index(after) + 1
-    page = [item.show() for item in items[begin : begin + limit]]
+    shown_items = [item.to_api_object() for item in items[begin : begin + limit]]
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
+        "data": shown_items,
+        "first_id": shown_items[0]["id"] if shown_items else None,
+        "last_id": shown_items[-1]["id"] if shown_items else None,
         "has_more": begin + limit < len(items),
     }
 
@@ -166,7 +167,7 @@ class BatchRoutes:
         """Upload the input of a batch."""
         batches, key = self._enabled(), key_of(request)
         require_form(request.headers.get("content-type", ""))
-        num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
+        num_bytes = declared_bytes(request.headers, batches.settings.max_upload_bytes)
         with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
             async with (
                 batches.quota.hold(key, num_bytes) as write,
@@ -174,7 +175,7 @@ class BatchRoutes:
             ):
                 upload, name, expires_s = read_form(fields)
                 stored: StoredFile = await write(_save, batches.store, upload.file, key.name, name, expires_s)
-        return JSONResponse(stored.show())
+        return JSONResponse(stored.to_api_object())
 
     async def list_files(
         self,
@@ -187,11 +188,11 @@ class BatchRoutes:
         """Return the key's files."""
         files = await in_thread(self._enabled().store.files, key_of(request).name)
         files = [file for file in files if purpose in (None, file.purpose)]
-        return JSONResponse(page(files if order == "desc" else files[::-1], after=after, limit=limit))
+        return JSONResponse(list_object(files if order == "desc" else files[::-1], after=after, limit=limit))
 
     async def retrieve_file(self, request: Request, file_id: str) -> JSONResponse:
         """Return the key's file."""
-        return JSONResponse((await self._file(request, file_id)).show())
+        return JSONResponse((await self._file(request, file_id)).to_api_object())
 
     async def file_content(self, request: Request, file_id: str) -> Response:
         """Return the contents of a file, or redirect to the object store."""
@@ -210,7 +211,7 @@ class BatchRoutes:
         """Delete the key's file."""
         stored = await self._file(request, file_id)
         store = self._enabled().store
-        if await in_thread(store.uses, stored):
+        if await in_thread(store.is_in_use, stored):
             message = f"{file_id} is the input of a batch that has not ended; cancel the batch first"
             raise ApiError(400, message, code="file_in_use")
         await in_thread(store.remove_file, stored)
@@ -221,18 +222,18 @@ class BatchRoutes:
         batches, name = self._enabled(), request.headers.get("idempotency-key")
         batch = await batches.creator.create(body, key_of(request), name)
         batches.wake()
-        return JSONResponse(batch.show())
+        return JSONResponse(batch.to_api_object())
 
     async def list_batches(
         self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
     ) -> JSONResponse:
         """Return the key's batches, newest first."""
         batches = await in_thread(self._enabled().store.batches, key_of(request).name)
-        return JSONResponse(page(batches, after=after, limit=limit))
+        return JSONResponse(list_object(batches, after=after, limit=limit))
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
         """Return the key's batch."""
-        return JSONResponse((await self._batch(request, batch_id)).show())
+        return JSONResponse((await self._batch(request, batch_id)).to_api_object())
 
     async def cancel_batch(self, request: Request, batch_id: str) -> JSONResponse:
         """Cancel the key's batch."""
@@ -242,7 +243,7 @@ class BatchRoutes:
             raise ApiError(400, message, code="batch_ended")
         batch = await in_thread(batches.store.cancel, batch)
         batches.wake()
-        return JSONResponse(batch.show())
+        return JSONResponse(batch.to_api_object())
 
     def _enabled(self) -> Batches:
         if self.batches is None:

@@ -27,17 +27,17 @@ from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.records import Batch, BatchProgress, Status
 from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.batches.store import BatchStore, output_id
-from pipelines.online.batches.validation import Checked, Rules
+from pipelines.online.batches.validation import BatchRules, CheckedInput
 from pipelines.online.batches.work import (
     BUDGET,
     KEY_REVOKED,
     MODEL_WITHDRAWN,
     UNEXECUTED,
+    BatchResult,
+    BatchTask,
     Handle,
     Reason,
-    Result,
     Runner,
-    Task,
 )
 from pipelines.online.budgets import account_of, accounts_of
 from pipelines.online.gateway.admission import default_max_tokens
@@ -57,8 +57,8 @@ _STATUS: Mapping[Reason | None, Status] = {
 }
 
 
-def fault(code: str, message: str) -> Errors:
-    """Return OpenAI's error object for a whole batch."""
+def batch_error(code: str, message: str) -> Errors:
+    """Return the errors of a batch: one of OpenAI's error objects, about the whole batch."""
     return ({"code": code, "message": message, "param": None, "line": None},)
 
 
@@ -67,7 +67,7 @@ def final_progress(
     reason: Reason | None,
     now: float,
     *,
-    result: Result | None = None,
+    result: BatchResult | None = None,
     files: tuple[str | None, str | None] = (None, None),
     errors: Errors = (),
 ) -> BatchProgress:
@@ -75,7 +75,7 @@ def final_progress(
     before, status = batch.progress, _STATUS[reason]
     time_of_end: dict[str, Any] = {f"{status}_at": now}
     if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
-        errors = fault(reason, UNEXECUTED[reason])
+        errors = batch_error(reason, UNEXECUTED[reason])
     progress = replace(
         before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
     )
@@ -100,7 +100,9 @@ def final_progress(
     )
 
 
-def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None) -> Task:
+def make_task(
+    batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None
+) -> BatchTask:
     request, model = batch.request, batch.progress.model
     assert model is not None, "its input was validated"
     key, batch_model = request.key, settings.models.get(model)
@@ -123,7 +125,7 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
             cache_salt=settings.cache_salt(key),
             num_slots=batch_model.lent_slots,
         )
-    return Task(
+    return BatchTask(
         batch_id=request.id,
         owner=key.name,
         account=key.account,
@@ -194,7 +196,7 @@ def estimate(
     Returns None if the model has not answered requests yet, or none of its engines has started. `sessions` are those
     of the endpoint's engines.
     """
-    tokens_usd = price and price.shared_price(
+    tokens_usd = price and price.expected_usd(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
     )
     started = [
@@ -309,10 +311,10 @@ class Scheduler:
         self._money = BatchMoney(settings, spent_usd)
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
-        self._works: dict[str, _Work] = {}
+        self._running: dict[str, _Work] = {}
         self._attempts: Counter[str] = Counter()  # failed attempts at the run, and later at collecting
         self._not_before: dict[str, float] = {}
-        self._ends: dict[str, tuple[Reason, Errors]] = {}
+        self._to_collect: dict[str, tuple[Reason, Errors]] = {}
         """Batches that only need to be collected, so that a failed or postponed collection is retried."""
         self._next_sweep = -math.inf
         self._start_numbers: Counter[str] = Counter()
@@ -322,7 +324,7 @@ class Scheduler:
         """Do all possible steps. Failed steps are retried by a later tick."""
         try:
             self._unfinished = self._store.unfinished()
-            for batch in scheduling_order(self._unfinished, self._works, self._start_numbers):
+            for batch in scheduling_order(self._unfinished, self._running, self._start_numbers):
                 try:
                     self._advance(batch)
                 except (PeagleError, OSError) as error:
@@ -335,28 +337,28 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Stop all work, so that another scheduler can continue it."""
-        for work in self._works.values():
+        for work in self._running.values():
             work.handle.kill()
-        self._works.clear()
-        self._ends.clear()
+        self._running.clear()
+        self._to_collect.clear()
         self._attempts.clear()
 
     def _advance(self, batch: Batch) -> None:
         if key := self._current_key(batch.request.key):
             batch = replace(batch, request=replace(batch.request, key=key))
-        work = self._works.get(batch.id)
+        work = self._running.get(batch.id)
         if work is not None:
             self._watch(batch, work)
         elif self._not_before.get(batch.id, -math.inf) <= self._monotonic():
             self._begin(batch)
-            if batch.id in self._works:
+            if batch.id in self._running:
                 self._start_numbers[batch.request.key.name] = 1 + max(self._start_numbers.values(), default=0)
 
     # --- start
 
     def _begin(self, batch: Batch) -> None:
-        if batch.id in self._ends:
-            self._collect(batch, *self._ends[batch.id])
+        if batch.id in self._to_collect:
+            self._collect(batch, *self._to_collect[batch.id])
             return
         reason = self._reason_to_end(batch)
         is_validated = batch.progress.in_progress_at is not None
@@ -367,21 +369,21 @@ class Scheduler:
         elif is_validated:
             self._begin_run(batch)
         elif self._has_room():
-            rules = Rules(
+            rules = BatchRules(
                 endpoint=batch.request.endpoint,
                 key=batch.request.key,
                 models=tuple(batch_model.model for batch_model in self._settings.models.values()),
                 max_output_tokens=self._settings.max_output_tokens,
                 max_line_bytes=self._settings.max_line_bytes,
             )
-            self._works[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
+            self._running[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
 
     def _begin_run(self, batch: Batch) -> None:
-        if sum(work.has_engines for work in self._works.values()) >= self._settings.at_once:
+        if sum(work.has_engines for work in self._running.values()) >= self._settings.at_once:
             return
         if batch.progress.model not in self._settings.models:
             message = f"the model {batch.progress.model!r} is no longer served"
-            self._collect(batch, "batch_failed", fault("model_not_found", message))
+            self._collect(batch, "batch_failed", batch_error("model_not_found", message))
             return
         budget_usd, estimated = None, None
         if payers := self._money.payers(batch):
@@ -389,7 +391,7 @@ class Scheduler:
             if not budget_usd:
                 return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
-        self._works[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
+        self._running[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
 
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
         """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
@@ -425,16 +427,16 @@ class Scheduler:
             work.handle.allow(billed_usd + now_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
-        if batch.id not in self._ends:
-            self._ends[batch.id] = reason, errors
+        if batch.id not in self._to_collect:
+            self._to_collect[batch.id] = reason, errors
             self._attempts.pop(batch.id, None)
         if self._has_room():
             task = make_task(batch, self._settings, self._store)
-            self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
+            self._running[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
 
     def _has_room(self) -> bool:
         """Return whether another process without engines may start."""
-        return sum(not work.has_engines for work in self._works.values()) < _MAX_LIGHT
+        return sum(not work.has_engines for work in self._running.values()) < _MAX_LIGHT
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
         """Return whether no other batch that shares a budget has started.
@@ -476,11 +478,11 @@ class Scheduler:
         if answer is None:
             self._save_counts(batch, work)
             return
-        if isinstance(answer, Checked):
+        if isinstance(answer, CheckedInput):
             self._save_check(batch, answer)
         else:
             self._finish(batch, work, answer)
-        del self._works[batch.id]
+        del self._running[batch.id]
 
     def _save_counts(self, batch: Batch, work: _Work) -> None:
         counts = work.handle.counts() if work.has_engines else None
@@ -497,7 +499,7 @@ class Scheduler:
             progress = replace(progress, status="finalizing", finalizing_at=self._now())
         self._store.save(batch.id, progress)
 
-    def _save_check(self, batch: Batch, checked: Checked) -> None:
+    def _save_check(self, batch: Batch, checked: CheckedInput) -> None:
         progress = replace(
             batch.progress,
             num_requests=checked.num_requests,
@@ -511,7 +513,7 @@ class Scheduler:
             progress = replace(progress, status="in_progress", in_progress_at=self._now())
         self._store.save(batch.id, progress)
 
-    def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
+    def _finish(self, batch: Batch, work: _Work, result: BatchResult) -> None:
         """Publish the files, record the cost, and save the final status last: after a crash, all is repeated."""
         now = self._now()
         if result.record is not None:
@@ -520,24 +522,24 @@ class Scheduler:
         files = self._store.add_outputs(batch, result.output, result.errors, now)
         progress = final_progress(batch, result.reason, now, result=result, files=files, errors=work.errors)
         self._store.save(batch.id, progress)
-        self._ends.pop(batch.id, None)
+        self._to_collect.pop(batch.id, None)
 
     def _on_error(self, batch: Batch, work: _Work, error: PeagleError) -> None:
-        del self._works[batch.id]
+        del self._running[batch.id]
         if isinstance(error, RunInUse):
             self._not_before[batch.id] = self._monotonic() + _RETRY_S
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
-        max_attempts = _COLLECT_ATTEMPTS if batch.id in self._ends else _ATTEMPTS
+        max_attempts = _COLLECT_ATTEMPTS if batch.id in self._to_collect else _ATTEMPTS
         if self._attempts[batch.id] < max_attempts and not isinstance(error, ConfigError):
             self._not_before[batch.id] = self._monotonic() + _RETRY_S * self._attempts[batch.id]
             return
-        errors = fault("internal_error", "the server failed while processing this batch")
+        errors = batch_error("internal_error", "the server failed while processing this batch")
         if work.has_engines:
             self._collect(batch, "batch_failed", errors)
         else:
             self._store.save(batch.id, final_progress(batch, "batch_failed", self._now(), errors=errors))
             # Last: the reservation must stay until the batch has ended.
             self._money.settle(batch.id, None)
-            self._ends.pop(batch.id, None)
+            self._to_collect.pop(batch.id, None)

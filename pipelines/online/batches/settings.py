@@ -28,7 +28,7 @@ class KeyQuota:
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
 
-    def of(self, key: KeyRecord) -> "KeyQuota":
+    def for_key(self, key: KeyRecord) -> "KeyQuota":
         """Return the limits of this key: its own, or these defaults."""
         given = {name: getattr(key, name) for name in self.__slots__}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
@@ -88,7 +88,7 @@ def _engine_keys(keys: ServedModelOptions) -> set[str]:
     return shared.difference(PARSER_KEYS) if keys.engine == "fake" else shared
 
 
-def num_engines(config: ServeConfig) -> tuple[int, int]:
+def batch_engine_range(config: ServeConfig) -> tuple[int, int]:
     """Return the minimum and maximum number of engines that all running batches start together."""
     if config.batches is None or config.lends_engines:
         return 0, 0

@@ -119,14 +119,14 @@ class SteadyClock:
         with self._lock:
             return {"now": now, "monotonic": now - self._offset, "boot": self._boot, "doubted": self._doubted}
 
-    def resume(self, note: Mapping[str, Any]) -> None:
+    def resume(self, saved: Mapping[str, Any]) -> None:
         with self._lock:
             self._doubted = None
-            if self._boot is not None and note["boot"] == self._boot:
-                self._offset = note["now"] - note["monotonic"]
-                self._doubted = note["doubted"] and (note["doubted"][0], note["doubted"][1])
+            if self._boot is not None and saved["boot"] == self._boot:
+                self._offset = saved["now"] - saved["monotonic"]
+                self._doubted = saved["doubted"] and (saved["doubted"][0], saved["doubted"][1])
             else:
-                self._offset = note["now"] - self._monotonic()
+                self._offset = saved["now"] - self._monotonic()
 
 
 def _is_near(offset: float, other: float) -> bool:
@@ -166,8 +166,8 @@ class BatchStore:
             for name in _FOLDERS:
                 make_folder(self.root / name)
             require_links(self.root)
-            if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
-                self.clock.resume(note)
+            if not self._is_resumed and (saved := read_json(self.root / "clock.json")) is not None:
+                self.clock.resume(saved)
             self._is_resumed = True
         except OSError as error:
             raise ConfigError(f"batches {self.root}: cannot be written: {error}") from error
@@ -214,13 +214,13 @@ class BatchStore:
         with atomic_file(_descend(self.root, at)) as target:
             yield at, target
 
-    def drop(self, file: StoredFile) -> None:
+    def _delete(self, file: StoredFile) -> None:
         """Delete the contents and then the record, so that an interrupted deletion can be repeated."""
         remove(self.contents_path(file))
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
-    def _drop_orphans(self, folder: StoragePath) -> None:
+    def _delete_orphaned_uploads(self, folder: StoragePath) -> None:
         """Delete uploads without a record that a crash left more than a day ago."""
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
@@ -284,7 +284,7 @@ class BatchStore:
         if file.batch_id is None:
             for batch in self.batches(file.owner):
                 if batch.request.input_file_id == file.id:
-                    _forget_prompts(self.run_path(batch.id))
+                    _delete_prompts(self.run_path(batch.id))
         elif file.id.endswith("-errors"):
             run = self.run_path(file.batch_id)
             _empty(run / "failed")
@@ -295,12 +295,12 @@ class BatchStore:
             _empty(run / "data")
             for name in (_EXPORT, *_OTHER_EXPORTS):
                 _empty(run / "export" / name, but=_ERRORS)
-        self.drop(file)
+        self._delete(file)
 
     def sweep(self) -> None:
         """Delete expired files and leftovers, and save the clock. A file stays while a batch reads it."""
         for file in list(self._all_files()):
-            if not (self._is_current(file) or self.uses(file)):
+            if not (self._is_current(file) or self.is_in_use(file)):
                 self.remove_file(file)
         for path in list((self.root / "ordered").glob("*.json")):
             if path.name not in self._idempotent_until:
@@ -310,7 +310,7 @@ class BatchStore:
                 path.unlink(missing_ok=True)
                 del self._idempotent_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEEP_S)
-        self._drop_orphans(self.root / "files")
+        self._delete_orphaned_uploads(self.root / "files")
         write_json(self.root / "clock.json", self.clock.state())
 
     # --- batches
@@ -379,8 +379,8 @@ class BatchStore:
     def run_path(self, batch_id: str) -> StoragePath:
         return self.root / "runs" / batch_id
 
-    def uses(self, file: StoredFile) -> bool:
-        """Return whether an unfinished batch reads this file."""
+    def is_in_use(self, file: StoredFile) -> bool:
+        """Return whether the file is the input of an unfinished batch."""
         return any(batch.request.input_file_id == file.id and not batch.is_over for batch in self.batches(file.owner))
 
     def _all_requests(self) -> list[BatchRequest]:
@@ -435,7 +435,7 @@ def _descend(root: StoragePath, at: str) -> StoragePath:
     return root
 
 
-def _forget_prompts(run: StoragePath) -> None:
+def _delete_prompts(run: StoragePath) -> None:
     """Delete a run's copies of its input. The API's output and error files stay."""
     for name in ("data", "failed", "suspects"):
         _empty(run / name)

@@ -14,7 +14,7 @@ from peagle.corpus.text import envelope_error
 from peagle.errors import InputError, shown
 from peagle.plain_json import HalfSurrogate, from_json
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check_request
 from pipelines.online.gateway.keys import KeyRecord
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
@@ -23,7 +23,7 @@ _MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class BatchRules:
     """The limits and settings that a batch's requests are checked against."""
 
     endpoint: str
@@ -34,7 +34,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedInput:
     """The result of the validation."""
 
     num_requests: int = 0
@@ -53,7 +53,7 @@ class _LineError(ApiError):
         super().__init__(400, message, code=code, param=param)
 
 
-def check_input(path: str, rules: Rules) -> Checked:
+def check_input(path: str, rules: BatchRules) -> CheckedInput:
     """Validate the file. Stops after 100 errors."""
     reader = _Reader(rules)
     try:
@@ -65,12 +65,12 @@ def check_input(path: str, rules: Rules) -> Checked:
                     break
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
-        reader.note(None, _LineError("invalid_file", message))
+        reader.add_error(None, _LineError("invalid_file", message))
     except _LineError as wrong:
-        reader.note(None, wrong)
+        reader.add_error(None, wrong)
     if not reader.num_requests and not reader.errors:
-        reader.note(None, _LineError("empty_file", "the file has no requests"))
-    return Checked(
+        reader.add_error(None, _LineError("empty_file", "the file has no requests"))
+    return CheckedInput(
         num_requests=reader.num_requests,
         model=reader.model,
         prompt_tokens=reader.prompt_tokens,
@@ -80,7 +80,7 @@ def check_input(path: str, rules: Rules) -> Checked:
 
 
 class _Reader:
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: BatchRules) -> None:
         self._rules = rules
         self._models = {model.name: model for model in rules.models}
         self._line_of: dict[str, int] = {}
@@ -95,11 +95,11 @@ class _Reader:
         try:
             self._read(number, line)
         except ApiError as error:
-            self.note(number, error)
+            self.add_error(number, error)
         except RecursionError:
-            self.note(number, _LineError("invalid_json_line", "this line is nested too deeply"))
+            self.add_error(number, _LineError("invalid_json_line", "this line is nested too deeply"))
 
-    def note(self, number: int | None, error: ApiError) -> None:
+    def add_error(self, number: int | None, error: ApiError) -> None:
         message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."
@@ -125,7 +125,7 @@ class _Reader:
             )
         body = json.dumps(request["body"]).encode()
         rules = self._rules
-        checked = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
+        checked = check_request(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
         self.prompt_tokens += checked.prompt_tokens
         self.output_tokens += checked.output_tokens
         self.model = self.model or checked.model.name

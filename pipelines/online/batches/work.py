@@ -34,10 +34,10 @@ from peagle.storage import atomic_file, open_to_read, storage_path
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import Neighbours
 from pipelines.online.batches.lent import EndpointLender
-from pipelines.online.batches.validation import Checked, Rules, check_input
+from pipelines.online.batches.validation import BatchRules, CheckedInput, check_input
 
 _Record = TypeVar("_Record", UnitUsage, EngineSession)
 
@@ -57,7 +57,7 @@ UNEXECUTED: Mapping[Reason, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class BatchTask:
     """Everything a process needs to work on a batch."""
 
     batch_id: str
@@ -77,7 +77,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BatchResult:
     """The result of a batch."""
 
     reason: Reason | None  # why the batch ended early, or None
@@ -91,7 +91,7 @@ class Result:
 
 
 class Counts(progress.RunProgress):
-    """The latest counts of a run, which prints nothing."""
+    """Records the latest counts of a run, and prints nothing."""
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True))
@@ -102,7 +102,7 @@ class Counts(progress.RunProgress):
         self.num_completed, self.num_failed, self.usd = tally.num_rows, tally.num_failed_rows, tally.usd
 
 
-def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) -> Result:
+def run_batch(task: BatchTask, stop: "Stop", counts: Counts, allowance: Allowance) -> BatchResult:
     """Run or resume a batch, and collect its results. A requested stop is not an error."""
     directory = RunDirectory(task.run)
     # A resumed run keeps its configuration, even if the endpoint's has changed.
@@ -132,21 +132,23 @@ def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) ->
 
 
 class Stop:
+    """A request to end a run early, with its reason."""
+
     def __init__(self) -> None:
         self.event = threading.Event()
         self.reason: Reason | None = None
 
-    def ask(self, reason: Reason) -> None:
+    def request(self, reason: Reason) -> None:
         self.reason = reason
         self.event.set()
 
 
-def collect(task: Task, reason: Reason | None) -> Result:
+def collect(task: BatchTask, reason: Reason | None) -> BatchResult:
     directory = RunDirectory(task.run)
     exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
     output_bytes = exported.files["output.jsonl"] if exported and exported.num_rows else 0
-    return Result(
+    return BatchResult(
         reason=reason,
         num_completed=exported.num_rows if exported else 0,
         num_failed=(exported.num_failed_rows if exported else 0) + num_unexecuted,
@@ -158,7 +160,7 @@ def collect(task: Task, reason: Reason | None) -> Result:
 
 
 def _write_errors(
-    task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
+    task: BatchTask, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
     """Write the error file unless it would be empty. Returns the number of unexecuted requests and the size."""
     failed = storage_path(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
@@ -172,15 +174,15 @@ def _write_errors(
             with open_to_read(failed) as lines:
                 shutil.copyfileobj(lines, file)
         while first is not None and reason is not None:
-            letter = {"id": first, "reason": reason, "message": UNEXECUTED[reason]}
-            line = error_line(letter, custom_id=first, run_id=task.batch_id)
+            dead_letter = {"id": first, "reason": reason, "message": UNEXECUTED[reason]}
+            line = error_line(dead_letter, custom_id=first, run_id=task.batch_id)
             file.write(json.dumps(line).encode() + b"\n")
             num_unexecuted += 1
             first = next(unexecuted, None)
     return num_unexecuted, target.stat().st_size
 
 
-def _unexecuted(task: Task, directory: RunDirectory) -> Iterator[str]:
+def _unexecuted(task: BatchTask, directory: RunDirectory) -> Iterator[str]:
     """Yield the `custom_id`s of requests in uncommitted units."""
     if not directory.exists:
         with contextlib.closing(Lines(task.input)) as lines:
@@ -199,7 +201,7 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
             yield json.loads(line)["custom_id"]
 
 
-def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
+def _record(task: BatchTask, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
     """Return the run's usage and cost as one record of the key.
 
     The record covers all seconds of engines that were started for the batch. Borrowed engines write their own records.
@@ -220,7 +222,7 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
     )
 
 
-def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
+def _usage(task: BatchTask, usages: Iterable[UnitUsage]) -> UnitUsage:
     now = time.time()
     nothing = UnitUsage.empty(task.batch_id, started_at=now, finished_at=now)
     return sum((replace(usage, session_id=task.batch_id) for usage in usages), start=nothing)
@@ -248,16 +250,16 @@ class Runner:
     def __init__(self) -> None:
         self._idle: list[Any] = []
 
-    def check(self, path: str, rules: Rules) -> "Handle[Checked]":
-        return Handle(self._light_actor(), "check", path, rules, idle=self._idle)
+    def check(self, path: str, rules: BatchRules) -> "Handle[CheckedInput]":
+        return Handle(self._idle_or_new_actor(), "check", path, rules, idle=self._idle)
 
-    def run(self, task: Task) -> "Handle[Result]":
+    def run(self, task: BatchTask) -> "Handle[BatchResult]":
         return Handle(_new_actor(), "run", task)
 
-    def collect(self, task: Task, reason: Reason) -> "Handle[Result]":
-        return Handle(self._light_actor(), "collect", task, reason, idle=self._idle)
+    def collect(self, task: BatchTask, reason: Reason) -> "Handle[BatchResult]":
+        return Handle(self._idle_or_new_actor(), "collect", task, reason, idle=self._idle)
 
-    def _light_actor(self) -> Any:
+    def _idle_or_new_actor(self) -> Any:
         return self._idle.pop() if self._idle else _new_actor(niceness=10)
 
 
@@ -276,17 +278,17 @@ class BatchActor:
         keep_private()
         self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
 
-    def check(self, path: str, rules: Rules) -> Checked:
+    def check(self, path: str, rules: BatchRules) -> CheckedInput:
         return check_input(path, rules)
 
-    def run(self, task: Task) -> Result:
+    def run(self, task: BatchTask) -> BatchResult:
         return run_batch(task, self._stop, self._counts, self._allowance)
 
-    def collect(self, task: Task, reason: Reason) -> Result:
+    def collect(self, task: BatchTask, reason: Reason) -> BatchResult:
         return collect(task, reason)
 
     def stop(self, reason: Reason) -> None:
-        self._stop.ask(reason)
+        self._stop.request(reason)
 
     def allow(self, usd: float | None) -> None:
         self._allowance.usd = usd
@@ -296,7 +298,7 @@ class BatchActor:
 
 
 class Handle(Generic[_Answer]):
-    """Work in an actor. Afterwards the actor joins the `idle` pool, or is killed if there is no pool or it has one."""
+    """Work in an actor. Afterwards the actor joins the `idle` pool, or is killed if the pool is None or not empty."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle
@@ -313,7 +315,7 @@ class Handle(Generic[_Answer]):
             answer: _Answer = ray.get(self._answer)
         except Exception as error:
             self.kill()
-            raise explain(error, "the work failed", hint="", otherwise=PeagleError) from error
+            raise to_peagle_error(error, "the work failed", hint="", otherwise=PeagleError) from error
         if self._idle == []:
             self._idle.append(self._actor)
         else:

@@ -86,7 +86,7 @@ class CheckedRequest:
     cap_tokens: int | None = None
 
 
-def check(
+def check_request(
     path: str,
     body: bytes,
     key: KeyRecord,

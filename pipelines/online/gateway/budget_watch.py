@@ -25,8 +25,8 @@ _INTERVAL_S = 15.0
 _log = logging.getLogger("ray.serve")
 
 
-def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
-    """Return the spend of an account as JSON, within its budget's period if there is one.
+def budget_status(payer: Payer, budgets: Budgets) -> dict[str, Any]:
+    """Return the spend of an account as JSON, in the current period of its budget if there is one.
 
     With a budget, the result also has `left_usd`, `used` (a fraction) and `alert` (the highest of `LEVELS` that was
     reached, or None). With a period, it also has `reset`, the first day of the next period.
@@ -85,7 +85,7 @@ class BudgetWatch:
         budgeted = [key for key in keys if key.budget_usd is not None and not key.is_expired()]
         payers: list[Payer] = [*budgeted, *shared]
         for payer in payers:
-            state = budget_of(payer, self._totals.budgets)
+            state = budget_status(payer, self._totals.budgets)
             self._on_used(payer.account if isinstance(payer, SharedBudget) else payer.name, state["used"])
             level, period = state["alert"], (payer.budget_usd, state.get("reset"))
             warned_level, warned_period = self._warned.get(payer.account, (0.0, None))

@@ -104,11 +104,11 @@ class EngineCrashes:
             crash.suspects = crash.find_suspects()
             self._attribute(crash.suspects[0])
         if attempt in crash.suspects:
-            raise _not_retried(attempt, is_likeliest=attempt is crash.suspects[0])
+            raise _not_retried(attempt, is_most_likely=attempt is crash.suspects[0])
 
     def require_allowed(self, account: str) -> None:
         """Refuse a key whose requests were in several crashes within minutes (429)."""
-        if wait_s := self._limited_s(account):
+        if wait_s := self._limited_for_s(account):
             message = (
                 f"engines crashed {_MAX_CRASHES} times within {_WINDOW_S / 60:g} minutes while they ran requests of "
                 f"this key; the key is limited for {math.ceil(wait_s)} s"
@@ -119,7 +119,7 @@ class EngineCrashes:
         """Return a sentence for the operator about each key with a recent crash."""
         notes = []
         for account in list(self._attributed):
-            num_crashes, wait_s = len(self._recent(account)), self._limited_s(account)
+            num_crashes, wait_s = len(self._recent(account)), self._limited_for_s(account)
             if num_crashes:
                 times = "once" if num_crashes == 1 else f"{num_crashes} times"
                 limited = f"; the key is limited for {math.ceil(wait_s)} s" if wait_s else ""
@@ -136,17 +136,17 @@ class EngineCrashes:
         since = self._monotonic() - _WINDOW_S
         return [at for at in self._attributed.get(account, ()) if at > since]
 
-    def _limited_s(self, account: str) -> float:
+    def _limited_for_s(self, account: str) -> float:
         times = self._recent(account)
         if len(times) < _MAX_CRASHES:
             return 0.0
         return times[-_MAX_CRASHES] + _WINDOW_S - self._monotonic()
 
 
-def _not_retried(attempt: Attempt, *, is_likeliest: bool) -> ApiError:
+def _not_retried(attempt: Attempt, *, is_most_likely: bool) -> ApiError:
     if attempt.num_crashes > 1:
         message = "two engines crashed while they ran this request; it was not retried again"
-    elif is_likeliest:
+    elif is_most_likely:
         message = "the engine crashed while it ran this request, which may be the cause; it was not retried"
     else:
         return overloaded("the engine crashed while it ran this request; try again")

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from peagle.economics.tags import parse_tags, tags_to_text
 from peagle.files import append_line
 from pipelines.online.errors import ApiError, from_exception
-from pipelines.online.gateway.admission import ServedModel, check
+from pipelines.online.gateway.admission import ServedModel, check_request
 from pipelines.online.gateway.bodies import (
     CREATE_BATCH_LIMITS,
     JsonBody,
@@ -175,7 +175,7 @@ class Gate:
             content = await self._read(request)
             CREATE_BATCH_LIMITS.check(content)
             values = await self._parse_pool.run(key.name, len(content), parse, content)
-            body = self._json(request, content, values)
+            body = self._json_body(request, content, values)
         if route.rule is Rule.UPLOAD:
             settings = self._settings
             require_plain(scope)
@@ -209,7 +209,7 @@ class Gate:
         checked = await self._parse_pool.run(
             key.name,
             len(body),
-            check,
+            check_request,
             request.route.path,
             body,
             key,
@@ -232,7 +232,7 @@ class Gate:
         scope = self._forwarded_scope(
             request,
             context.headers(),
-            body=self._json(request, body, checked.values),
+            body=self._json_body(request, body, checked.values),
             record_usage=request.answer.record_usage,
         )
         permit = await self._limits.admit(
@@ -256,7 +256,7 @@ class Gate:
                 if self._prompts:
                     key, path = request.key.name, request.route.path
                     await self._prompts.write(request_id=request.request_id, key=key, path=path, model=model, body=body)
-                with self._load.request(model):
+                with self._load.track_request(model):
                     await self._app(scope, request.receive, answer.send)
         except asyncio.CancelledError:
             answer.abandon()
@@ -277,7 +277,7 @@ class Gate:
             timeout_s=self._settings.body_timeout_s,
         )
 
-    def _json(self, request: _Request, body: bytes, values: Any) -> JsonBody:
+    def _json_body(self, request: _Request, body: bytes, values: Any) -> JsonBody:
         return JsonBody(values=values, num_bytes=len(body), key=request.key.name, parse_pool=self._parse_pool)
 
     def _forwarded_scope(self, request: _Request, headers: Mapping[str, str] | None = None, **fields: Any) -> Scope:

@@ -51,7 +51,7 @@ class WatchedFile(Generic[T]):
         self._refused: tuple[int, int] | None = None  # the invalid version that was logged last
         self._next_check = 0.0
 
-    def now(self) -> tuple[T, ...]:
+    def records(self) -> tuple[T, ...]:
         """Return the records, at most a second old. Raises ConfigError if the file could never be read."""
         if time.monotonic() >= self._next_check:
             self._reload()
@@ -220,7 +220,7 @@ class KeyRing:
         return find(key, self.all())
 
     def all(self) -> tuple[KeyRecord, ...]:
-        return self._fixed + (self._file.now() if self._file else ())
+        return self._fixed + (self._file.records() if self._file else ())
 
     def current(self, key: KeyRecord) -> KeyRecord | None:
         """Return the key of this name with its current limits and without its hash, or None if revoked or expired."""
@@ -256,12 +256,12 @@ class SharedBudgets:
         self._file = WatchedFile(ledger / BUDGETS_NAME, read_budgets)
 
     def all(self) -> tuple[SharedBudget, ...]:
-        return self._file.now()
+        return self._file.records()
 
     def of_tags(self, tags: str) -> list[SharedBudget]:
         """Return the budgets that apply to these tags, which are in the form of a ledger record."""
         accounts = tag_accounts(tags)
-        return [budget for budget in self._file.now() if budget.account in accounts]
+        return [budget for budget in self._file.records() if budget.account in accounts]
 
     def of_endpoint(self) -> list[SharedBudget]:
-        return [budget for budget in self._file.now() if budget.account == ENDPOINT_ACCOUNT]
+        return [budget for budget in self._file.records() if budget.account == ENDPOINT_ACCOUNT]

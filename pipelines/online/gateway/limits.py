@@ -89,7 +89,7 @@ class Permit:
     """An admitted request. Release it with `KeyLimits.settle`."""
 
     account: str
-    payers: Sequence[str]  # accounts with a reservation: those of the key and of its tags
+    reserved_accounts: Sequence[str]  # accounts with a reservation: those of the key and of its tags
     request_id: str
     # prompt_tokens, output_tokens: reserved tokens
     prompt_tokens: int
@@ -178,14 +178,14 @@ class KeyLimits:
         _check_output_tokens(key, counts.output_tokens, now, output_tokens)
         _check_input_tokens(key, counts.prompt_tokens, now, prompt_tokens)
         price = self._totals.prices.get(model)
-        usd = None if price is None else price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        usd = None if price is None else price.max_usd(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         self._reserve(request_id, payers, usd)
         counts.prompt_tokens.reserved += prompt_tokens
         counts.output_tokens.reserved += output_tokens
         counts.num_running += 1
         permit = Permit(
             account=key.account,
-            payers=[payer.account for payer in payers],
+            reserved_accounts=[payer.account for payer in payers],
             request_id=request_id,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -276,7 +276,7 @@ class KeyLimits:
         counts, now, actual = self._counts[permit.account], self._monotonic(), used or ActualUsage()
         counts.prompt_tokens.settle(now, permit.prompt_tokens, actual.prompt_tokens)
         counts.output_tokens.settle(now, permit.output_tokens, actual.output_tokens)
-        for account in permit.payers:
+        for account in permit.reserved_accounts:
             if used is None:
                 self._budgets.release_request(request_id, account)
             else:

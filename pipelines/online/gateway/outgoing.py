@@ -170,7 +170,7 @@ class Load:
         self._num_running: Counter[str] = Counter()
 
     @contextmanager
-    def request(self, model: str) -> Iterator[None]:
+    def track_request(self, model: str) -> Iterator[None]:
         self._num_running[model] += 1
         try:
             yield

@@ -25,7 +25,7 @@ from peagle.errors import did_you_mean, shown
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import JsonBody
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.serve.http_names import route_path, validated
+from pipelines.online.serve.http_names import route_path, validate_body
 
 PASS = "peagle.pass"  # a key of the ASGI scope; clients cannot set it
 _log = logging.getLogger("ray.serve")
@@ -43,7 +43,7 @@ class Rule(enum.Enum):
     POLL = enum.auto()
     """Any key, with a separate rate limit: metrics that the web page polls every two seconds."""
     GENERATION = enum.auto()
-    """Answered by an engine: the body is validated, tokens and cost are reserved."""
+    """Answered by an engine: the body is validate_body, tokens and cost are reserved."""
     CREATE_BATCH = enum.auto()
     """A small JSON body; the cost arises later."""
     UPLOAD = enum.auto()
@@ -94,13 +94,13 @@ def with_pass(scope: Scope, route: Route, **fields: Any) -> Scope:
     return {**scope, PASS: GatePass(route=(route.method, route.path), **fields)}
 
 
-def pass_of(request: Request) -> GatePass:
+def gate_pass_of(request: Request) -> GatePass:
     gate_pass: GatePass = request.scope[PASS]
     return gate_pass
 
 
 def key_of(request: Request) -> KeyRecord:
-    key = pass_of(request).key
+    key = gate_pass_of(request).key
     assert key is not None, "the route does not require a key"
     return key
 
@@ -109,7 +109,7 @@ class GuardedRoute(APIRoute):
     """A FastAPI route that requires the gate's pass, and validates bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, with the body validated in a thread.
+        """Return FastAPI's handler, with the body validate_body in a thread.
 
         FastAPI itself would validate in the event loop and block all streams.
         """
@@ -118,13 +118,13 @@ class GuardedRoute(APIRoute):
             return handle
 
         def check(values: Any) -> Any:
-            value, errors = validated(field, values)
+            value, errors = validate_body(field, values)
             if errors:
                 raise RequestValidationError(errors)
             return value
 
         async def check_and_handle(request: Request) -> Response:
-            body = pass_of(request).body
+            body = gate_pass_of(request).body
             assert body is not None, "checked by `handle`"
             value = await body.validate_in_thread(check)
             return await handle(_CheckedRequest(request.scope, value))
@@ -160,7 +160,7 @@ class _CheckedRequest(Request):
         return b"{}"
 
     async def json(self) -> Any:
-        """Return the validated value, which FastAPI accepts without validating it again."""
+        """Return the validate_body value, which FastAPI accepts without validating it again."""
         return self._value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.interface import Checkable, CompletionOutput, Generation, RequestRefused
-from peagle.engine.vllm_internals import engine_death
+from peagle.engine.vllm_internals import engine_dead_error
 from peagle.errors import EngineError
 from peagle.requests import openai
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
@@ -180,4 +180,4 @@ def _refusal(message: str) -> Any:
 
 def _dead() -> Exception:
     """Return vLLM's exception for requests of a dead engine."""
-    return engine_death()()
+    return engine_dead_error()()

@@ -22,7 +22,7 @@ _SIGN_S = 60.0  # interval of the replies that say that a row is still running
 
 
 @dataclass(slots=True, eq=False)
-class _Lent:
+class _LentRow:
     work: "asyncio.Task[Generation]"
     num_slots: int
     is_recalled: bool = False
@@ -39,7 +39,7 @@ class IdleSlots:
         self._slots = slots
         self._max_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
         self._num_interactive = 0
-        self._rows: list[_Lent] = []
+        self._rows: list[_LentRow] = []
 
     def has_room(self, num_slots: int) -> bool:
         """Return whether a row may start. A row with very many choices may only start in an idle engine."""
@@ -58,9 +58,9 @@ class IdleSlots:
             self._num_interactive -= num_slots
 
     @contextlib.contextmanager
-    def lent(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[None]:
-        """Count a row's slots. `work` is cancelled if interactive requests need them."""
-        row = _Lent(work, num_slots)
+    def lending(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[None]:
+        """Count a row's slots until the block ends. `work` is cancelled then, or if interactive requests need them."""
+        row = _LentRow(work, num_slots)
         self._rows.append(row)
         try:
             yield
@@ -73,7 +73,7 @@ class IdleSlots:
         return sum(row.num_slots for row in self._active)
 
     @property
-    def _active(self) -> list[_Lent]:
+    def _active(self) -> list[_LentRow]:
         return [row for row in self._rows if not row.is_recalled]
 
     def _recall(self) -> None:
@@ -106,7 +106,7 @@ async def lend(
     outcome: Outcome = "cut"
     answer, is_dead = BorrowedReply(state="returned"), False
     work = asyncio.create_task(generate(row))
-    with slots.lent(work, num_slots):
+    with slots.lending(work, num_slots):
         try:
             yield BorrowedReply(state="taken")
             while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:

@@ -17,7 +17,7 @@ from peagle.engine.vllm_internals import generation_error, refusal_of
 from peagle.errors import EngineError
 from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
-from pipelines.online.serve.ray_names import event_refusal, refusal
+from pipelines.online.serve.ray_names import event_to_error_response, to_error_response
 from pipelines.online.wire import PEAGLE_KEY, ShownUsage, StreamEnd, WholeAnswer, events, to_text
 
 T = TypeVar("T")
@@ -97,8 +97,8 @@ async def convert_errors(
     check_health: Callable[[], Awaitable[None]],
     *,
     constraint: str | None = None,
-    refusal: Callable[[Exception], Any] = refusal,
-    event_refusal: Callable[[Mapping[str, Any]], Any] = event_refusal,
+    to_error_response: Callable[[Exception], Any] = to_error_response,
+    event_to_error_response: Callable[[Mapping[str, Any]], Any] = event_to_error_response,
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on, but raise failures that arrive as stream events, and convert early refusals into answers.
 
@@ -118,7 +118,7 @@ async def convert_errors(
                         await check_health()
                         raise _failure(constraint)
                     if not has_begun and (error_event := _error_event(answer)):
-                        yield event_refusal(error_event)
+                        yield event_to_error_response(error_event)
                         return
                 has_begun = True
                 yield answer
@@ -126,7 +126,7 @@ async def convert_errors(
         if isinstance(error, generation_error()):
             await check_health()
             error = _failure(constraint)
-        response = None if has_begun else refusal(error)
+        response = None if has_begun else to_error_response(error)
         if response is None:
             raise error from None
         yield response

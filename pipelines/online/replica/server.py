@@ -23,7 +23,7 @@ from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
-from pipelines.cluster.node import claim_slot, keep_short, redirect_output, set_threads
+from pipelines.cluster.node import claim_slot, redirect_output, rotate_log_forever, set_threads
 from pipelines.online.errors import EngineUnavailable, is_engine_death
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
@@ -48,7 +48,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         here = hardware.detect()
-        self._idle = IdleSlots(decode_slots(job.spec, here), job.counts.target)
+        self._idle_slots = IdleSlots(decode_slots(job.spec, here), job.counts.target)
         self._is_fake = job.options.engine == "fake"
         self._pace = Pace(
             job.options.stream_interval_ms / 1000, job.options.stream_pieces_per_s or pieces_per_s(job.placement)
@@ -57,7 +57,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
-        keep_short(log)
+        rotate_log_forever(log)
         if self._is_fake:
             kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.options)
         config = self._local_config(job)
@@ -144,11 +144,11 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
         answers = convert_errors(answers, super().check_health, constraint=constraint)
         answers = relay(answers, begin, shown_usage=context.shown_usage)
-        return in_pieces(self._idle.track_interactive(answers, context.num_choices), self._pace)
+        return in_pieces(self._idle_slots.track_interactive(answers, context.num_choices), self._pace)
 
     async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
         """Run a row of a batch in an idle slot. Called by `EndpointLender`."""
-        async for reply in lend(self._idle, self._account, row, self._generate, max_slots=self._slots):
+        async for reply in lend(self._idle_slots, self._account, row, self._generate, max_slots=self._slots):
             yield reply
 
     async def _generate(self, row: BorrowedRequest) -> Generation:

@@ -60,10 +60,10 @@ class Cancelling:
 
     def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Call the deployment. Requires `options(stream=True)`."""
-        return listen(lambda: self._handle.remote(*arguments), USAGE_RECORDER.get())
+        return stream_parts(lambda: self._handle.remote(*arguments), USAGE_RECORDER.get())
 
 
-async def listen(call: Callable[[], ServeResponse], record_usage: UsageRecorder) -> AsyncGenerator[Any, None]:
+async def stream_parts(call: Callable[[], ServeResponse], record_usage: UsageRecorder) -> AsyncGenerator[Any, None]:
     """Yield the parts of an answer. If closed or cancelled before the end, cancel the call.
 
     A non-streaming answer raises `Answered`. If the queue was full for 0.75 s, raise BackPressureError.

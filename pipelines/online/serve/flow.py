@@ -1,12 +1,13 @@
 """Back-pressure between client and ingress for files, which Ray Serve 2.60 lacks: it would buffer whole files.
 
-Serve passes messages in the opposite direction unchanged, so receivers use them to acknowledge what they have received,
-and senders wait for acknowledgements. Clients cannot forge these: HTTP servers never produce such keys and types.
+Serve also forwards messages that go against the direction of the data, unchanged. So receivers acknowledge what they
+have received, and senders wait for that. Clients cannot forge acknowledgements, since HTTP servers never produce such
+keys and types.
 
     client <- server <- DownloadAckSender <- Serve <- DownloadWindow     (`batches/downloads.py`)
     client -> server -> UploadThrottle    -> Serve -> UploadAckReceiver  (`gateway/bodies.py`)
 
-A proxy that was started in another environment lacks this middleware; the ingress notices that at the first message.
+A proxy that Ray started without `deploy/ray.env` lacks this middleware, which the ingress notices at the first message.
 """
 
 import asyncio
@@ -31,35 +32,35 @@ class DownloadAckSender:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._num_acked = 0
-        self._news = asyncio.Event()
-        self._news.set()
-        self._disconnecting: asyncio.Task[None] | None = None
+        self._has_changed = asyncio.Event()
+        self._has_changed.set()
+        self._disconnect_watcher: asyncio.Task[None] | None = None
         self._disconnect: Message | None = None
 
     async def send(self, message: Message) -> None:
         await self._send(message)
         self._num_acked += len(message.get("body", b""))
-        self._news.set()
+        self._has_changed.set()
 
     async def receive(self) -> Message:
-        if self._disconnecting is None:
-            self._disconnecting = asyncio.create_task(self._wait_for_disconnect())
-        await self._news.wait()
-        self._news.clear()
+        if self._disconnect_watcher is None:
+            self._disconnect_watcher = asyncio.create_task(self._wait_for_disconnect())
+        await self._has_changed.wait()
+        self._has_changed.clear()
         if self._disconnect is not None:
-            self._news.set()  # every later call returns the disconnect, too
+            self._has_changed.set()  # every later call returns the disconnect, too
             return self._disconnect
         return {"type": "http.request", "body": b"", "more_body": False, _ACK: self._num_acked}
 
     def close(self) -> None:
-        if self._disconnecting is not None:
-            self._disconnecting.cancel()
+        if self._disconnect_watcher is not None:
+            self._disconnect_watcher.cancel()
 
     async def _wait_for_disconnect(self) -> None:
         while (message := await self._receive())["type"] != "http.disconnect":
             pass  # drop the body
         self._disconnect = message
-        self._news.set()
+        self._has_changed.set()
 
 
 class UploadThrottle:
@@ -73,7 +74,7 @@ class UploadThrottle:
         self._receive, self._send = receive, send
         self._num_passed = self._num_read = 0
         self._is_answered = self._has_acks = False
-        self._news = asyncio.Event()
+        self._has_changed = asyncio.Event()
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, or handle an acknowledgement."""
@@ -83,15 +84,15 @@ class UploadThrottle:
         else:
             self._is_answered = True  # nothing waits for the rest of the body
             await self._send(message)
-        self._news.set()
+        self._has_changed.set()
 
     async def receive(self) -> Message:
         """Return the next piece of the body when there is room for it."""
         while self._num_passed - self._num_read >= UPLOAD_WINDOW_BYTES and not self._is_answered:
-            self._news.clear()
+            self._has_changed.clear()
             try:
                 async with asyncio.timeout(_PATIENCE_S):
-                    await self._news.wait()
+                    await self._has_changed.wait()
             except TimeoutError:
                 if not self._has_acks:
                     self._num_read = self._num_passed
@@ -122,7 +123,7 @@ class DownloadWindow:
     Attributes:
         has_acks: whether the proxy sends acknowledgements. Without them, the ingress only learns when the client has
             received everything or disconnected.
-        has_left: the client has received everything or disconnected.
+        has_left: whether the client has received everything or disconnected.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -132,7 +133,8 @@ class DownloadWindow:
 
     async def open(self, timeout_s: float) -> None:
         """Read the first message, which announces whether there will be acknowledgements."""
-        with contextlib.suppress(TimeoutError):  # the body does not arrive, and is not needed
+        # Without acknowledgements, the first message is the request's body, which may never come and is not needed.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._read()
 

@@ -11,7 +11,7 @@ def route_path(scope: Scope) -> str:
     return get_route_path(scope)
 
 
-def validated(field: Any, value: Any) -> tuple[Any, list[Any]]:
+def validate_body(field: Any, value: Any) -> tuple[Any, list[Any]]:
     """Validate a body with its FastAPI field. Returns the value and the errors."""
     result: tuple[Any, list[Any]] = field.validate(value, {}, loc=("body",))
     return result

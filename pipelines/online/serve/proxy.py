@@ -64,13 +64,13 @@ _NOT_FOUND = 404
 # The proxy's text if no application has the path; the status alone may come from another application.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _POST_PATHS = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
-_DIED = "the endpoint is restarting; try again"
+_RESTARTING = "the endpoint is restarting; try again"
 _log = logging.getLogger("ray.serve")
 
 
 def middlewares() -> list[Any]:
     """Return the middlewares for Ray's proxies, which call this before they start their server."""
-    slow_clients.limit()
+    slow_clients.install_limits()
     return [Middleware(ProxyMiddleware)]
 
 
@@ -79,24 +79,26 @@ class ProxyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope = _for_proxy(scope)
+        scope = _without_unsafe_headers(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         connection = None if _is_download(scope) else slow_clients.connection_of(scope)
-        patient = None if connection is None else slow_clients.PatientSend(send, connection, _key_of(scope))
-        answer = _Answer(patient or send, is_for_api=_is_for_api(scope))
+        patient_send = None
+        if connection is not None:
+            patient_send = slow_clients.PatientSend(send, connection, _credentials_digest(scope))
+        answer = _Answer(patient_send or send, is_for_api=_is_for_api(scope))
         if refusal := _refusal(scope):
             await answer.refuse(refusal)
             return
         try:
-            async with _flow(scope, receive, answer.send) as (receive, send_):
+            async with _with_back_pressure(scope, receive, answer.send) as (receive, send_):
                 await self._app(scope, receive, send_)
         except Exception:  # the HTTP server would answer in plain text
             _log.exception("Serve's proxy failed on a request")
         await answer.close()
-        if patient is not None:
-            await patient.drain()
+        if patient_send is not None:
+            await patient_send.drain()
 
 
 class _Answer:
@@ -109,7 +111,7 @@ class _Answer:
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
         self._send = send
         self._is_for_api = is_for_api
-        self._held: Message | None = None
+        self._held_head: Message | None = None
         self._is_started = self._is_stream = self._is_ended = False
 
     async def send(self, message: Message) -> None:
@@ -119,7 +121,7 @@ class _Answer:
             await self._read_head(message)
             return
         if message["type"] == "http.response.body":
-            if self._held is not None and message.get("body", b"").endswith(_NO_ROUTE):
+            if self._held_head is not None and message.get("body", b"").endswith(_NO_ROUTE):
                 await self.refuse(overloaded("the endpoint is starting or stopping; try again"))
                 return
             await self._begin()
@@ -130,9 +132,9 @@ class _Answer:
         if self._is_ended:
             return
         if not self._is_started:
-            await self.refuse(overloaded(_DIED))
+            await self.refuse(overloaded(_RESTARTING))
         elif self._is_stream:
-            event = error_event(overloaded(_DIED)).encode()
+            event = error_event(overloaded(_RESTARTING)).encode()
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
@@ -145,9 +147,9 @@ class _Answer:
         headers = dict(head.get("headers", []))
         is_from_gate = _GATE_HEADER in headers
         if head["status"] >= 500 and self._is_for_api and not is_from_gate:
-            await self.refuse(overloaded(_DIED))
+            await self.refuse(overloaded(_RESTARTING))
             return
-        self._held = head
+        self._held_head = head
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         self._is_stream = is_stream and (is_from_gate or self._is_for_api)
         if is_from_gate or head["status"] != _NOT_FOUND or not self._is_for_api:
@@ -155,8 +157,8 @@ class _Answer:
 
     async def _begin(self) -> None:
         """Send the head if it was delayed until its body was seen."""
-        if self._held is not None:
-            head, self._held = self._held, None
+        if self._held_head is not None:
+            head, self._held_head = self._held_head, None
             self._is_started = True
             await self._send(head)
 
@@ -169,7 +171,7 @@ def _refusal(scope: Scope) -> ApiError | None:
     return path_refusal(scope) if _is_for_api(scope) else None
 
 
-def _key_of(scope: Scope) -> str:
+def _credentials_digest(scope: Scope) -> str:
     """Return a digest of the request's credentials, empty without any."""
     value = header(scope, "authorization")
     return hashlib.blake2b(value.encode(), digest_size=16).hexdigest() if value else ""
@@ -186,7 +188,7 @@ def _is_for_api(scope: Scope) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
+async def _with_back_pressure(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
     """Yield `receive` and `send` for Serve, with back-pressure on large bodies."""
     method, path = scope.get("method"), scope.get("path", "")
     if _is_download(scope):
@@ -199,7 +201,7 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
         yield receive, send
 
 
-def _for_proxy(scope: Scope) -> Scope:
+def _without_unsafe_headers(scope: Scope) -> Scope:
     """Return the request without headers that the proxy cannot read or that are too long for its logs.
 
     Requests to the API also lose the headers that the proxy obeys or logs; the gate assigns them a request id.

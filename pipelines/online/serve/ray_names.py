@@ -123,7 +123,7 @@ def count_states(states: Mapping[Any, int]) -> dict[str, int]:
     }
 
 
-def refusal(error: Exception) -> Any | None:
+def to_error_response(error: Exception) -> Any | None:
     """Return vLLM's error response for an exception, or None for a server error."""
     from ray.serve.llm.openai_api_models import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -161,7 +161,7 @@ def _for_client(answer: Any, error: Any) -> Any:
     return answer
 
 
-def event_refusal(error: Mapping[str, Any]) -> Any:
+def event_to_error_response(error: Mapping[str, Any]) -> Any:
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate({"error": error})

@@ -21,7 +21,7 @@ _MAX_PARTS = 1024  # per message
 _LISTS = ("list", "tuple", "set", "frozenset")
 
 
-def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def _validate_body(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, Chat | Completion):
         return value
     try:
@@ -35,7 +35,7 @@ def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         raise ApiError(422, "body: a field has the wrong type", code="invalid_type") from error
 
 
-def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def _validate_message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """Validate one message at a time, so that threads can switch between messages."""
     content = value.get("content") if isinstance(value, dict) else None
     if isinstance(content, list) and len(content) > _MAX_PARTS:
@@ -77,7 +77,7 @@ skip_tag_validation()
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
     """A chat whose output tokens can be capped if the client gave no limit."""
 
-    messages: list[Annotated[ChatCompletionMessageParam, WrapValidator(_message)]]
+    messages: list[Annotated[ChatCompletionMessageParam, WrapValidator(_validate_message)]]
     _is_capped: bool = PrivateAttr(default=False)
 
     def cap(self, tokens: int) -> None:
@@ -102,5 +102,5 @@ class Completion(CompletionRequest):  # type: ignore[misc]  # Ray's classes are 
 for _kind in (Chat, Completion):
     fail_fast(_kind.__pydantic_core_schema__)
 
-ChatBody = Annotated[Chat, WrapValidator(_checked)]
-CompletionBody = Annotated[Completion, WrapValidator(_checked)]
+ChatBody = Annotated[Chat, WrapValidator(_validate_body)]
+CompletionBody = Annotated[Completion, WrapValidator(_validate_body)]

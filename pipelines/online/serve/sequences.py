@@ -21,7 +21,7 @@ class Sequences:
     _states: list[Any] = field(default_factory=list)
     # Totals of sequences that ended and were dropped.
     _drafts: SpeculationStats | None = None
-    _began_at: float | None = None
+    _first_token_at: float | None = None
     _prompt_tokens: int = 0
     _output_tokens: int = 0
 
@@ -34,7 +34,8 @@ class Sequences:
 
         `live` has vLLM's running states by request id.
         """
-        self._drafts, self._began_at = self.speculation, self.first_token_at  # running sequences have no drafts yet
+        self._drafts = self.speculation  # running sequences have no drafts yet
+        self._first_token_at = self.first_token_at
         ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)
         self._output_tokens += _output_tokens(ended)
@@ -62,7 +63,7 @@ class Sequences:
         """Unix time of the first token of any sequence, or None."""
         stats = [state.stats for state in self._states if state.stats is not None and state.stats.first_token_ts]
         times = [each.arrival_time + each.first_token_latency for each in stats]
-        return min(times if self._began_at is None else [*times, self._began_at], default=None)
+        return min(times if self._first_token_at is None else [*times, self._first_token_at], default=None)
 
 
 def _prompt_tokens(states: Iterable[Any]) -> int:

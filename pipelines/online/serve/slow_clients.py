@@ -3,8 +3,8 @@
 uvicorn's only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
 uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
 
-A client that reads less than `LEAST_BYTES` within `READER_LIMIT_S` loses its connection. If the unread answers of one
-API key or address exceed `UNREAD_LIMIT_BYTES`, its slow connections are closed, the slowest first.
+A client that reads less than `MIN_READ_BYTES` within `READER_LIMIT_S` loses its connection. If the unread answers of
+one API key or address exceed `UNREAD_LIMIT_BYTES`, its slow connections are closed, the slowest first.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.wire import error_response
 
 READER_LIMIT_S = 60.0
-LEAST_BYTES = 64 * 1024
+MIN_READ_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
 SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
 _CHECK_S = 1.0
@@ -87,7 +87,7 @@ class SlowReaders(asyncio.Protocol):
 
         Nothing was added to the buffer in the meantime, since uvicorn waits while it is full.
         """
-        if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
+        if before - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.abort()
         else:
             self._schedule_check()
@@ -103,7 +103,7 @@ _CONNECTIONS: dict[tuple[str, int], SlowReaders] = {}
 
 
 def connection_of(scope: Mapping[str, Any]) -> SlowReaders | None:
-    """Return the connection of a request. None on servers that `limit` did not change."""
+    """Return the connection of a request. None on servers without `install_limits`."""
     client = scope.get("client")
     return _CONNECTIONS.get(tuple(client)) if client else None
 
@@ -185,18 +185,18 @@ class PatientSend:
 
 
 HEADERS_LIMIT_S = 10.0  # the same as `body_timeout_s`
-LIMIT_BYTES = 64 * 1024  # the same as h11's limit
+MAX_HEADER_BYTES = 64 * 1024  # the same as h11's limit
 
 
-def limit() -> None:
+def install_limits() -> None:
     """Limit slow headers and slow readers of servers that this process starts from now on with uvicorn's default."""
     from uvicorn.protocols.http import auto
 
     if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):
-        auto.AutoHTTPProtocol = limited(auto.AutoHTTPProtocol)
+        auto.AutoHTTPProtocol = with_limits(auto.AutoHTTPProtocol)
 
 
-def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+def with_limits(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
     has_parser = hasattr(protocol, "on_body")
     bases = (LongHeaders if has_parser else SlowHeaders, SlowReaders, protocol)
@@ -268,9 +268,9 @@ class LongHeaders(SlowHeaders):
         """Process received bytes. They do not count if headers end in them or they contain a part of a body."""
         self._num_bytes += len(data)
         super().data_received(data)
-        if self._num_bytes > LIMIT_BYTES and not self.transport.is_closing():
+        if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             if not self._is_answering():
-                message = f"the request's headers are larger than {LIMIT_BYTES // 1024} KiB"
+                message = f"the request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB"
                 self.transport.write(_answer(ApiError(431, message, code="headers_too_large")))
             self.transport.close()
 

@@ -5,7 +5,7 @@ import torch
 from devices import cpu
 from safetensors.torch import load_file, save_file
 
-from peagle.catalog.int8 import convert, ensure_int8, is_quantisable, quantize, require_convertible, weight_files
+from peagle.catalog.int8 import convert, ensure_int8, is_quantizable, quantize, require_convertible, weight_files
 from peagle.errors import CatalogError, PeagleError, PrecisionError
 
 VNNI, AMX = cpu("avx512_vnni"), cpu("avx512_vnni", "amx_tile")
@@ -103,8 +103,8 @@ LINEAR = "model.layers.0.self_attn.q_proj.weight"
     ],
 )
 def test_linear_layers_are_converted(name):
-    assert is_quantisable(name, 2)
-    assert not is_quantisable(name, 1)
+    assert is_quantizable(name, 2)
+    assert not is_quantizable(name, 1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_linear_layers_are_converted(name):
     ],
 )
 def test_other_tensors_are_not_converted(name):
-    assert not is_quantisable(name, 2)
+    assert not is_quantizable(name, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -30,7 +30,7 @@ def test_example_uses_machine_of_its_configuration(task):
     offer, resources = workload.offer, task["resources"]
     assert workload.num_machines == (1, 1)
     assert task["name"] == workload.name
-    assert resources["infra"] == f"{offer.provider}/{workload.keys['region']}"
+    assert resources["infra"] == f"{offer.provider}/{workload.settings['region']}"
     assert resources["instance_type"] == offer.instance_type
     assert resources["accelerators"] == {offer.accelerator: offer.num_accelerators}
     assert resources["use_spot"] == (workload.market == "spot")

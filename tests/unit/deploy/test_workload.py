@@ -75,8 +75,8 @@ def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile
     workload = read_workload(path, None, max_name_length=20)
     assert (workload.name, workload.command) == ("peagle-my-run", "generate")
     assert (workload.num_machines, workload.grace_s) == ((2, 5), 100)
-    assert (workload.keys["max_num_seqs"], workload.keys["max_tokens"]) == (4, 5)
-    assert {"top_k", "profile"}.isdisjoint(workload.keys)
+    assert (workload.settings["max_num_seqs"], workload.settings["max_tokens"]) == (4, 5)
+    assert {"top_k", "profile"}.isdisjoint(workload.settings)
 
 
 def test_endpoint_has_machines_for_all_models(tmp_path):

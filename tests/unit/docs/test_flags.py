@@ -1,4 +1,4 @@
-"""Commands and flags of `peagle` in the code of README, pages and examples exist."""
+"""Every `peagle` command and flag in the README, docs and examples exists."""
 
 import re
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Quantised checkpoints: their KV-cache precision, and hardware that cannot compute them."""
+"""Quantised checkpoints: their KV-cache precision, and hardware that cannot run them."""
 
 import pytest
 from devices import cpu, gpu
 
 from peagle.catalog.int8 import quantization_config as int8_config
-from peagle.engine.checkpoint import VLLM_METHODS, published_kv_cache, published_method, require_computable
+from peagle.engine.checkpoint import VLLM_METHODS, checkpoint_kv_cache_dtype, checkpoint_quant_method, require_supported
 from peagle.errors import PrecisionError
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -28,13 +28,13 @@ def config(**quantization):
     ],
 )
 def test_published_kv_cache(quantization, expected):
-    assert published_kv_cache(config(**quantization)) == expected
+    assert checkpoint_kv_cache_dtype(config(**quantization)) == expected
 
 
 def test_unquantised_checkpoint_runs_anywhere():
-    assert published_kv_cache({}) is None
+    assert checkpoint_kv_cache_dtype({}) is None
     for hardware in (gpu(7, 5), gpu(12, 0), cpu("avx2")):
-        require_computable({}, hardware)
+        require_supported({}, hardware)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_unquantised_checkpoint_runs_anywhere():
 )
 def test_unsupported_checkpoints_are_refused(quantization, hardware, reason):
     with pytest.raises(PrecisionError, match=reason) as caught:
-        require_computable(config(**quantization), hardware)
+        require_supported(config(**quantization), hardware)
     assert "16 bits" in caught.value.hint
 
 
@@ -66,7 +66,7 @@ def test_unsupported_checkpoints_are_refused(quantization, hardware, reason):
     ],
 )
 def test_supported_checkpoints_are_accepted(quantization, hardware):
-    require_computable(config(**quantization), hardware)
+    require_supported(config(**quantization), hardware)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_supported_checkpoints_are_accepted(quantization, hardware):
         ({"text_config": {}, "quantization_config": None}, None),
     ],
 )
-def test_method_is_read_from_vllms_keys(model_config, method):
-    assert published_method(model_config) == method
+def test_method_is_read_from_every_field_that_vllm_reads(model_config, method):
+    assert checkpoint_quant_method(model_config) == method
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "later_method"])
 def test_unknown_method_is_refused(method):
     with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not support"):
-        require_computable(config(quant_method=method), gpu(9, 0))
+        require_supported(config(quant_method=method), gpu(9, 0))
 
 
 def test_methods_equal_those_of_vllm():

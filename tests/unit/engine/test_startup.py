@@ -14,7 +14,7 @@ from peagle.engine import startup as module
 from peagle.engine.startup import VARIABLE, interruptible, start_limit, start_limit_s
 from peagle.engine.vllm import kill_children
 from peagle.errors import ConfigError, EngineError
-from peagle.signals import interrupted_by_signal
+from peagle.signals import signals_as_interrupts
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_hanging_child_process_is_killed(limit_of_one_second):
 
 def test_hanging_start_is_interrupted(limit_of_one_second, monkeypatch):
     monkeypatch.setattr(module, "_UNWIND_S", 0.2)
-    with interrupted_by_signal(), pytest.raises(EngineError, match="within 1 s"), start_limit(lambda: None):
+    with signals_as_interrupts(), pytest.raises(EngineError, match="within 1 s"), start_limit(lambda: None):
         time.sleep(300)
 
 
@@ -73,7 +73,7 @@ def test_uninterruptible_start_ends_the_process():
 
 def test_interrupt_is_not_a_timeout(monkeypatch):
     monkeypatch.setenv(VARIABLE, "60")
-    with pytest.raises(KeyboardInterrupt), interrupted_by_signal(), start_limit(lambda: None):
+    with pytest.raises(KeyboardInterrupt), signals_as_interrupts(), start_limit(lambda: None):
         signal.raise_signal(signal.SIGINT)
 
 
@@ -161,7 +161,7 @@ def test_start_in_another_thread(handler):
 
 def test_sigterm_ends_a_start(tmp_path, handler):
     before = signal.getsignal(signal.SIGTERM)
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         peagle_handler = signal.getsignal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt), interruptible():
             start_interrupted(f"ipc://{tmp_path}/core", signal.SIGTERM)

@@ -23,10 +23,10 @@ def source(name):
 
 
 def test_exceptions_exist_in_vllm():
-    kinds = {vllm_internals.engine_death(), vllm_internals.request_failure()}
+    kinds = {vllm_internals.engine_dead_error(), vllm_internals.request_error()}
     assert len(kinds) == 2
-    assert not any(issubclass(kind, vllm_internals.refusals()) for kind in kinds)
-    assert len(vllm_internals.refusals()) == 3
+    assert not any(issubclass(kind, vllm_internals.refusal_errors()) for kind in kinds)
+    assert len(vllm_internals.refusal_errors()) == 3
 
 
 def test_vocabulary(embedded_target):
@@ -46,7 +46,7 @@ def test_vocabulary(embedded_target):
 
 
 def test_vllm_still_compiles_schemas_without_a_limit():
-    """Once this fails, vLLM has fixed issue 54003 or receives requests by another call."""
+    """Once this fails, vLLM has fixed issue 54003, or `add_request` has another signature."""
     from vllm import AsyncLLMEngine
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 

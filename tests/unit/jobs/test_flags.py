@@ -147,7 +147,7 @@ def test_bad_usage_lists_variables(monkeypatch, capsys, tmp_path):
     assert run(["generate", "--engine", "fake", "--output", str(tmp_path / "run")]) == 2
     errors = capsys.readouterr().err
     assert "nothing.jsonl': no such file" in errors
-    assert "set in the environment: PEAGLE_INPUT" in errors
+    assert "set by environment variables: PEAGLE_INPUT" in errors
 
 
 def test_map_flags_replace_yaml(parse, tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_bulk_honours_or_refuses_every_field(url, name):
     for value in (None, *FIELDS[name].neutral):
         assert parse_body(url, {**SOURCE[url], name: value}) == plain
     if use == "parsed":
-        parsed = parse_body(url, {**SOURCE[url], **values}, calls_tools=True, has_parser=True)
+        parsed = parse_body(url, {**SOURCE[url], **values}, has_tool_parser=True, has_parser=True)
         assert parsed.parsing == values
 
 

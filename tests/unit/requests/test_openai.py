@@ -194,7 +194,10 @@ def test_engine_failure_is_an_error_without_response():
 
 def test_tools_with_a_parser():
     body = parse_body(
-        CHAT_URL, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, calls_tools=True, has_parser=True
+        CHAT_URL,
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"},
+        has_tool_parser=True,
+        has_parser=True,
     )
     assert body.parsing == {"tools": [TOOL], "tool_choice": "required"}
     assert body.template["tools"][0]["function"]["name"] == TOOL["function"]["name"]

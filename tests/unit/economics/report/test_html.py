@@ -147,7 +147,7 @@ STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}
 
 
 def report_with_steps(make_report, steps):
-    """A report of 1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
+    """Return a report of 1,000 steps of 50 ms (half of the busy time), break-even 1.25 and acceptance length 1.6."""
     drafter = {"drafter": "peagle", "num_drafts": 1000, "accepted": (480, 100, 20)}
     return make_report(tokens=6000, concurrency=1, baseline={"source": "bench.json", "steps": steps}, **drafter)
 

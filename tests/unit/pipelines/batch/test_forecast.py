@@ -5,7 +5,7 @@ import pytest
 from peagle.errors import CapacityError, ConfigError, InputError
 from pipelines.batch import forecast as module
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.forecast import forecast, settled
+from pipelines.batch.forecast import forecast, resolved_defaults
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import begin_or_continue
 
@@ -90,7 +90,7 @@ def test_forecast_refuses_invalid_runs(make_forecast, tmp_path, write_jsonl):
 
 def test_defaults_are_resolved_with_reasons(chat_target, tmp_path):
     config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(chat_target), precision="bf16")
-    result = settled(config)
+    result = resolved_defaults(config)
     assert result["drafter"][0] == "none"
     assert result["drafter"][1].startswith("catalog: ")
     assert result["max_num_seqs"] == (8, "default on cpu")

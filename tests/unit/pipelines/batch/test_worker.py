@@ -266,8 +266,8 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
         assert node_rank == "rank"
         raise EngineError("vLLM did not start: its core ended")
 
-    others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
-    monkeypatch.setattr(engine_start, "OtherNodes", lambda run, session_id: others)
+    followers = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
+    monkeypatch.setattr(engine_start, "FollowerGroup", lambda run, session_id: followers)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
     run_scene = scene()
     engine_worker = run_scene.worker(FakeEngine())
@@ -276,7 +276,7 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     run = replace(run_scene.resolved, config=vllm, engine=replace(run_scene.resolved.engine, spec=spec))
     with pytest.raises(ends_with) as ended:
         start_engine(run, engine_worker._session)
-    assert is_lost or ended.value is others.failure
+    assert is_lost or ended.value is followers.failure
     (session,) = run_scene.run.sessions()
     assert session.ended == is_lost
 

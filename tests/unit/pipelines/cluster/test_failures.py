@@ -1,7 +1,7 @@
 import traceback
 
 from peagle.errors import CapacityError, EngineError
-from pipelines.cluster.failures import explain
+from pipelines.cluster.failures import to_peagle_error
 
 ADVICE = "Failed to process map task after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, configure it."
 
@@ -13,19 +13,19 @@ class RayTaskError(Exception):
 def test_own_error_is_found_in_cause_chain():
     outer = RayTaskError("boom")
     outer.cause = CapacityError("too big", hint="smaller")
-    assert explain(outer, "it failed", hint="see logs/") is outer.cause
+    assert to_peagle_error(outer, "it failed", hint="see logs/") is outer.cause
 
 
 def test_own_error_is_parsed_from_traceback():
     printed = "".join(traceback.format_exception(CapacityError("too big: 3 GiB", hint="use --max-model-len 2048")))
     text = f"ray::Worker.generate()\n{printed}\nThe above exception was the direct cause of the following one:\n..."
-    result = explain(RayTaskError(text), "it failed", hint="see logs/")
+    result = to_peagle_error(RayTaskError(text), "it failed", hint="see logs/")
     assert isinstance(result, CapacityError)
     assert (result.message, result.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
 
 
 def test_other_error_keeps_last_line():
-    result = explain(
+    result = to_peagle_error(
         RayTaskError("Traceback\nOSError: disk full"), "it failed", hint="see logs/", otherwise=EngineError
     )
     assert isinstance(result, EngineError)
@@ -36,7 +36,7 @@ def test_ray_data_wrapper_is_removed():
     wrapped = "UserCodeException: UDF failed to process a data block.\n" + ADVICE
     chained = "The above exception was the direct cause of the following exception:"
     text = f"Traceback\nOSError: disk full\n\n{chained}\n{wrapped}"
-    assert explain(RayTaskError(text), "it failed", hint="see logs/").message == "it failed: OSError: disk full"
+    assert to_peagle_error(RayTaskError(text), "it failed", hint="see logs/").message == "it failed: OSError: disk full"
 
 
 def test_retry_advice_of_ray_data_is_removed():
@@ -52,4 +52,4 @@ def test_retry_advice_of_ray_data_is_removed():
     )
     message = f"{error}\n" + "\n".join(getattr(error, "__notes__", ()))
     assert "disk full" in message
-    assert explain(RayTaskError(message), "it failed", hint="see logs/").message == "it failed: disk full"
+    assert to_peagle_error(RayTaskError(message), "it failed", hint="see logs/").message == "it failed: disk full"

@@ -7,7 +7,14 @@ from peagle.engine.memory import check_capacity
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 from pipelines.cluster import placement
-from pipelines.cluster.placement import PREPARE_CPUS, lacking, node_to_inspect, num_engine_nodes, on_accelerators, place
+from pipelines.cluster.placement import (
+    PREPARE_CPUS,
+    missing_resources,
+    node_to_inspect,
+    num_engine_nodes,
+    on_accelerators,
+    place,
+)
 
 HEAD = {"CPU": 4.0}
 G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
@@ -67,7 +74,7 @@ def test_more_ranks_than_cores():
 @pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
 def test_room_leaves_cpus_for_preparation(cpus, room):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
-    assert placement.room(nodes, on_accelerators(1)) == room
+    assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == room
 
 
 @pytest.mark.parametrize(
@@ -114,10 +121,13 @@ def test_node_to_inspect(per_engine, kind, expected):
 
 def test_accelerator_type_is_respected():
     engine = on_accelerators(1, accelerator_type="H100")
-    assert placement.room([HEAD, G7E, G7E], engine) == 0
-    assert placement.room([HEAD, G7E, P5], engine) == 8
-    assert lacking([HEAD, G7E], engine, 1) == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
-    assert lacking([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
+    assert placement.num_engines_that_fit([HEAD, G7E, G7E], engine) == 0
+    assert placement.num_engines_that_fit([HEAD, G7E, P5], engine) == 8
+    assert (
+        missing_resources([HEAD, G7E], engine, 1)
+        == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
+    )
+    assert missing_resources([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
     assert engine.bundles == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}]
     assert engine.options == {"num_cpus": 1, "num_gpus": 1, "accelerator_type": "H100"}
     assert on_accelerators(2).options == {"num_cpus": 1, "num_gpus": 2}
@@ -140,10 +150,10 @@ def test_accelerator_type_is_respected():
 def test_room_for_engines_on_several_nodes(parts, per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
     engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
-    assert placement.room(nodes, engine) == num_engines
-    assert lacking(nodes, engine, num_engines) == ""
+    assert placement.num_engines_that_fit(nodes, engine) == num_engines
+    assert missing_resources(nodes, engine, num_engines) == ""
     on = f"each of {per_engine} nodes" if per_engine > 1 else "one node"
-    assert lacking(nodes, engine, num_engines + 1) == (
+    assert missing_resources(nodes, engine, num_engines + 1) == (
         f"each needs 4 GPU(s) on {on}, and {len(nodes)} node(s) have room for {num_engines}"
     )
 
@@ -151,8 +161,8 @@ def test_room_for_engines_on_several_nodes(parts, per_engine, num_engines):
 def test_placement_of_engine_on_several_nodes():
     engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
     assert (engine.num_gpus, engine.num_devices) == (8, 16)
-    assert engine.part == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
-    assert engine.bundles == [engine.part] * 2
+    assert engine.resources_per_node == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
+    assert engine.bundles == [engine.resources_per_node] * 2
     keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
     assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
     assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
@@ -166,9 +176,10 @@ def test_placement_of_engine_on_several_cpu_nodes():
     shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
     assert (shared.part, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
     assert shared.bundles == [{"CPU": 1.0}] * 2
-    assert lacking([{"CPU": 2.0}] * 2, shared, 2) == ""
+    assert missing_resources([{"CPU": 2.0}] * 2, shared, 2) == ""
     assert (
-        lacking([{"CPU": 1.0}] * 2, shared, 2) == "0 CPUs would be left for the tasks that feed them, which take 0.25"
+        missing_resources([{"CPU": 1.0}] * 2, shared, 2)
+        == "0 CPUs would be left for the tasks that feed them, which take 0.25"
     )
     with pytest.raises(CapacityError, match=r"5 engines need a CPU core each on each of 2 nodes(.|\n)*--engines 4"):
         place(cpu_node(4), num_engines=5, num_nodes=2, **keys)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
-from peagle.signals import interrupted_by_signal
+from peagle.signals import signals_as_interrupts
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.placement import on_accelerators
 from pipelines.cluster.ray import ray_cluster
@@ -107,7 +107,7 @@ def ray_handling_sigterm(monkeypatch):
 
 
 def test_sigterm_handler_is_restored(ray_handling_sigterm):
-    with interrupted_by_signal():
+    with signals_as_interrupts():
         ours = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -116,7 +116,7 @@ def test_sigterm_handler_is_restored(ray_handling_sigterm):
 
 def test_sigterm_during_ray_start(ray_handling_sigterm):
     ray_handling_sigterm.append(signal.SIGTERM)
-    with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
+    with signals_as_interrupts(), pytest.raises(KeyboardInterrupt), ray_cluster():
         pytest.fail("the signal was ignored")
 
 
@@ -135,7 +135,7 @@ def test_exit_code_after_abandoning_ray(monkeypatch, error, code):
     monkeypatch.setattr(cluster, "_exit_code", 3)
     monkeypatch.setattr(cluster.atexit, "register", hooks.append)
     monkeypatch.setattr(cluster.os, "_exit", codes.append)
-    with contextlib.suppress(*[type(error)] if error else []), cluster.exit_code_kept():
+    with contextlib.suppress(*[type(error)] if error else []), cluster.recording_exit_code():
         cluster.abandon()
         if error:
             raise error

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from pipelines.cluster.terminal import own_groups
+from pipelines.cluster.terminal import new_process_groups
 
 
 def test_ray_processes_get_their_own_group():
@@ -18,7 +18,7 @@ def test_ray_processes_get_their_own_group():
         seen.append(group_of_a_child())
 
     seen = []
-    with own_groups():
+    with new_process_groups():
         thread = threading.Thread(target=in_another_thread, args=[seen])
         thread.start()
         thread.join()
@@ -27,7 +27,7 @@ def test_ray_processes_get_their_own_group():
 
 
 def test_ray_starts_processes_by_fork_in_our_group():
-    """If the first part fails, `own_groups` can be removed; if the second fails, it has no effect."""
+    """If the first part fails, `new_process_groups` can be removed; if the second fails, it has no effect."""
     from ray._private.services import start_ray_process
 
     source = inspect.getsource(start_ray_process)

@@ -95,7 +95,7 @@ with vitals.Vitals([part], "It is safe to run the same command again").watching(
 def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        part = vitals._reachable("control service", f"127.0.0.1:{port}", patience_s=55)
+        part = vitals._remote_part("control service", f"127.0.0.1:{port}", patience_s=55)
         watch = Vitals([part], "")
         assert watch.check() is None
     now = [time.monotonic()]

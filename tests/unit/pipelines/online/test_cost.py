@@ -152,12 +152,12 @@ def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     view = CostView(tmp_path, PRICE)
     with pytest.raises(ApiError) as caught:
-        asyncio.run(view.require())
+        asyncio.run(view.require_loaded())
     assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
     assert view.spent_usd("alice") is None
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
-    asyncio.run(view.require())
+    asyncio.run(view.require_loaded())
     assert view.spent_usd("alice") == 0
 
 

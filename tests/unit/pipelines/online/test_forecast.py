@@ -2,7 +2,7 @@ import pytest
 
 from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
-from pipelines.online.forecast import forecast, settled
+from pipelines.online.forecast import forecast, resolved_defaults
 from pipelines.online.sagemaker import SageMakerConfig
 
 
@@ -17,7 +17,7 @@ def test_forecast_writes_nothing(tmp_path):
     assert lines["API keys"] == "none; only this machine can connect"
     assert "0 to 3 engine(s)" in lines["model"]
     assert lines["engines cost"].startswith("$0 to $")
-    assert result.usd_per_h(at_most=True) == pytest.approx(3 / result.price.num_devices)
+    assert result.usd_per_h(is_maximum=True) == pytest.approx(3 / result.price.num_devices)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -35,9 +35,9 @@ def test_forecast_for_other_machines(tmp_path, chat_target):
     keys = {"model": str(chat_target), "models": models, "instance_type": "g7e.2xlarge"}
     result = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
     assert (result.is_here, result.num_nodes) == (False, 3)
-    assert result.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)
+    assert result.usd_per_h(is_maximum=True) == pytest.approx(3 * 3.36312)
     assert [model["name"] for model in result.to_dict()["models"]] == ["a", "b"]
-    rows = settled(ServeConfig(state=tmp_path / "state", **keys))
+    rows = resolved_defaults(ServeConfig(state=tmp_path / "state", **keys))
     assert rows["b.max_num_seqs"] == (256, "default on cuda")
     assert rows["b.precision"][1].startswith("price table: 1 x RTX PRO 6000")
     assert "instance_type" not in rows

@@ -8,7 +8,7 @@ from peagle.economics.ledger import write_session
 from peagle.economics.prices import Price
 from pipelines.online import idle
 from pipelines.online.config import ServeConfig
-from pipelines.online.idle import IdleWatch, ended_when_idle, engines_usd
+from pipelines.online.idle import IdleWatch, engines_usd, stop_when_idle
 
 PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD per vCPU-second
 
@@ -48,7 +48,7 @@ def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # started after this process
     stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
-    with ended_when_idle(config, PRICE, stopped, messages.append):
+    with stop_when_idle(config, PRICE, stopped, messages.append):
         assert stopped.wait(10)
         assert messages == ["no requests for 0.2 s: stopping the endpoint"]
     assert messages[1:] == ["its engines cost $40.00"]
@@ -57,7 +57,7 @@ def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
 @pytest.mark.parametrize("idle_timeout", [None, "1h"])
 def test_endpoint_that_is_not_idle_reports_nothing(tmp_path, idle_timeout):
     messages, config = [], ServeConfig(state=tmp_path, idle_timeout=idle_timeout)
-    with ended_when_idle(config, PRICE, threading.Event(), messages.append):
+    with stop_when_idle(config, PRICE, threading.Event(), messages.append):
         pass
     assert messages == []
 
@@ -67,7 +67,7 @@ def test_unreadable_ledger_does_not_stop_the_endpoint(tmp_path, monkeypatch):
     (tmp_path / "ledger").mkdir()
     stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
-    with ended_when_idle(config, PRICE, stopped, messages.append):
+    with stop_when_idle(config, PRICE, stopped, messages.append):
         (tmp_path / "ledger" / "session-x.parquet").write_bytes(b"no table")
         assert not stopped.wait(0.5)
     assert messages

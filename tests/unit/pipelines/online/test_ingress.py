@@ -20,8 +20,8 @@ from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import LOCAL, KeyRing, SharedBudgets, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
-from pipelines.online.ingress import answer_errors, ask_engine
-from pipelines.online.serve.calls import USAGE_RECORDER, listen
+from pipelines.online.ingress import ask_engine, install_error_handlers
+from pipelines.online.serve.calls import USAGE_RECORDER, stream_parts
 from pipelines.online.serve.request_types import Chat
 from pipelines.online.wire import Context, WholeAnswer, encoded
 
@@ -76,7 +76,7 @@ def test_invalid_window_is_refused(tmp_path, window_s):
         peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
         peagle_ingress._ring = None
         app = FastAPI()
-        answer_errors(app)
+        install_error_handlers(app)
         app.get("/v1/cost")(peagle_ingress.cost)
 
         async def admitted(scope, receive, send):
@@ -157,7 +157,7 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         yield whole
 
     async def ray_chat(body, request):
-        return await anext(listen(parts, USAGE_RECORDER.get()))
+        return await anext(stream_parts(parts, USAGE_RECORDER.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
     chat_request = a_request(record_usage=reports.append)

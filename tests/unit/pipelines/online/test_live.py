@@ -13,7 +13,7 @@ from pipelines.online.live import (
     STEP_S,
     LiveView,
     publish_break_even_forever,
-    watch_engines,
+    watch_drafters,
 )
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally, Context
@@ -146,7 +146,7 @@ def test_metrics_survive_a_restart(ledger, tmp_path, now, monkeypatch):
 
 
 def watched(*reports):
-    """Run `watch_engines`, which gets one of these reports per check.
+    """Run `watch_drafters`, which gets one of these reports per check.
 
     Returns:
         The messages, and the metrics that the watch of model "m" received.
@@ -164,7 +164,7 @@ def watched(*reports):
         return [f"check {len(received)}"]
 
     stopped = SimpleNamespace(wait=lambda timeout: not unread)
-    watch_engines({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, messages.append)
+    watch_drafters({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, messages.append)
     return messages, received
 
 

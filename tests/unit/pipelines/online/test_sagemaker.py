@@ -9,21 +9,21 @@ from peagle.engine.sagemaker import variable_of
 from peagle.errors import ConfigError
 from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
-from pipelines.online.sagemaker import SageMakerConfig, config_class, variables
+from pipelines.online.sagemaker import SageMakerConfig, config_class, config_from_env
 
 CONTAINER = {"PEAGLE_SAGEMAKER": "true", "SM_VLLM_MODEL": "smollm2-135m"}
 
 
 @pytest.fixture
 def configured(monkeypatch):
-    """Return a function that returns the configuration of `peagle serve` with these variables and arguments."""
+    """Return a function that loads the configuration of `peagle serve` from variables and arguments."""
 
     def load_(env, *arguments):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         parser = argparse.ArgumentParser()
         serve.add_arguments(parser)
-        return load(config_class(env), parser.parse_args(arguments), variables(env), partial(variable_of, env))
+        return load(config_class(env), parser.parse_args(arguments), config_from_env(env), partial(variable_of, env))
 
     return load_
 
@@ -41,7 +41,7 @@ def test_sagemaker_variables_are_ignored_elsewhere(configured):
     assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
 
 
-def test_precedence_over_sagemakers_variables(configured, tmp_path):
+def test_precedence_of_file_sagemaker_variables_peagle_variables_and_flags(configured, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_num_seqs: 1\nmax_model_len: 111\nmax_choices: 2\n")
     env = CONTAINER | {"SM_VLLM_MAX_MODEL_LEN": "512", "SM_VLLM_MAX_NUM_SEQS": "4", "SM_VLLM_PORT": "8081"}
@@ -69,7 +69,7 @@ def test_configuration_that_sagemaker_does_not_allow_is_refused(keys, reason):
     ("text", "is_enabled"), [("", False), ("no", False), ("0", False), ("on", True), ("TRUE", True)]
 )
 def test_sagemaker_mode_is_a_switch(text, is_enabled):
-    assert sagemaker.is_meant({"PEAGLE_SAGEMAKER": text}) is is_enabled
+    assert sagemaker.is_enabled({"PEAGLE_SAGEMAKER": text}) is is_enabled
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_prices_of_prompt_and_output():
     price = price_of(a_request())
     assert price.usd_per_prompt_token == pytest.approx(0.2 * 0.01 / 100)
     assert price.usd_per_output_token == pytest.approx(2 * 0.01 / 40)
-    assert price.of(prompt_tokens=1000, output_tokens=10) == pytest.approx(0.02 + 0.005)
+    assert price.max_usd(prompt_tokens=1000, output_tokens=10) == pytest.approx(0.02 + 0.005)
 
 
 @pytest.mark.parametrize(
@@ -332,10 +332,10 @@ def test_long_prompts_do_not_raise_the_output_price():
 
 def test_shared_price():
     price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three concurrent requests: a quarter of its 2.2 s
-    assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
+    assert price.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
     single = price_of(a_request())
-    assert single.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
-    assert TokenPrice().shared_price(prompt_tokens=1, output_tokens=1) is None
+    assert single.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    assert TokenPrice().expected_usd(prompt_tokens=1, output_tokens=1) is None
 
 
 def test_prompt_price_is_at_most_the_output_price():
@@ -356,8 +356,8 @@ def test_price_follows_recent_requests():
 def test_requests_without_output_have_no_price(change):
     price = price_of(a_request(**change))
     assert not price.is_known
-    assert price.of(prompt_tokens=1, output_tokens=1) is None
+    assert price.max_usd(prompt_tokens=1, output_tokens=1) is None
 
 
 def test_free_requests_have_a_price_of_zero():
-    assert price_of(a_request(usd=0.0)).of(prompt_tokens=1, output_tokens=1) == 0
+    assert price_of(a_request(usd=0.0)).max_usd(prompt_tokens=1, output_tokens=1) == 0

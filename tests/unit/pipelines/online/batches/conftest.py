@@ -14,7 +14,7 @@ from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, BatchRequest, StoredFile, new_id
 from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.work import Result
+from pipelines.online.batches.work import BatchResult
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.keys import KeyRecord
 
@@ -158,7 +158,7 @@ def make_result():
             request_id=batch_id, key="alice", model="m", drafter=None, outcome="ok", ttft_s=None, usd=0.5, usage=usage
         )
         output = ("export/openai-batch/output.jsonl", 10) if num_completed else None
-        return Result(
+        return BatchResult(
             reason=reason, num_completed=num_completed, num_failed=num_failed, output=output,
             errors=20 if num_failed else 0, usage=usage, record=record,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.gateway.routes import guarded_app
-from pipelines.online.ingress import answer_errors
+from pipelines.online.ingress import install_error_handlers
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 
 PURPOSE = {"purpose": "batch"}
@@ -44,7 +44,7 @@ def routes(settings, runner):
 def ask(routes, keys, tmp_path, settings):
     """Return a function that sends requests one after the other. A request is a function that takes the client."""
     app = guarded_app()
-    answer_errors(app)
+    install_error_handlers(app)
     models = (ServedModel(name="m", max_model_len=1000),)
     gate = GateSettings(
         models=models,

@@ -9,7 +9,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.scheduler import Scheduler, scheduling_order
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.validation import Checked
+from pipelines.online.batches.validation import CheckedInput
 from pipelines.online.totals import TokenPrice, totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -60,7 +60,7 @@ def end(scheduler, work, answer):
 
 
 def pass_check(scheduler, work, num_requests=3):
-    end(scheduler, work, Checked(num_requests=num_requests, model="m"))
+    end(scheduler, work, CheckedInput(num_requests=num_requests, model="m"))
     scheduler.tick()
 
 
@@ -88,7 +88,7 @@ def check_all(scheduler, runner):
         scheduler.tick()
         for work in runner.works:
             if work.kind == "check" and work.answer is None:
-                work.answer = Checked(num_requests=3, model="m")
+                work.answer = CheckedInput(num_requests=3, model="m")
     scheduler.tick()
 
 
@@ -97,7 +97,7 @@ def broken(*_):
 
 
 def shown(store, batch_id):
-    return store.batch(batch_id, "alice").show()
+    return store.batch(batch_id, "alice").to_api_object()
 
 
 def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, make_result, clock, tmp_path):
@@ -132,7 +132,7 @@ def test_invalid_input_fails_the_batch(scheduler, runner, store, order):
     batch_id = order()
     scheduler.tick()
     error = {"code": "invalid_json_line", "message": "x", "param": None, "line": 2}
-    end(scheduler, runner.works[0], Checked(num_requests=2, errors=(error,)))
+    end(scheduler, runner.works[0], CheckedInput(num_requests=2, errors=(error,)))
     scheduler.tick()
     assert shown(store, batch_id)["status"] == "failed"
     assert shown(store, batch_id)["errors"] == {"object": "list", "data": [error]}
@@ -324,7 +324,7 @@ def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store
     for _ in range(3):
         scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "check", "check"]
-    end(scheduler, runner.works[-1], Checked(num_requests=3, model="m"))
+    end(scheduler, runner.works[-1], CheckedInput(num_requests=3, model="m"))
     scheduler.tick()
     (collect,) = (work for work in runner.works if work.kind == "collect")
     assert (collect.arguments[0].batch_id, collect.arguments[1]) == (batch_id, "batch_failed")
@@ -386,7 +386,9 @@ def begin_with_large_budget(scheduler, runner, order, make_key, output_tokens=20
     batch_id = order(key=make_key(budget_usd=10))
     scheduler.tick()
     end(
-        scheduler, runner.works[-1], Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
+        scheduler,
+        runner.works[-1],
+        CheckedInput(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens),
     )
     scheduler.tick()
     return batch_id, runner.works[-1]

@@ -2,7 +2,7 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
 from pipelines.batch.config import GenerateConfig
 from pipelines.cluster.placement import Placement
-from pipelines.online.batches.settings import batch_settings, num_engines
+from pipelines.online.batches.settings import batch_engine_range, batch_settings
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
@@ -22,13 +22,13 @@ def settings_of(config, tmp_path):
 
 def test_no_folder_disables_batches(tmp_path):
     config = ServeConfig(batch_engines="2")
-    assert num_engines(config) == (0, 0)
+    assert batch_engine_range(config) == (0, 0)
     assert settings_of(config, tmp_path) is None
 
 
 def test_engines_of_concurrent_batches_are_counted(tmp_path):
     config = ServeConfig(batches=str(tmp_path), batches_at_once=3, batch_engines="1:4")
-    assert num_engines(config) == (3, 12)
+    assert batch_engine_range(config) == (3, 12)
 
 
 def test_batch_has_the_engine_settings_of_its_model(tmp_path):
@@ -52,7 +52,7 @@ def test_batches_on_the_endpoints_engines_need_no_cores(tmp_path):
     config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint", max_replicas=3, usd_per_hour=2)
     settings = settings_of(config, tmp_path)
     batch_model = settings.models["smollm2-135m"]
-    assert (num_engines(config), settings.lends, batch_model.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
+    assert (batch_engine_range(config), settings.lends, batch_model.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
     assert GenerateConfig(input="x", output=tmp_path / "run", **batch_model.config).engines == "1"
     placement = batch_model.neighbours.placement
     assert (placement.num_cpus < 0.1, placement.num_devices, placement.device) == (True, 2, "vcpu")

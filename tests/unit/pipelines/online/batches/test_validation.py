@@ -4,7 +4,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL
 from pipelines.online.batches import validation
-from pipelines.online.batches.validation import Rules, check_input
+from pipelines.online.batches.validation import BatchRules, check_input
 from pipelines.online.gateway.admission import ServedModel
 
 MODELS = tuple(ServedModel(name=name, max_model_len=100, can_seed=False) for name in ("a", "b"))
@@ -21,7 +21,7 @@ def check(tmp_path, make_key):
         path = tmp_path / "in.jsonl"
         data = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
         path.write_bytes(data)
-        return check_input(str(path), Rules(endpoint=CHAT_URL, key=key or make_key(), models=MODELS, **changes))
+        return check_input(str(path), BatchRules(endpoint=CHAT_URL, key=key or make_key(), models=MODELS, **changes))
 
     return check
 
@@ -83,7 +83,7 @@ def test_file_without_requests_is_refused(check, lines, code):
 
 def test_error_for_a_missing_file_hides_its_path(tmp_path, make_key):
     path = tmp_path / "gone.jsonl"
-    (error,) = check_input(str(path), Rules(endpoint=CHAT_URL, key=make_key(), models=MODELS)).errors
+    (error,) = check_input(str(path), BatchRules(endpoint=CHAT_URL, key=make_key(), models=MODELS)).errors
     assert error["code"] == "invalid_file"
     assert str(tmp_path) not in error["message"]
 

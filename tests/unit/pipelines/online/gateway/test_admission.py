@@ -6,7 +6,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import ServedModel, answer_shape, check, check_contents
+from pipelines.online.gateway.admission import ServedModel, answer_shape, check_contents, check_request
 from pipelines.online.gateway.keys import LOCAL
 
 
@@ -173,7 +173,7 @@ MIB = 2**20
 
 def admit(path, body, max_model_len=8192, mib=16):
     model = ServedModel(name="m", max_model_len=max_model_len, max_choices=4096, max_answer_bytes=mib * MIB)
-    return check(path, json.dumps(body).encode(), LOCAL, {"m": model}, max_output_tokens=None)
+    return check_request(path, json.dumps(body).encode(), LOCAL, {"m": model}, max_output_tokens=None)
 
 
 def is_refused(path, body):

@@ -7,7 +7,7 @@ import pytest
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, write_draw
 from peagle.economics.usage import EngineSession
-from pipelines.online.gateway.budget_watch import BudgetWatch, budget_of
+from pipelines.online.gateway.budget_watch import BudgetWatch, budget_status
 from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
 from pipelines.online.totals import Totals
 from tests.unit.pipelines.online.ledgers import a_request
@@ -120,12 +120,12 @@ def test_budget_state(tmp_path, spend):
     totals = Totals(tmp_path)
     spend(8.0)
     totals.catch_up()
-    assert budget_of(key(), totals.budgets) == {"spent_usd": 8.0}
-    assert budget_of(key(budget_usd=10, budget_every="week"), totals.budgets) == {
+    assert budget_status(key(), totals.budgets) == {"spent_usd": 8.0}
+    assert budget_status(key(budget_usd=10, budget_every="week"), totals.budgets) == {
         "spent_usd": 8.0, "left_usd": 2.0, "used": 0.8, "alert": 0.8, "reset": "2027-01-04",
     }  # fmt: skip
-    assert budget_of(key("bob", budget_usd=10), totals.budgets)["alert"] is None
-    assert budget_of(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
+    assert budget_status(key("bob", budget_usd=10), totals.budgets)["alert"] is None
+    assert budget_status(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
 
 
 def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):

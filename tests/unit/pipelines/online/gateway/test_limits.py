@@ -276,7 +276,9 @@ async def overspend_if_possible(random, limits, budgets, prices):
             prices["new"] = a_price(0.02, 0.002)
         if random.random() < 0.6:
             model, tokens, prompt = random.choice(["m", "new"]), random.randint(1, 30), random.randint(0, 200)
-            reserved_usd = prices[model].of(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
+            reserved_usd = (
+                prices[model].max_usd(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
+            )
             with contextlib.suppress(ApiError):
                 running.append((await admitted(limits, alice, tokens, model, prompt), reserved_usd))
         elif running:

@@ -355,7 +355,9 @@ REFUSAL = event(error={"message": "no", "code": 400})
     ],
 )
 async def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
-    answers = convert_errors(generate(items), is_healthy, event_refusal=lambda event: ("refused", event["code"]))
+    answers = convert_errors(
+        generate(items), is_healthy, event_to_error_response=lambda event: ("refused", event["code"])
+    )
     assert [item async for item in answers] == expected
 
 

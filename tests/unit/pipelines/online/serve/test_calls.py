@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling, listen
+from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling, stream_parts
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
@@ -36,7 +36,7 @@ async def test_stream_end_reports_its_usage(text, sent):
     """The parts are not events, since the ingress must not parse them. It sends no empty part to the client."""
     reports, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
     stream = Response(["not an event"], end, end=StopAsyncIteration())
-    assert [part async for part in listen(lambda: stream, reports.append)] == [["not an event"], *sent]
+    assert [part async for part in stream_parts(lambda: stream, reports.append)] == [["not an event"], *sent]
     assert reports == [end.reported]
 
 

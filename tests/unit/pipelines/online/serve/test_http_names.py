@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines.online.serve.http_names import route_path, validated
+from pipelines.online.serve.http_names import route_path, validate_body
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,6 @@ def test_validated():
     def take(number: int = Body()) -> None: ...
 
     field = app.routes[-1].body_field
-    assert validated(field, 7) == (7, [])
-    value, (fault,) = validated(field, "x")
+    assert validate_body(field, 7) == (7, [])
+    value, (fault,) = validate_body(field, "x")
     assert (value, fault["type"], fault["loc"]) == (None, "int_parsing", ("body",))

@@ -9,7 +9,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMValidationError
 
 from pipelines.online.serve import ray_names
-from pipelines.online.serve.ray_names import ProcessWatch, count_states, refusal
+from pipelines.online.serve.ray_names import ProcessWatch, count_states, to_error_response
 
 
 def test_client_of_serve_has_http_options():
@@ -81,7 +81,7 @@ HIDDEN = "the engine cannot process this request: a field has"
 def test_python_errors_are_hidden(error, text):
     serving = SimpleNamespace(create_error_response=create_error_response)
     ray_names.hide_python_errors(SimpleNamespace(_oai_serving_chat=serving, _oai_serving_completion=None))
-    answers = [refusal(error), serving.create_error_response(error)]
+    answers = [to_error_response(error), serving.create_error_response(error)]
     for answer in answers:
         assert (answer.error.code, answer.error.message[: len(text)]) == (400, text)
     assert serving.create_error_response("plain text").error.message == "plain text"
@@ -89,7 +89,7 @@ def test_python_errors_are_hidden(error, text):
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("too long"), 400), (RuntimeError("boom"), None)])
 def test_only_client_errors_are_refusals(error, status):
-    result = refusal(error)
+    result = to_error_response(error)
     assert (result and result.error.code) == status
 
 

@@ -77,7 +77,7 @@ def connected_to(protocol):
 
 @pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
 def client(request):
-    with connected_to(slow_clients.limited(request.param)) as client:
+    with connected_to(slow_clients.with_limits(request.param)) as client:
         yield client
 
 
@@ -148,7 +148,7 @@ def test_slow_headers_of_the_next_request_get_408(client, partial):
 
 
 def test_empty_lines_do_not_keep_a_connection_open():
-    with connected_to(slow_clients.limited(HttpToolsProtocol)) as client:  # h11 refuses them
+    with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client:  # h11 refuses them
         client.sendall(REQUEST)
         answer(client)
         assert trickle(client, b"\r\n" * 20) < 40
@@ -165,10 +165,10 @@ def test_rest_of_an_answered_body_is_limited(client):
 @pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
 @pytest.mark.parametrize("partial", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
 def test_endless_headers_are_refused(protocol, status, partial):
-    with connected_to(slow_clients.limited(protocol)) as client:
+    with connected_to(slow_clients.with_limits(protocol)) as client:
         client.sendall(REQUEST)
         answer(client)
-        client.sendall(partial + b"x" * (slow_clients.LIMIT_BYTES - len(partial)))
+        client.sendall(partial + b"x" * (slow_clients.MAX_HEADER_BYTES - len(partial)))
         client.sendall(b"x")
         data, _ = read_to_end(client)
     assert data.startswith(b"HTTP/1.1 " + status)
@@ -178,9 +178,9 @@ def test_endless_headers_are_refused(protocol, status, partial):
 @pytest.mark.parametrize("partial", [b"0\r\nx: ", b"4;x="])
 def test_endless_trailers_and_extensions_are_refused(partial):
     head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
-    with connected_to(slow_clients.limited(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
+    with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
         client.sendall(head + partial + b"x" * READ_BYTES)
-        client.sendall(b"x" * 2 * slow_clients.LIMIT_BYTES)
+        client.sendall(b"x" * 2 * slow_clients.MAX_HEADER_BYTES)
         assert read_to_end(client)[0] == b""
 
 
@@ -257,7 +257,7 @@ async def large_answer(scope, receive, send):
 @pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
 def server(request, monkeypatch):
     monkeypatch.setattr(slow_clients, "READER_LIMIT_S", READER_LIMIT_S)
-    with serving(slow_clients.limited(request.param), large_answer) as server:
+    with serving(slow_clients.with_limits(request.param), large_answer) as server:
         yield server
 
 
