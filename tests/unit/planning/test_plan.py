@@ -201,7 +201,7 @@ def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
         ({"cells": [CELL | {"method": "peagle"}]}, "k must be 0 with method none"),
         (
             {"cells": [CELL | {"method": "medusa", "k": 3}]},
-            r"sweep.json, cell 1: method: 'medusa' is not one of none, peagle, eagle3, ngram, suffix",
+            r"sweep.json, cell 1: method: 'medusa' is not one of none, peagle, eagle3, dflash, dspark, ngram, suffix",
         ),
         (
             {"cells": [CELL, CELL | {"method": "peagle", "k": 7, "acceptance_length": 9.2}]},

@@ -174,7 +174,7 @@ def test_placement_of_engine_on_several_cpu_nodes():
     single = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
     assert (single.num_cpus, single.num_devices, single.num_engines_on_node) == (3.0, 8, 1)
     shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
-    assert (shared.part, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
+    assert (shared.resources_per_node, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
     assert shared.bundles == [{"CPU": 1.0}] * 2
     assert missing_resources([{"CPU": 2.0}] * 2, shared, 2) == ""
     assert (

@@ -68,7 +68,7 @@ def test_too_low_pids_limit_is_refused(limits, tmp_path, most, current, is_refus
     (tmp_path / "pids.max").write_text(f"{most}\n")
     (tmp_path / "pids.current").write_text(f"{current}\n")
     messages = [error.message for error in startable.obstacles()]
-    assert [True for message in messages if "may have 512 processes" in message] == [True] * is_refused
+    assert [True for message in messages if "limited to 512 processes" in message] == [True] * is_refused
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, 
 def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_order, monkeypatch):
     file = upload(disk_or_s3_store)
     run = run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_order(file.id)))
-    monkeypatch.setattr(disk_or_s3_store, "drop", lambda file: exec("raise KeyboardInterrupt"))
+    monkeypatch.setattr(disk_or_s3_store, "_delete", lambda file: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         disk_or_s3_store.remove_file(file)
     monkeypatch.undo()
