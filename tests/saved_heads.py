@@ -6,7 +6,7 @@ import torch
 
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.head import is_saved, model_class_of, silence_library
-from peagle.drafter.target import TargetWeights, read_architecture, share_output
+from peagle.drafter.target import TargetWeights, read_architecture, set_verifier_output
 
 
 def load_head(folder, target):
@@ -30,5 +30,5 @@ def load_head(folder, target):
     assert not [name for name in missing if is_saved(head, name) and name != "lm_head.weight"]
     head.load_verifier_weights()
     architecture = read_architecture(target)
-    share_output(head, TargetWeights(target, architecture), architecture)
+    set_verifier_output(head, TargetWeights(target, architecture), architecture)
     return head.float()

@@ -128,7 +128,7 @@ class _Rows:
 
     def through(self, layer: Any) -> torch.Tensor:
         """The states behind a layer, with padding, [1, S, H]."""
-        return self._rows.through(layer, self._padded)
+        return self._rows.apply(layer, self._padded)
 
     def pass_through(self, layer: Any) -> None:
         """Go on to the next layer."""

@@ -1,7 +1,7 @@
-"""Forward passes of the heads over a batch, and their loss.
+"""The forward pass of a head over a batch, and its loss.
 
-These functions use the modules of `speculators`' models, but not its forward passes: those pack documents into one
-square mask, sample the rows themselves and store the logits of every row. Here, rows are arguments, each document
+These functions use the modules of `speculators`' models, but not their forward passes, which pack documents into one
+square mask, sample rows themselves, and store the logits of every row. Here, rows are arguments, each document
 attends only to itself, and logits are computed only for rows with a loss. For the same rows, the results are equal
 (tests/unit/drafter/test_forward.py).
 
@@ -38,7 +38,7 @@ from peagle.speculation import SpeculationStats
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
-    """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. `free_run` is that of `head_states`."""
+    """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. For `free_run`, see `head_states`."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
@@ -101,10 +101,10 @@ class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
-    # With D-PACE it is not a mean, and only comparable to other D-PACE losses.
+    # With D-PACE, it is not a mean and only comparable to other D-PACE losses.
     loss: torch.Tensor
     correct_D: torch.Tensor
-    accepted_D: torch.Tensor  # number of rows that are correct, as are all earlier rows of their chain
+    accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
 
@@ -121,7 +121,7 @@ class BatchLoss:
 
 
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
-    """Return the head's states after its norm, [R, H], for rows with a loss and padding.
+    """Return the head's states after its norm, [R, H], for the rows with a loss and their padding.
 
     With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. It makes
     no difference to a P-EAGLE head, which reads no token after the anchor.
@@ -146,7 +146,7 @@ class ParallelRows:
     rotary: tuple[torch.Tensor, torch.Tensor]
     plan: DocumentPlan
 
-    def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = layer(
             states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
         )
@@ -170,7 +170,7 @@ def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     rows = parallel_rows(head, batch)
     states = rows.states
     for layer in head.layers:
-        states = rows.through(layer, states)
+        states = rows.apply(layer, states)
     return states[0]
 
 

@@ -17,7 +17,7 @@ from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import read_head
 from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
-from peagle.drafter.target import Architecture, TargetWeights, read_architecture, share_output
+from peagle.drafter.target import Architecture, TargetWeights, read_architecture, set_verifier_output
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
@@ -38,7 +38,7 @@ class HeadSpec:
     num_depths: int = 8
     mask_token_id: int = 0
     # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
-    # and `fc` passes on the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
+    # and `fc` returns the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
     # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may continue an EAGLE-3
     # head.
     init: str = "warm"
@@ -152,7 +152,7 @@ def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_
     return None
 
 
-def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
+def possible_init(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
     """Return the requested `init`, or "random" with a warning if "warm" is not possible."""
     if spec.init != "warm":
         return spec.init
@@ -248,7 +248,7 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         )
         .float()
     )
-    share_output(head, weights, architecture)
+    set_verifier_output(head, weights, architecture)
     if spec.algorithm == "peagle":
         # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by only 1 in
         # 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of the
@@ -278,8 +278,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights of the head saved in `folder`.
 
-    An EAGLE-3 head has no mask state, so it keeps its initial value. Additional layers start as the identity, so that
-    the drafts stay the same.
+    An EAGLE-3 head has no mask state; then `head` keeps its initial one. Additional layers start as the identity, so
+    that the drafts stay the same.
     """
     parameters = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:

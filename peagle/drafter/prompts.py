@@ -24,10 +24,10 @@ from peagle.errors import ConfigError
 T = TypeVar("T")
 
 
-def part_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Split items into those outside and inside a share, by a hash of their text.
+def split_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Split items by a hash of their text; the second list gets about `share` of them.
 
-    Adding items does not change the split of the others.
+    Adding items does not move the others.
     """
     parts: tuple[list[T], list[T]] = ([], [])
     for item in items:
@@ -83,7 +83,7 @@ class Form:
     weight: float
 
 
-# The first form is the most common one of evaluation prompts.
+# The first form is the most common one in evaluation prompts.
 FORMS: tuple[Form, ...] = (
     Form(
         weight=10,
@@ -282,7 +282,7 @@ def content_materials(*, held_out: bool) -> list[Content]:
     topics = (("topic", "topic", name, name) for name in _TOPICS)
     for group, module, name, text in (*_passages(), *topics, *_tables(), *_sums()):
         distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
-    return part_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
+    return split_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
 
 
 def _passages() -> Iterator[tuple[str, str, str, str]]:

@@ -25,7 +25,7 @@ from peagle.economics.spending import DAY_S, day_number, day_of, day_text
 from peagle.economics.tags import parse_tags, tags_from_text
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
-from peagle.files import changing, write_atomic, write_json
+from peagle.files import locked_for_update, write_atomic, write_json
 from peagle.records import read_list, record_of
 
 Every = Literal["day", "week", "month"]
@@ -100,7 +100,7 @@ def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
     """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
-        with changing(path):
+        with locked_for_update(path):
             budgets = {budget.name: budget for budget in read_budgets(path)}
             yield budgets
             write_json(path, [budget.model_dump() for budget in budgets.values()])

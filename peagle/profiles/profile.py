@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from peagle.catalog.cards import lasting_name
 from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
-from peagle.files import write_atomic, writing
+from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 from peagle.profiles.measurements import Cell, describe_invalid
 
@@ -118,7 +118,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     path = user_path(path)
-    with writing(path, hint="set --profile-output to another file"):
+    with converted_write_errors(path, hint="set --profile-output to another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (words + text).encode())
 

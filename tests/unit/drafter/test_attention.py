@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from peagle.drafter.attention import (
-    BLOCK_ROWS,
+    MIN_BLOCK_ROWS,
     AttentionPlan,
     PaddedPlan,
     document_attention,
@@ -21,7 +21,7 @@ def documents():
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
-    assert int((documents[0].depth_S == 3).sum()) > 2 * BLOCK_ROWS
+    assert int((documents[0].depth_S == 3).sum()) > 2 * MIN_BLOCK_ROWS
     return documents
 
 

@@ -76,7 +76,7 @@ def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monke
 def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
-    with pytest.raises(ConfigError, match="has features with different target"):
+    with pytest.raises(ConfigError, match="contains features with a different target"):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
@@ -189,11 +189,11 @@ def _shard(*lengths):
 def test_shards_of_other_processes_are_added_in_any_order(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=2)
     checksums = [write_shard(tmp_path, number, _shard(3 + number)) for number in range(2)]
-    writer.take(1, checksums[1])
+    writer.add_written(1, checksums[1])
     assert (writer.has(0), writer.has(1), writer.num_written, writer.num_shards) == (False, True, 1, 2)
     with pytest.raises(InputError, match="1 of 2 shards"):
         FeatureStore(tmp_path)
-    writer.take(0, checksums[0])
+    writer.add_written(0, checksums[0])
     assert list(json.loads((tmp_path / "index.json").read_text())["shards"].values()) == checksums
     store = FeatureStore(tmp_path, verify=True)
     assert [store.num_tokens(i) for i in range(2)] == [3, 4]
@@ -204,10 +204,10 @@ def test_a_different_or_missing_shard_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     checksum = write_shard(tmp_path / "elsewhere", 0, _shard(3))
     with pytest.raises(PeagleError, match="wrote\n  every node must have access to this folder"):
-        writer.take(0, checksum)
+        writer.add_written(0, checksum)
     write_shard(tmp_path / "here", 0, _shard(4))
     with pytest.raises(PeagleError, match="different from the file that a worker wrote"):
-        writer.take(0, checksum)
+        writer.add_written(0, checksum)
     assert writer.num_written == 0
 
 
@@ -215,7 +215,7 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     writer.add(0, _shard(3))
     (tmp_path / "shard-00001.0123.partial").write_bytes(b"cut off")
-    writer.clear()
+    writer.remove_partial_files()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
 
 

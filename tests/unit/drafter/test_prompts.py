@@ -12,9 +12,9 @@ from peagle.drafter.prompts import (
     folder_snippets,
     generate_prompts,
     num_available,
-    part_by_hash,
     prose,
     source_materials,
+    split_by_hash,
 )
 from peagle.errors import ConfigError
 
@@ -136,7 +136,7 @@ def test_braces_in_text_are_kept():
     assert {category for category, _ in wordings} == {"explanation", "writing", "ideas"}
 
 
-split_rows = partial(part_by_hash, text=lambda row: row["id"])
+split_rows = partial(split_by_hash, text=lambda row: row["id"])
 
 
 def test_split_depends_only_on_ids():
