@@ -1,7 +1,7 @@
 """A folder of finished measurements, which a repeated command does not measure again.
 
 NAME.json      the fingerprint that all records share (written once)
-cells/*.json   a finished measurement each
+cells/*.json   the finished measurements, one per file
 logs/          engine output
 ledger/        the cost of the engines, for `peagle cost` (`spending.py`)
 """
@@ -22,7 +22,7 @@ Record = TypeVar("Record")
 
 
 class MeasurementFolder:
-    """A folder of measurements that share a fingerprint, JSON-ready settings; created if it does not exist."""
+    """A folder of measurements that share a fingerprint (JSON-ready settings). It is created if it does not exist."""
 
     def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
         self.root = user_path(root)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from peagle.catalog.targets import name_of
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.profiles.watch import needed_at
+from peagle.profiles.watch import break_even_at
 from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
@@ -37,7 +37,7 @@ class RunMetrics:
                 "peagle_run_expected_end_timestamp_seconds",
             )
         )
-        needed = needed_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
+        needed = break_even_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
         if needed is not None:
             exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
 

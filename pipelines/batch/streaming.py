@@ -84,7 +84,9 @@ def _watch(
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
         if drafter_watch is not None:
-            for note in drafter_watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
+            for note in drafter_watch.new_warnings(
+                num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length
+            ):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"

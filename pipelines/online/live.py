@@ -18,7 +18,7 @@ import numpy as np
 
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
-from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
+from peagle.profiles.watch import DrafterWatch, break_even_at, reliable_length
 from peagle.speculation import note
 from pipelines.online.cost import CostView, totals
 from pipelines.online.totals import Sums, Totals
@@ -111,7 +111,7 @@ class LiveView:
         return {model: length for model, length in lengths.items() if length is not None}
 
     def _break_even_length(self, model: str, figures: Mapping[str, Any]) -> float | None:
-        return needed_at(self._break_even.get(model, {}), figures["requests_at_once"])
+        return break_even_at(self._break_even.get(model, {}), figures["requests_at_once"])
 
     def on_attach(self, totals: Totals) -> None:
         for request in totals.recent(self._now() - MAX_WINDOW_S):
@@ -200,7 +200,7 @@ def watch_engines(
             continue
         for name in watches.keys() & by_model.keys():
             figures = by_model[name]
-            for warning in watches[name].new(
+            for warning in watches[name].new_warnings(
                 num_drafts=figures["num_drafts"],
                 acceptance_length=figures["acceptance_length"],
                 concurrency=figures["requests_at_once"],

@@ -11,7 +11,7 @@ from usage_records import drafts
 from peagle import hardware
 from peagle.bench import engine
 from peagle.bench import engine as bench_engine
-from peagle.bench.engine import difference, memory_reader, run_loop, tree_rss_gib, with_engine
+from peagle.bench.engine import drafts_between, memory_reader, run_pass, tree_rss_gib, with_engine
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import RequestRefused
@@ -155,8 +155,8 @@ class RecordingEngine(FakeEngine):
 
 def run(engine, concurrency=2, num_warm_up=1):
     progress: list[tuple[int, int]] = []
-    loop = asyncio.run(
-        run_loop(
+    result = asyncio.run(
+        run_pass(
             engine,
             PROMPTS,
             sampling=SAMPLING,
@@ -165,33 +165,35 @@ def run(engine, concurrency=2, num_warm_up=1):
             num_warm_up=num_warm_up,
         )
     )
-    return loop, progress
+    return result, progress
 
 
-def test_the_loop_keeps_the_concurrency():
+def test_a_pass_keeps_the_concurrency():
     engine = RecordingEngine()
-    loop, progress = run(engine, concurrency=3)
+    result, progress = run(engine, concurrency=3)
     assert engine.max_running == 3
     assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
-    assert len(loop.responses) == 6
+    assert len(result.responses) == 6
     assert progress == [(i, 6) for i in range(1, 7)]
 
 
 def test_the_warm_up_is_not_measured():
     engine = RecordingEngine()
-    loop, _ = run(engine, concurrency=4, num_warm_up=4)
+    result, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
-    assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
+    assert result.drafted == sum(
+        (g.speculation for g in result.responses if g.speculation), start=SpeculationStats.empty()
+    )
 
 
 def test_a_refused_request_has_no_answer():
-    loop, progress = run(RecordingEngine(refused="2"))
-    assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
-    assert loop.generations[2] is None
+    result, progress = run(RecordingEngine(refused="2"))
+    assert [answer is None for answer in result.answers] == [False, False, True, False, False, False]
+    assert result.generations[2] is None
     assert progress[-1] == (6, 6)
 
 
-def test_difference_of_two_readings():
-    assert difference(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
-    assert difference(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
-    assert difference(None, drafts(1, 1)) is None
+def test_drafts_between_two_readings():
+    assert drafts_between(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
+    assert drafts_between(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
+    assert drafts_between(None, drafts(1, 1)) is None

@@ -64,7 +64,7 @@ def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
     assert result.most_s == 100
     assert result.to_dict()["most_usd"] == pytest.approx(1.0 * share)
     assert lines["expected"].startswith("at most 1 min 40 s and $")
-    assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
+    assert lines["expected"].endswith("10 tokens/s per engine with 8 concurrent requests (measured, a test)")
 
 
 def test_forecast_is_json(make_forecast):
