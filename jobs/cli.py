@@ -25,7 +25,7 @@ from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
 from peagle.private import keep_private
-from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_signal
+from peagle.signals import STOPPED_CODE, install_interrupt_handlers, interrupted_by_signal
 
 GROUPS = {
     "Generate": {
@@ -83,7 +83,7 @@ _HELP_FLAGS = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    interrupt_on_signal()
+    install_interrupt_handlers()
     with standard_streams() as streams:
         streams.code = run(sys.argv[1:] if argv is None else list(argv))
     sys.exit(streams.code)

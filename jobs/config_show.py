@@ -54,14 +54,14 @@ def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     from pipelines.batch.config import GenerateConfig
 
     if isinstance(config, GenerateConfig):
-        from pipelines.batch.forecast import settled as settled_run
+        from pipelines.batch.forecast import resolve_unset_options as resolve_run
 
-        return settled_run(config)
+        return resolve_run(config)
     from pipelines.online.config import ServeConfig
-    from pipelines.online.forecast import settled as settled_endpoint
+    from pipelines.online.forecast import resolve_unset_options as resolve_endpoint
 
     assert isinstance(config, ServeConfig)
-    return settled_endpoint(config)
+    return resolve_endpoint(config)
 
 
 def _show(rows: "ResolvedDefaults") -> None:

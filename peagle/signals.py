@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: interrupt this process, or ask it to stop.
 
-`timeout`, wrappers such as `uv run`, and terminals often signal a process twice, so signals within a second count as
-one.
+The command `timeout`, wrappers such as `uv run`, and terminals often signal a process twice, so signals within a
+second count as one.
 """
 
 import atexit
@@ -22,7 +22,7 @@ STOPPED_CODE = 3  # exit code of a command that a signal stopped
 class _Handler:
     """Calls `act` on a signal, but ignores repeated signals.
 
-    It also ignores a signal that the handler it replaces, `before`, has just received.
+    It also ignores a signal that `before`, the handler that it replaces, has just received.
     """
 
     def __init__(self, act: Callable[[], object], before: object) -> None:
@@ -65,7 +65,7 @@ def stop_on_signal(stop: threading.Event, *, message: str) -> Iterator[None]:
         yield
 
 
-def interrupt_on_signal() -> None:
+def install_interrupt_handlers() -> None:
     """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on, unless they are ignored. Call it in the main thread.
 
     While the interpreter exits, both signals are ignored, so that a repeated signal does not change the exit code.

@@ -269,7 +269,7 @@ def length_plot(report: Mapping[str, Any]) -> str:
         x_name="draft tokens per step (K)",
         y_name="tokens per verification step",
         x_prefix="K=",
-        first=1.0,  # the length without accepted drafts
+        y_start=1.0,  # the length without accepted drafts
     )
     chart = line_chart(list(curves.items()), axes)
     return standalone(chart, f"Acceptance length, {subject_of(report)}", list(curves))

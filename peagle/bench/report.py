@@ -369,7 +369,7 @@ def speed_plot(report: Mapping[str, Any]) -> str:
         y_name="output tokens/s",
         x_prefix="concurrency ",
         decimals=0,
-        is_even=True,
+        is_evenly_spaced=True,
     )
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []

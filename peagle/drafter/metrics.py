@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
+from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, drawing, grid_line, spread_labels, standalone, text, x_axis_name
 from peagle.plain_json import to_json
 
 METRICS = "metrics.jsonl"
@@ -141,7 +141,7 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
         parts += [_line(segment, opacity) for segment in _segments(points)]
         ends += [(end, str(number)) for _, end in points[::-1] if end is not None][:1]
     if len(curves) > 1:
-        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in apart(ends)]
+        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in spread_labels(ends)]
     return "".join(parts)
 
 

@@ -26,7 +26,7 @@ from peagle.economics.tags import parse_tags, tags_from_text
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.files import locked_for_update, write_atomic, write_json
-from peagle.records import read_list, record_of
+from peagle.records import read_list, validate_record
 
 Every = Literal["day", "week", "month"]
 ByDay = dict[str, dict[int, float]]
@@ -93,7 +93,7 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
     values = read_list(path, "budgets", hint="create the file with `peagle serve budgets set`")
-    return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
+    return tuple(validate_record(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from peagle.speculation import note
+from peagle.speculation import drafter_warning
 
 
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
@@ -43,7 +43,7 @@ class DrafterWatch:
         """Return the warning the first time that live figures justify it; afterwards nothing."""
         length = reliable_length(num_drafts, acceptance_length)
         needed = self.needed if concurrency is None else break_even_at(self._break_even, concurrency)
-        if self._has_warned or (warning := note(length, break_even=needed)) is None:
+        if self._has_warned or (warning := drafter_warning(length, break_even=needed)) is None:
             return []
         self._has_warned = True
         return [warning]

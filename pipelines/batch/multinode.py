@@ -1,7 +1,8 @@
 """Place, start and watch the ranks of an engine that are on other nodes.
 
-The engine's actor (`worker.py`) is the leader, and starts an actor on each other node, its followers. All of them end
-together: Ray ends the followers with the process that started them, and the leader ends when the first follower ends.
+The engine's actor (`worker.py`) is the leader. It starts a follower, also an actor, on every other node. They all
+end together: Ray ends the followers with the process that started them, and the leader ends when the first follower
+ends.
 vLLM's arguments are in `peagle/engine/arguments.py`.
 """
 
@@ -27,10 +28,10 @@ _LOGS = "the run's logs/ folder has a log of each node"
 
 
 class Follower:
-    """The part of an engine on one other node.
+    """The ranks of an engine on one node other than the leader's.
 
     Args:
-        session_id: session id of the engine, which names the log.
+        session_id: session id of the engine, used in the log's name.
         number: number of the node within the engine, from 1.
     """
 
@@ -61,8 +62,8 @@ class Follower:
                 raise with_root_cause(error, self._log.read_text(errors="replace")) from error
 
 
-class OtherNodes:
-    """The followers of the engine that this actor leads. Creating this object starts them.
+class Followers:
+    """The followers of the engine that this actor leads. The constructor starts them.
 
     If a follower ends while the engine starts, the start is aborted, because vLLM would wait for the follower.
 
@@ -77,7 +78,7 @@ class OtherNodes:
         self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
-        actors = _actors(run.placement.part, run.spec.num_nodes - 1)
+        actors = _actors(run.placement.resources_per_node, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor without a reference.
@@ -91,7 +92,7 @@ class OtherNodes:
         self._has_started.set()
 
     def release(self) -> None:
-        """Release the other nodes when the engine shuts down normally."""
+        """Stop reacting to the end of followers, because the engine shuts down normally."""
         self._die = lambda _: None
 
     def _watch(self) -> None:
@@ -115,25 +116,25 @@ class OtherNodes:
         return EngineError(message, hint=_LOGS)
 
 
-def _actors(part: Mapping[str, float], count: int) -> list[Any]:
+def _actors(resources_per_node: Mapping[str, float], count: int) -> list[Any]:
     """Wait for room on `count` other nodes, and return a `Follower` actor class for each."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = _group(part, count)
+    group = _group(resources_per_node, count)
     while not group.wait(_REPORT_S):
-        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(part)} free on each\n")
+        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(resources_per_node)} free on each\n")
     return [
         ray.remote(Follower).options(
-            num_cpus=part["CPU"],
-            num_gpus=part.get("GPU"),
+            num_cpus=resources_per_node["CPU"],
+            num_gpus=resources_per_node.get("GPU"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
         for index in range(count)
     ]
 
 
-def _group(part: Mapping[str, float], count: int) -> Any:
+def _group(resources_per_node: Mapping[str, float], count: int) -> Any:
     """Return a placement group on nodes other than this one. It ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -144,7 +145,7 @@ def _group(part: Mapping[str, float], count: int) -> Any:
         with contextlib.suppress(ValueError):  # the replaced process had no group yet
             remove_placement_group(get_placement_group(name))
     return placement_group(
-        [dict(part)] * count,
+        [dict(resources_per_node)] * count,
         strategy="STRICT_SPREAD",
         name=name,
         bundle_label_selector=[{_NODE_ID: f"!{context.get_node_id()}"}] * count,

@@ -218,7 +218,7 @@ class UsageMetrics:
         _add(self._accepted, drafted.num_accepted_tokens)
         _add(self._lookup, drafted.num_lookup_tokens)
         _add(self._dropped, drafted.num_dropped_tokens)
-        pairs = zip(drafted.accepted_per_position, drafted.verified_by_position, strict=True)
+        pairs = zip(drafted.accepted_per_position, drafted.verified_counts, strict=True)
         for position, (num_accepted, num_verified) in enumerate(pairs):
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))

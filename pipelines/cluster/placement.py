@@ -45,7 +45,7 @@ class Placement:
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
-    def part(self) -> dict[str, float]:
+    def resources_per_node(self) -> dict[str, float]:
         """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
@@ -54,7 +54,7 @@ class Placement:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """The bundles of an engine, for the autoscaler, which only accepts whole CPUs."""
-        return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
+        return [{**self.resources_per_node, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

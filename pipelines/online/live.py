@@ -19,7 +19,7 @@ import numpy as np
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
 from peagle.profiles.watch import DrafterWatch, break_even_at, reliable_length
-from peagle.speculation import note
+from peagle.speculation import drafter_warning
 from pipelines.online.cost import CostView, totals
 from pipelines.online.totals import Sums, Totals
 
@@ -91,7 +91,7 @@ class LiveView:
         notes = []
         for model, figures in by_model.items():
             length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
-            if text := note(length, break_even=self._break_even_length(model, figures)):
+            if text := drafter_warning(length, break_even=self._break_even_length(model, figures)):
                 notes.append(f"{model}: {text}")
         return {
             "ends_at_s": last * STEP_S,

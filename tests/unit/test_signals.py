@@ -114,8 +114,8 @@ def test_event_loop_cleans_up(number):
 
 _STOPPING_SCRIPT = """
 import threading
-from peagle.signals import interrupt_on_signal, stop_on_signal
-interrupt_on_signal()
+from peagle.signals import install_interrupt_handlers, stop_on_signal
+install_interrupt_handlers()
 with stop_on_signal(threading.Event(), message="stopped immediately"):
     print("ready", flush=True)
     threading.Event().wait()

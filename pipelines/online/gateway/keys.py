@@ -29,7 +29,7 @@ from peagle.economics.tags import TagOptions
 from peagle.errors import ConfigError
 from peagle.files import locked_for_update, make_folder, write_atomic
 from peagle.private import SECRET_MODE
-from peagle.records import read_list, record_of
+from peagle.records import read_list, validate_record
 
 T = TypeVar("T")
 _RELOAD_S = 1.0
@@ -233,7 +233,7 @@ class KeyRing:
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:
-    record = record_of(KeyRecord, values, where=where)
+    record = validate_record(KeyRecord, values, where=where)
     if record.name == LOCAL_NAME:  # the key would own the files and usage of requests without a key
         raise ConfigError(
             f"{where}: name: {LOCAL_NAME!r} is reserved for requests without a key", hint="choose another name"

@@ -13,10 +13,10 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.directory import RunDirectory
 from pipelines.batch import multinode
-from pipelines.batch.multinode import Follower, OtherNodes
+from pipelines.batch.multinode import Follower, Followers
 
 WAIT_S = 20
-PART = {"CPU": 1.0}
+RESOURCES_PER_NODE = {"CPU": 1.0}
 
 
 def engine_run(run_dir="run"):
@@ -24,7 +24,7 @@ def engine_run(run_dir="run"):
         directory=RunDirectory(run_dir),
         slots_name="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
-        placement=SimpleNamespace(num_engines_on_node=1, part=PART),
+        placement=SimpleNamespace(num_engines_on_node=1, resources_per_node=RESOURCES_PER_NODE),
     )
 
 
@@ -32,10 +32,10 @@ class Cluster:
     """Two fake follower actors. `end` ends the second one; `killed` counts kills of the leader's child processes."""
 
     def __init__(self, monkeypatch):
-        self.joined, self.killed, self.leaders = [], threading.Semaphore(0), []
+        self.joined, self.killed, self.started_followers = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
-        monkeypatch.setattr(multinode, "_actors", lambda part, count: actors[:count])
+        monkeypatch.setattr(multinode, "_actors", lambda resources_per_node, count: actors[:count])
         monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.1")
         monkeypatch.setattr(multinode, "_POLL_S", 0.01)
         monkeypatch.setattr("ray.wait", self._wait)
@@ -50,16 +50,16 @@ class Cluster:
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
 
     def lead(self):
-        self.leaders.append(OtherNodes(engine_run(), "session"))
-        return self.leaders[-1]
+        self.started_followers.append(Followers(engine_run(), "session"))
+        return self.started_followers[-1]
 
     def join(self):
-        """End the watching threads, which would otherwise call the real `ray.get` and join any cluster."""
+        """End the watching threads, which would otherwise call the real `ray.get` and connect to a Ray cluster."""
         self._has_ended.set()
-        for leader in self.leaders:
-            leader.started(lambda _: None)
+        for followers in self.started_followers:
+            followers.started(lambda _: None)
             for thread in threading.enumerate():
-                if getattr(thread, "_target", None) == leader._watch:
+                if getattr(thread, "_target", None) == followers._watch:
                     thread.join(WAIT_S)
 
     def end(self, error=None):
@@ -84,11 +84,11 @@ def cluster(monkeypatch):
 
 
 def test_followers_get_the_leaders_address(cluster):
-    others = cluster.lead()
-    assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
-    assert cluster.joined == [(1, others.rank.leader), (2, others.rank.leader)]
-    assert others.rank.leader[0] == "10.0.0.1"
-    assert 1024 <= others.rank.leader[1] < 65536
+    followers = cluster.lead()
+    assert followers.rank == NodeRank(number=0, host="10.0.0.1", leader=followers.rank.leader)
+    assert cluster.joined == [(1, followers.rank.leader), (2, followers.rank.leader)]
+    assert followers.rank.leader[0] == "10.0.0.1"
+    assert 1024 <= followers.rank.leader[1] < 65536
 
 
 @pytest.mark.parametrize(
@@ -101,28 +101,28 @@ def test_followers_get_the_leaders_address(cluster):
 )
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
     errors = queue.Queue()
-    others = cluster.lead()
-    others.started(errors.put)
-    assert others.failure is None
+    followers = cluster.lead()
+    followers.started(errors.put)
+    assert followers.failure is None
     cluster.end(error)
     assert errors.get(timeout=WAIT_S).startswith(message)
-    assert others.is_lost == is_lost
+    assert followers.is_lost == is_lost
 
 
 def test_start_is_aborted_when_a_follower_ends(cluster):
-    others = cluster.lead()
+    followers = cluster.lead()
     cluster.end(EngineError("vLLM did not start: no memory"))
     for _ in range(3):  # vLLM may not have started its processes yet
         assert cluster.killed.acquire(timeout=WAIT_S)
-    assert others.failure.message == "vLLM did not start: no memory"
+    assert followers.failure.message == "vLLM did not start: no memory"
 
 
 def test_released_followers_do_not_end_the_engine(cluster):
     calls = []
-    others = cluster.lead()
-    others.started(calls.append)
-    others.release()
-    watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)
+    followers = cluster.lead()
+    followers.started(calls.append)
+    followers.release()
+    watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == followers._watch)
     cluster.end()
     watch.join(WAIT_S)
     assert (watch.is_alive(), calls) == (False, [])
@@ -131,17 +131,17 @@ def test_released_followers_do_not_end_the_engine(cluster):
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced):
     removed = []
-    leader = SimpleNamespace(
+    context = SimpleNamespace(
         get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
     )
-    monkeypatch.setattr("ray.get_runtime_context", lambda: leader)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     module = importlib.import_module("ray.util.placement_group")  # a function has the same name
     monkeypatch.setattr(module, "get_placement_group", lambda name: f"group {name}")
     monkeypatch.setattr(module, "remove_placement_group", removed.append)
     monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))
-    bundles, keys = multinode._group(PART, 2)
+    bundles, keys = multinode._group(RESOURCES_PER_NODE, 2)
     assert removed == (["group peagle-a1"] if is_replaced else [])
-    assert bundles == [PART, PART]
+    assert bundles == [RESOURCES_PER_NODE, RESOURCES_PER_NODE]
     assert (keys["strategy"], keys["name"]) == ("STRICT_SPREAD", "peagle-a1")
     assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
 
