@@ -21,7 +21,7 @@ from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
 
 
-def failing(*lines):
+def failing_start(*lines):
     def start(*_):
         for line in lines:
             os.write(2, f"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] {line}\n".encode())
@@ -37,19 +37,22 @@ def failing(*lines):
         ([], "vLLM did not start: see above"),
     ],
 )
-def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
+def test_the_cause_is_read_from_the_log_of_this_start(lines, message, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # a start sets it; monkeypatch restores it
     log = tmp_path / "none-k0.log"
     for start, expected in (
-        (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
-        (failing(*lines), message),
+        (
+            failing_start("ValueError: the KV cache is too small"),
+            "vLLM did not start: ValueError: the KV cache is too small",
+        ),
+        (failing_start(*lines), message),
     ):
         with pytest.raises(EngineError) as failed:
             with_engine(
                 EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("the engine did not start")
             )
         assert failed.value.message == expected
-    assert "KV cache" in log.read_text(), "earlier prints are kept"
+    assert "KV cache" in log.read_text(), "the log of the earlier start is kept"
 
 
 def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
@@ -69,14 +72,14 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
         os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
         return Fake(FakeTraits(is_wrong=is_wrong))
 
-    def outcome():
+    def start_and_check():
         return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)
 
     is_wrong = False
-    assert outcome().outcome == "passed"
+    assert start_and_check().outcome == "passed"
     is_wrong = True
     with pytest.raises(EngineError, match="failed its self-check"):
-        outcome()
+        start_and_check()
     assert [check.outcome for check in checks] == ["passed", "failed"], "a failed engine is shut down, too"
     stderr = capfd.readouterr().err
     assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + stderr

@@ -164,7 +164,7 @@ def test_conflicting_engine_args_are_refused(target):
         plan(target, engine_args="load_format=dummy")
 
 
-def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch):
+def test_two_commands_cannot_create_a_folder_with_different_fingerprints(tmp_path, monkeypatch):
     original = module.make_folder
 
     def make_folder(path):

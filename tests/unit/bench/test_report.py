@@ -93,7 +93,7 @@ SPEEDS = {
 }
 
 
-def at_speed(method, k, concurrency, speed, repeat=0):
+def record_at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
     stats = drafts(40, *(30, 10, 5, 1, 0)[:k])
     no_drafts = SpeculationStats.empty()
@@ -103,14 +103,14 @@ def at_speed(method, k, concurrency, speed, repeat=0):
 
 
 def setup(method, k):
-    stats = [at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
+    stats = [record_at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
     return {"method": method, "k": k, "label": method_label(method, k), **acceptance(stats)}
 
 
 @pytest.fixture
 def report():
     cells = [
-        summarise([at_speed(m, k, c, speed, r) for r in range(2)], usd_per_s=0.0001)
+        summarise([record_at_speed(m, k, c, speed, r) for r in range(2)], usd_per_s=0.0001)
         for (m, k), speeds in SPEEDS.items()
         for c, speed in speeds.items()
     ]
@@ -153,7 +153,7 @@ def test_ratio_range_over_common_repeats():
         ("ngram", 3): {1: 12.0},
     }
     cells = [
-        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in by_repeat.items()], usd_per_s=None)
+        summarise([record_at_speed(m, k, 1, speed, repeat) for repeat, speed in by_repeat.items()], usd_per_s=None)
         for (m, k), by_repeat in speeds.items()
     ]
     peagle, ngram = speed_ratios(cells)

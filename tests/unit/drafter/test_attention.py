@@ -25,7 +25,7 @@ def documents():
     return documents
 
 
-def _reference(documents, query, key, value):
+def _full_mask_attention(documents, query, key, value):
     masks = [attention_mask(rows, rows) for rows in documents]
     mask = torch.block_diag(*masks).bool()
     groups = HEADS // KV_HEADS
@@ -53,7 +53,7 @@ def test_parallel_attention_equals_one_full_mask(documents, to_form):
     total = sum(map(len, documents))
     query, key, value = _tensors(total + PADDING)
     output, _ = document_attention(None, query, key, value, to_form(parallel_plan(documents)))
-    torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
+    torch.testing.assert_close(output[:, :total], _full_mask_attention(documents, query, key, value))
     assert output.shape[1] == total + PADDING
     assert not output[:, total:].any()
 
@@ -63,7 +63,7 @@ def test_parallel_gradients_equal_one_full_mask(documents, to_form):
     tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
     output, _ = document_attention(None, *tensors, to_form(parallel_plan(documents)))
     torch.testing.assert_close(
-        _gradients(output, tensors), _gradients(_reference(documents, *tensors).contiguous(), tensors)
+        _gradients(output, tensors), _gradients(_full_mask_attention(documents, *tensors).contiguous(), tensors)
     )
 
 
@@ -86,7 +86,7 @@ def test_sequential_gradients_reach_earlier_depths(documents, to_form):
     query, key, value = tensors
     plan = to_form(sequential_plan(documents, 2))
     output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
-    expected = _reference(documents, query, key, value)[:, rows]
+    expected = _full_mask_attention(documents, query, key, value)[:, rows]
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
 
 
@@ -101,7 +101,7 @@ def test_no_block_is_saved_for_the_gradient():
 
 def test_sequential_attention_equals_one_full_mask(documents, to_form):
     query, key, value = _tensors(sum(map(len, documents)))
-    expected = _reference(documents, query, key, value)
+    expected = _full_mask_attention(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
     by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
     for depth, rows in enumerate(by_depth):

@@ -22,7 +22,7 @@ def test_a_reformatted_copy_is_found():
     assert checked.dropped[0].overlap == "check if in given list of numbers are any two"
 
 
-def test_one_word_less_is_not_an_overlap():
+def test_one_word_fewer_is_not_an_overlap():
     nine_words = "check if in given list of numbers are any"
     assert index_with(REFERENCE).overlap(nine_words) is None
     assert index_with(REFERENCE).overlap(f"{nine_words} two") == f"{nine_words} two"

@@ -22,7 +22,7 @@ from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
 def _reference_states(model, token_ids, layers):
-    """Run the layers one by one."""
+    """Return the aux and last states, computed layer by layer."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
     positions = torch.arange(len(token_ids))[None]
@@ -80,7 +80,7 @@ def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
-def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, monkeypatch):
+def test_too_little_disk_space_is_refused_before_the_extraction(tmp_path, model, samples, spec, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=rf"{spec.bytes_per_token:,} bytes each(?s:.*)--on-the-fly"):
         extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
@@ -158,7 +158,7 @@ def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_identically(
+def test_a_resumed_training_run_reads_ahead_identically(
     target, bf16_model, samples, spec, vocabulary, tmp_path, steps_before
 ):
     def computed():
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_shard_is_found_and_repaired(tmp_path):
+def test_a_damaged_shard_is_detected_and_extracted_again(tmp_path):
     StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
     file = tmp_path / "shard-00000.safetensors"
     damaged = bytearray(file.read_bytes())

@@ -178,9 +178,9 @@ def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
     trained = _trained(_head(target, spec, vocabulary, **shape))
-    trained_unfrozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
-    assert trained_unfrozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
-    assert {"fc.weight", "mask_hidden"} <= trained - trained_unfrozen
+    trained_above_frozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
+    assert trained_above_frozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
+    assert {"fc.weight", "mask_hidden"} <= trained - trained_above_frozen
 
 
 @pytest.mark.parametrize(

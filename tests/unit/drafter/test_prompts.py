@@ -48,11 +48,11 @@ def test_unknown_prompt_sources_are_refused(source):
 
 def test_held_out_content_is_disjoint():
     trained, held_out = (source_materials(source) for source in ("content", "content:held-out"))
-    kinds = [
+    categories = [
         {prompt.category for prompt in generate_prompts(materials, source="content")}
         for materials in (trained, held_out)
     ]
-    assert (len(kinds[0]) >= 9, len(kinds[1]) >= 6, kinds[0] & kinds[1]) == (True, True, set())
+    assert (len(categories[0]) >= 9, len(categories[1]) >= 6, categories[0] & categories[1]) == (True, True, set())
     assert {material.text for material in trained}.isdisjoint(material.text for material in held_out)
 
 
@@ -67,7 +67,7 @@ def test_all_wordings_of_all_materials_occur():
 MODULE = '''
 import os
 
-raise RuntimeError("a module that is imported does this")
+raise RuntimeError("this module was imported")
 
 def area(width: int, height: int = 2) -> int:
     """The area of a rectangle of integer sides.
