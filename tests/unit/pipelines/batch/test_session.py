@@ -46,7 +46,7 @@ def sleeps(monkeypatch):
 def wait(run, *, num_engines=1, num_units=12, work=None):
     StartPolicy(
         num_engines=num_engines, work=work or (1,) * num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
-    ).wait(run)
+    ).wait_until_needed(run)
 
 
 def test_engines_below_the_minimum_load(sleeps):
