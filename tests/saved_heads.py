@@ -5,7 +5,7 @@ import json
 import torch
 
 from peagle.drafter.attention import DOCUMENT_ATTENTION
-from peagle.drafter.head import is_saved, model_class_of, silence_library
+from peagle.drafter.head import is_saved, model_class_of, silence_speculators
 from peagle.drafter.target import TargetWeights, read_architecture, set_verifier_output
 
 
@@ -13,7 +13,7 @@ def load_head(folder, target):
     """Return the float32 model of a bf16 head, with the shared weights from the target's folder."""
     from safetensors.torch import load_file
 
-    silence_library()
+    silence_speculators()
     model_class = model_class_of(json.loads((folder / "config.json").read_text())["speculators_model_type"])
     config = model_class.config_class.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)

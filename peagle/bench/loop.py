@@ -86,7 +86,7 @@ class Measurement(ABC):
         """Skip an engine for the rest of the command."""
         self.failed[setup] = reason
 
-    def spend(self, spent_s: float) -> None:
+    def set_spent(self, spent_s: float) -> None:
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
@@ -145,7 +145,7 @@ class Measurement(ABC):
         spending = EngineSpending(self.folder.root / "ledger", self.plan, setup)
 
         def update_spent() -> None:
-            self.spend(before_s + time.monotonic() - started_at)
+            self.set_spent(before_s + time.monotonic() - started_at)
 
         async def use(engine: Engine, start_s: float) -> None:
             spending.start(start_s)

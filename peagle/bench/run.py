@@ -57,7 +57,7 @@ class Bench(Measurement):
         """Measure the remaining passes; return the report and its folder. The report is also written after an error."""
         return measure_and_report(self, self.folder.root, self.listener, pass_noun=self.pass_noun), self.folder.root
 
-    def left(self) -> list[Pass]:
+    def remaining(self) -> list[Pass]:
         return [
             planned for planned in self.plan.passes if planned not in self.done and planned.setup not in self.failed
         ]
@@ -65,7 +65,11 @@ class Bench(Measurement):
     def next(self, running: Setup | None = None) -> Pass | None:
         """Return the first remaining pass within the time budget."""
         return next(
-            (planned for planned in self.left() if self._has_time_for(planned, is_running=planned.setup == running)),
+            (
+                planned
+                for planned in self.remaining()
+                if self._has_time_for(planned, is_running=planned.setup == running)
+            ),
             None,
         )
 
@@ -91,11 +95,11 @@ class Bench(Measurement):
         return caveats(self.plan, self.dataset, list(self.done.values()))
 
     def describe_progress(self) -> str:
-        left = self.left()
+        left = self.remaining()
         return f"{len(left)} {self.pass_noun} in {num_starts(left)} engine starts; {len(self.done)} already finished"
 
     def describe_pass(self, planned: Pass, record: PassRecord) -> str:
-        left = self.left()
+        left = self.remaining()
         is_running = bool(left) and left[0].setup == planned.setup
         left_s = time_left_s(list(self.done.values()), left, is_running=is_running)
         rest = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""

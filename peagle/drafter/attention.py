@@ -151,7 +151,7 @@ class PaddedPlan:
 DocumentPlan = AttentionPlan | PaddedPlan
 
 
-def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
+def parallel_attention_plan(documents: Sequence[Rows]) -> AttentionPlan:
     """Plan the attention of a P-EAGLE head: one pass over all depths. Rows are packed document by document."""
     blocks, first = [], 0
     for rows in documents:
@@ -166,7 +166,7 @@ def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
     return AttentionPlan(tuple(blocks))
 
 
-def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
+def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
     """Plan the attention of an EAGLE-3 head: one pass over the rows at `depth`.
 
     Keys are in a cache that is ordered by depth and, within each depth, by document.

@@ -239,7 +239,7 @@ def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | 
     return HiddenStateReader(model, aux_layers)
 
 
-def states_of(
+def compute_states(
     samples: Sequence[Sample],
     reader: HiddenStateReader,
     *,
@@ -333,7 +333,8 @@ def open_store(
     return writer, missing
 
 
-def extract(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
+def extract_here(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
+    """Extract the features of a job in this process."""
     extract_features(
         job.samples,
         lambda: load_reader(job.target, job.spec.aux_layers, job.device),
@@ -369,7 +370,7 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
+    states = compute_states(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),
         "lengths": torch.tensor([len(s.token_ids) for s in samples]),
@@ -419,7 +420,7 @@ class ComputedFeatures:
     def _compute(self, indices: Sequence[int]) -> dict[int, Document]:
         samples = [self._samples[index] for index in indices]
         with torch.autocast(self._device.type, enabled=False):  # autocast is for the head and would change the target
-            states = states_of(
+            states = compute_states(
                 samples, self._reader, device=self._device, batch_tokens=self.tokens_ahead, to=self._device
             )
         return {

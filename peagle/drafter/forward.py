@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.attention import DocumentPlan, parallel_plan, sequential_plan
+from peagle.drafter.attention import DocumentPlan, parallel_attention_plan, sequential_attention_plan
 from peagle.drafter.batch import TrainingBatch, make_batch, sample_rows
 from peagle.drafter.features import Document, Features
 from peagle.drafter.loss import (
@@ -53,10 +53,10 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
             parent = row_of_anchor[batch.anchor_S[rows]]
             state = outputs[-1][parent]
             if free_run:
-                token_ids = drafted_ids(head, head.norm(state))
+                token_ids = most_likely_drafts(head, head.norm(state))
             else:
                 token_ids = batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
-        plan = sequential_plan(batch.documents, depth).to(state.device)
+        plan = sequential_attention_plan(batch.documents, depth).to(state.device)
         states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
         places = batch.place_S[rows][None]
         rotary = head.rotary_emb(states, places)
@@ -73,7 +73,8 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
 
-def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
+def most_likely_drafts(head: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the most likely draft after each state, as token ids of the target."""
     # In chunks, since the logits of a long document are gigabytes.
     draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
@@ -161,7 +162,7 @@ def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     places = batch.place_S[None]
-    plan = parallel_plan(batch.documents).to(states.device)
+    plan = parallel_attention_plan(batch.documents).to(states.device)
     return ParallelRows(states, places, head.rotary_emb(states, places), plan)
 
 
@@ -219,14 +220,14 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the drafts after each known token, [T - 1, K], as token ids of the target.
+    """Return the greedy drafts after each known token, [T - 1, K], as token ids of the target.
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response contain -1.
     """
     num_tokens, k = len(document.token_ids_T), num_speculative_tokens
     anchor, depth, states = _draft_states(head, document, k)
     drafted = torch.full((num_tokens - 1 + k, k), -1)
-    drafted[anchor, depth] = drafted_ids(head, states).cpu()
+    drafted[anchor, depth] = most_likely_drafts(head, states).cpu()
     return drafted[: num_tokens - 1]
 
 

@@ -186,7 +186,7 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
                 _copy_projection(parameter, weights[prefix + name], architecture.head_dim)
 
 
-def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
+def repeat_heads(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
     """Repeat the heads of a projection until it has `num_rows` rows."""
     heads = projection.view(-1, head_dim, projection.shape[1])
     return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
@@ -194,7 +194,7 @@ def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Te
 
 def _copy_projection(parameter: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
     if parameter.shape[0] != target.shape[0]:
-        target = repeated(target, parameter.shape[0], head_dim)
+        target = repeat_heads(target, parameter.shape[0], head_dim)
     if parameter.shape != target.shape:
         parameter.normal_(std=0.02)
         parameter = parameter[:, -target.shape[1] :]
@@ -224,7 +224,7 @@ def _shapes(architecture: Architecture) -> dict[str, list[int]]:
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
     from safetensors.torch import load_file
 
-    silence_library()
+    silence_speculators()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
     obstacle = None if spec.init == "random" else warm_start_obstacle(weights, architecture, spec.num_layers)
@@ -308,7 +308,7 @@ def _with_kv_heads(tensor: torch.Tensor, name: str, parameters: Mapping[str, tor
     num_rows = parameters[name].shape[0]
     if num_rows % tensor.shape[0]:
         return tensor
-    return repeated(tensor, num_rows, head.config.transformer_layer_config.head_dim)
+    return repeat_heads(tensor, num_rows, head.config.transformer_layer_config.head_dim)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
@@ -350,7 +350,7 @@ def model_class_of(algorithm: str) -> Any:
     return Eagle3DraftModel
 
 
-def silence_library() -> None:
+def silence_speculators() -> None:
     """Disable the logs of `speculators`, which name every tensor of the target."""
     from loguru import logger
 

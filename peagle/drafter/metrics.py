@@ -53,7 +53,7 @@ class Metrics:
         with self._file.open("a") as stream:
             stream.write(to_json(asdict(progress)) + "\n")
 
-    def cut(self, num_bytes: int) -> None:
+    def truncate(self, num_bytes: int) -> None:
         """Truncate the file to `num_bytes`, to drop steps that will be repeated. Creates the file if it is missing."""
         with self._file.open("ab") as stream:
             stream.truncate(min(num_bytes, self.num_bytes))

@@ -28,7 +28,7 @@ from peagle.drafter.features import (
     Features,
     FeatureSpec,
     FeatureStore,
-    extract,
+    extract_here,
     load_reader,
     samples_fingerprint,
     target_fingerprint,
@@ -184,7 +184,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             spending.beat()
             listener.step(step)
 
-        prepared = prepare(config, listener, extract=spending.recording(extract))
+        prepared = prepare(config, listener, extract=spending.recording(extract_here))
         head = prepared.new_head()
         spending.start()
         try:
@@ -197,7 +197,9 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         return result
 
 
-def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
+def prepare(
+    config: TrainConfig, listener: Listener, *, extract: Extract = extract_here, verify: bool = True
+) -> Prepared:
     """Read the documents, and compute the target's missing states with `extract`.
 
     `verify` compares stored states with their checksums, which only one of several processes needs to do.

@@ -78,13 +78,13 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
 def read_responses(source: str | Path) -> Iterator[Row]:
     """Yield the rows of a run directory or a corpus, local or `s3://`."""
-    for number, row in enumerate(source_rows(source)):
+    for number, row in enumerate(read_source(source)):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: has no column 'response'", hint=did_you_mean("response", row))
         yield row
 
 
-def source_rows(source: str | Path) -> Iterator[Row]:
+def read_source(source: str | Path) -> Iterator[Row]:
     """Yield the rows of a run directory, with peagle's internal column names, or those of a corpus."""
     units = {}
     with contextlib.suppress(ConfigError):  # not a run directory, for example a whole bucket
@@ -149,7 +149,7 @@ def _read_shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     number = -1
-    for number, row in enumerate(map(_without_request, source_rows(source))):
+    for number, row in enumerate(map(_without_request, read_source(source))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
                 f"{source}: has neither a column {prompt_column!r} nor {MESSAGES!r}",

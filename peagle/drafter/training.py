@@ -493,7 +493,7 @@ class _Trainer:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
         self.workers.barrier()  # all workers must have read the checkpoint before a worker writes it
         if self.workers.rank == 0:
-            self.metrics.cut(checkpoint.metrics_bytes if checkpoint else 0)
+            self.metrics.truncate(checkpoint.metrics_bytes if checkpoint else 0)
         if checkpoint is None:
             return
         checkpoint.copy_to(self.head)

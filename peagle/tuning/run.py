@@ -293,8 +293,8 @@ class Tuning(Measurement):
         super().fail(setup, reason)
         self.search.fail(setup.name, reason)
 
-    def spend(self, spent_s: float) -> None:
-        super().spend(spent_s)
+    def set_spent(self, spent_s: float) -> None:
+        super().set_spent(spent_s)
         self.search.spent_s = spent_s
         self.folder.save(_SPENT, {"engine_s": spent_s})
 

@@ -41,7 +41,7 @@ class RunMetrics:
         if needed is not None:
             exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
 
-    def committed(self, usage: UnitUsage) -> None:
+    def record_committed(self, usage: UnitUsage) -> None:
         """Record a committed unit."""
         self._usage.work(usage)
         for outcome, num_rows in (("ok", usage.num_rows), ("failed", usage.num_failed_rows)):

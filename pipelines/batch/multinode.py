@@ -86,7 +86,7 @@ class Followers:
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def started(self, die: Callable[[str], object]) -> None:
+    def set_started(self, die: Callable[[str], object]) -> None:
         """Record that the engine has started. From now on, `die` is called with the reason if a follower ends."""
         self._die = die
         self._has_started.set()

@@ -71,7 +71,7 @@ def _watch(
     for usage in _until_stopped(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
-            metrics.committed(usage)
+            metrics.record_committed(usage)
         if time.monotonic() - observed_at < _POLL_S:
             continue
         if run.directory.lease is not None and run.directory.lease.lost.is_set():

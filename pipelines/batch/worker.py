@@ -75,7 +75,7 @@ class EngineWorker:
         self._check: asyncio.Task[None] | None = None
         atexit.register(self._close)
         if self._followers is not None:
-            self._followers.started(self._die)
+            self._followers.set_started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; if the run is being stopped, return immediately."""

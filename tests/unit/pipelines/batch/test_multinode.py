@@ -57,7 +57,7 @@ class Cluster:
         """End the watching threads, which would otherwise call the real `ray.get` and connect to a Ray cluster."""
         self._has_ended.set()
         for followers in self.started_followers:
-            followers.started(lambda _: None)
+            followers.set_started(lambda _: None)
             for thread in threading.enumerate():
                 if getattr(thread, "_target", None) == followers._watch:
                     thread.join(WAIT_S)
@@ -102,7 +102,7 @@ def test_followers_get_the_leaders_address(cluster):
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
     errors = queue.Queue()
     followers = cluster.lead()
-    followers.started(errors.put)
+    followers.set_started(errors.put)
     assert followers.failure is None
     cluster.end(error)
     assert errors.get(timeout=WAIT_S).startswith(message)
@@ -120,7 +120,7 @@ def test_start_is_aborted_when_a_follower_ends(cluster):
 def test_released_followers_do_not_end_the_engine(cluster):
     calls = []
     followers = cluster.lead()
-    followers.started(calls.append)
+    followers.set_started(calls.append)
     followers.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == followers._watch)
     cluster.end()
