@@ -78,7 +78,7 @@ class RunRequest:
         """Return the error of a command that is stopped while none of its engines runs."""
         return StoppedEarly(
             f"stopped before an engine was running: {message}",
-            hint=f"the same command continues: {resume_command(self.command, {})}",
+            hint=f"the same command continues the run: {resume_command(self.command, {})}",
         )
 
     @property

@@ -120,7 +120,9 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
         return run.plan
     # If another driver created the run, its plan may be split differently, and only the stored plan is valid.
     before, current = directory.manifest(), replan(request, directory)
-    provenance.require_same(before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory))
+    provenance.require_same_fingerprint(
+        before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory)
+    )
     # A batch keeps its price, although the endpoint's may have changed.
     if run.slot_group is None:
         require_same_price(

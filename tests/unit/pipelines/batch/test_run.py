@@ -120,7 +120,7 @@ def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
-    assert stopped.value.hint == "the same command continues: peagle generate"
+    assert stopped.value.hint == "the same command continues the run: peagle generate"
 
 
 def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
