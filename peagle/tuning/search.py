@@ -15,7 +15,7 @@ from typing import Any
 
 from peagle.tuning.config import TuneConfig
 
-MIN_GAIN = 0.02  # a drafter must win by this share over no speculation, since it is one more part that can fail
+MIN_GAIN = 0.02  # by which a drafter must beat no speculation, because it is one more part that can fail
 FINAL_PASSES = 3
 P95 = "p95"
 
