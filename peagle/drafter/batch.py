@@ -101,9 +101,9 @@ class TrainingBatch:
     last_PH: torch.Tensor  # the target's states before its final norm, at positions with a loss (at t+1)
     anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
-    place_S: torch.Tensor  # the row's position within its document, for the rotary embedding
+    document_position_S: torch.Tensor  # the row's position within its document, for the rotary embedding
     row_R: torch.Tensor  # rows with a loss, ordered by position
-    target_R: torch.Tensor  # index in P of each row in `row_R`
+    position_R: torch.Tensor  # index in P of each row in `row_R`
     documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
     num_loss_rows: int
     num_tokens: int
@@ -134,9 +134,9 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
         last_PH=_pad(torch.cat([document.last_TH[1:] for document in documents])[loss_mask]),
         anchor_S=_pad(anchor),
         depth_S=_pad(depth),
-        place_S=_pad(torch.cat([r.position for r in rows])),
+        document_position_S=_pad(torch.cat([r.position for r in rows])),
         row_R=_pad(row),
-        target_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
+        position_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
         documents=tuple(rows),
         num_loss_rows=len(row),
         num_tokens=sum(len(document.token_ids_T) for document in documents),

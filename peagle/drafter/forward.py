@@ -58,13 +58,13 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
                 token_ids = batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
         plan = sequential_attention_plan(batch.documents, depth).to(state.device)
         states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-        places = batch.place_S[rows][None]
-        rotary = head.rotary_emb(states, places)
+        position_ids = batch.document_position_S[rows][None]
+        rotary = head.rotary_emb(states, position_ids)
         for layer in head.layers:
             states = layer(
                 states,
                 attention_mask=plan,
-                position_ids=places,
+                position_ids=position_ids,
                 position_embeddings=rotary,
                 past_key_values=cache,
             )
@@ -143,13 +143,13 @@ class ParallelRows:
     # [1, S, 2 H], embedding and state. At depth 0 these are the embedding of the row's token and the projected aux
     # states; at other depths, the embedding of the mask token and the learned state.
     states: torch.Tensor
-    places: torch.Tensor
+    position_ids: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     plan: DocumentPlan
 
     def apply(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = layer(
-            states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
+            states, attention_mask=self.plan, position_ids=self.position_ids, position_embeddings=self.rotary
         )
         return output
 
@@ -161,9 +161,9 @@ def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
     state = torch.where(deeper, masked, known[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-    places = batch.place_S[None]
+    position_ids = batch.document_position_S[None]
     plan = parallel_attention_plan(batch.documents).to(states.device)
-    return ParallelRows(states, places, head.rotary_emb(states, places), plan)
+    return ParallelRows(states, position_ids, head.rotary_emb(states, position_ids), plan)
 
 
 def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
@@ -198,9 +198,9 @@ def batch_loss(
     weight = fixed_weight(batch, weighting)
     total = weight.sum() if total_weight is None else total_weight
     if weighting.dpace:
-        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
+        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.position_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total)
+    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.position_R, weight / total)
     unpadded = slice(batch.num_loss_rows)
     row, correct = batch.row_R[unpadded], rows.correct_R[unpadded].float()
     depth = batch.depth_S[row]

@@ -230,7 +230,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
             raise ValueError(f"the schema cannot be read ({error})") from error
 
     @property
-    def most_engines(self) -> int:
+    def max_engines(self) -> int:
         """The maximum number of concurrent engines."""
         return self.engine_range.largest
 

@@ -314,7 +314,7 @@ def place_engines(config: GenerateConfig, hardware: Hardware, num_nodes: int) ->
         accelerators_per_engine=config.accelerators_per_engine,
         num_nodes=num_nodes,
         nodes_per_engine=config.nodes_per_engine,
-        most_engines=config.engine_range.largest,
+        max_engines=config.engine_range.largest,
         accelerator_type=config.accelerator_type,
     )
 

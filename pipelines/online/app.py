@@ -160,7 +160,7 @@ def _placement(
     return place(
         hardware,
         num_engines=num_replicas + batches[0],
-        most_engines=num_replicas + batches[1],
+        max_engines=num_replicas + batches[1],
         accelerators_per_engine=size_of(options),
         num_nodes=num_nodes,
         ask_for_fewer=_CAPACITY_HINT,

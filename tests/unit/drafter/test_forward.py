@@ -139,7 +139,7 @@ def test_a_row_is_accepted_only_if_its_chain_is_correct_so_far(head, eagle3, sto
             drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
             target_ids = (model.verifier_norm(batch.last_PH) @ model.verifier_lm_head.weight.T).argmax(-1)
             outcome = batch_loss(model, batch, num_depths=NUM_DEPTHS)
-        is_correct = (drafts == target_ids[batch.target_R[: batch.num_loss_rows]]).tolist()
+        is_correct = (drafts == target_ids[batch.position_R[: batch.num_loss_rows]]).tolist()
         positions = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
         is_correct_at = dict(zip(positions, is_correct, strict=True))
         expected = [
