@@ -227,7 +227,7 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
     if config.budget_usd is None:
         return []
     hours = format_duration(config.budget_usd / usd_per_h * 3600)
-    return [("budget", f"{format_usd(config.budget_usd)} is enough for these engines for {hours}")]
+    return [("budget", f"{format_usd(config.budget_usd)} pays for {hours} of these engines")]
 
 
 def describe_memory(

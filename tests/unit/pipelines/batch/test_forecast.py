@@ -44,7 +44,7 @@ def test_forecast_for_other_machines(make_forecast):
     assert "of 71.7 GiB (weights " in lines["memory"]
     assert lines["price"] == "$55.04 per hour for 8 H100 (p5.48xlarge, on-demand, aws us-east-1; stated)"
     assert lines["engines cost"] == "$110.08 an hour"
-    assert lines["budget"] == "$220.16 is enough for these engines for 2 h 0 min"
+    assert lines["budget"] == "$220.16 pays for 2 h 0 min of these engines"
 
 
 def test_forecast_does_not_contact_the_cluster(make_forecast, monkeypatch):
