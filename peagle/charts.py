@@ -79,8 +79,11 @@ def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     for index, (height, _) in enumerate(ordered):
         first, count = height - index * _LABEL_HEIGHT, 1
         while pools and pools[-1][0] > first:
-            before, others = pools.pop()
-            first, count = (before * others + first * count) / (others + count), others + count
+            previous_first, previous_count = pools.pop()
+            first, count = (
+                (previous_first * previous_count + first * count) / (previous_count + count),
+                previous_count + count,
+            )
         pools.append((first, count))
     firsts = [first for first, count in pools for _ in range(count)]
     placed = zip(firsts, ordered, strict=True)

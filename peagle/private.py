@@ -54,10 +54,10 @@ def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
 
     `num_bytes` is the length of the longest socket path below the folder.
     """
-    length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
-    if length > most:
+    length, max_length = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
+    if length > max_length:
         raise ConfigError(
-            f"temporary folder {folder}: its path has {length} bytes; the limit for {program} is {most}",
+            f"temporary folder {folder}: its path has {length} bytes; the limit for {program} is {max_length}",
             hint="set TMPDIR to a folder with a shorter path that only you can enter (mkdir -m 700)",
         )
 

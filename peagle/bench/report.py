@@ -70,8 +70,8 @@ def make_report(
     cells = []
     for setup in plan.setups:
         for concurrency in plan.config.concurrency:
-            at = (setup, concurrency)
-            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == at]:
+            cell = (setup, concurrency)
+            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == cell]:
                 cells.append(summarise(records, usd_per_s=plan.usd_per_s))
     num_left = len(plan.passes) - len(done)
     warnings = [

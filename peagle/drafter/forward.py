@@ -39,12 +39,15 @@ from peagle.speculation import SpeculationStats
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
     """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. For `free_run`, see `head_states`."""
-    known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
+    known_states = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
     depth_S = batch.depth_S[: sum(map(len, batch.documents))]  # without the padding
     rows_of_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(int(depth_S.max()) + 1)]
-    state, token_ids = known[batch.anchor_S[rows_of_depth[0]]], batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]]
+    state, token_ids = (
+        known_states[batch.anchor_S[rows_of_depth[0]]],
+        batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]],
+    )
     for depth, rows in enumerate(rows_of_depth):
         if depth:
             previous = rows_of_depth[depth - 1]
@@ -155,10 +158,10 @@ class ParallelRows:
 
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
-    known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
+    known_states = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]
-    state = torch.where(deeper, masked, known[batch.anchor_S])
+    state = torch.where(deeper, masked, known_states[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     position_ids = batch.document_position_S[None]
@@ -256,15 +259,15 @@ def count_accepted(token_ids: Sequence[int], drafted: torch.Tensor, start: int) 
     and emits 8, so the result is [2].
     """
     accepted = []
-    known = start
-    while known < len(token_ids) - 1:
+    num_known = start
+    while num_known < len(token_ids) - 1:
         num_accepted = 0
-        for draft, token in zip(drafted[known - 1].tolist(), token_ids[known + 1 :], strict=False):
+        for draft, token in zip(drafted[num_known - 1].tolist(), token_ids[num_known + 1 :], strict=False):
             if draft != token:
                 break
             num_accepted += 1
         accepted.append(num_accepted)
-        known += num_accepted + 1
+        num_known += num_accepted + 1
     return accepted
 
 

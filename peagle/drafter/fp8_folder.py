@@ -74,11 +74,11 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     if not errors:
         raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
     config["quantization_config"] = quantization_config(tensors, kept)
-    others = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
-    unconverted = f"{', '.join(others)} not converted" if others else "there are no other matrices"
+    unconverted = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
+    unconverted_note = f"{', '.join(unconverted)} not converted" if unconverted else "there are no other matrices"
     card_note = (
         f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale per output channel; the engine quantises"
-        f" activations per token (compressed-tensors); {unconverted}. Written by `peagle"
+        f" activations per token (compressed-tensors); {unconverted_note}. Written by `peagle"
         " quantize-drafter`; acceptance figures below are those of the original head."
     )
     return _write(source, output, config, written, card_note, errors, kept)

@@ -69,13 +69,13 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
         for offer in table.offers
         if config.provider in (None, offer.provider) and config.region in (None, offer.region)
     ]
-    names = list(config.instance_types)
-    if not names and sweep.is_published:
+    instance_types = list(config.instance_types)
+    if not instance_types and sweep.is_published:
         matching = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
-        names = list(dict.fromkeys(offer.instance_type for offer in matching))
-    elif not names and sweep.instance_type:
-        names = [sweep.instance_type]
-    if not names:
+        instance_types = list(dict.fromkeys(offer.instance_type for offer in matching))
+    elif not instance_types and sweep.instance_type:
+        instance_types = [sweep.instance_type]
+    if not instance_types:
         why = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
             f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
@@ -84,7 +84,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     prices: list[Price] = []
     errors: list[PriceError] = []
     markets = MARKETS if config.market == "both" else (config.market,)
-    for name in names:
+    for name in instance_types:
         places: list[tuple[str | None, str | None]] = [
             (offer.provider, offer.region) for offer in allowed if offer.instance_type == name
         ]
@@ -106,18 +106,18 @@ def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
         return None
     if sweep.instance_type is None:
         # Without an instance type, only the accelerator can be compared.
-        where = sweep.accelerator or "CPUs"
-        is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
+        measured_on = sweep.accelerator or "CPUs"
+        is_same = is_accelerator(price.accelerator, measured_on) if sweep.accelerator else price.accelerator is None
     else:
-        measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
-        on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
-        where = f"{sweep.instance_type} ({on or 'not in the price table'})"
-        is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
+        accelerators = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
+        described = ", ".join(str(accelerator or "no accelerator") for accelerator in accelerators)
+        measured_on = f"{sweep.instance_type} ({described or 'not in the price table'})"
+        is_same = price.accelerator is not None and (not accelerators or price.accelerator in accelerators)
     if is_same:
         return None
     return (
-        f"{sweep.name} was measured on {where}, but {price.instance_type} has {price.accelerator or 'no accelerator'}: "
-        "its speed is unknown"
+        f"{sweep.name} was measured on {measured_on}, but {price.instance_type} has"
+        f" {price.accelerator or 'no accelerator'}: its speed is unknown"
     )
 
 

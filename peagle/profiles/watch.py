@@ -34,7 +34,7 @@ class DrafterWatch:
         self._has_warned = False
 
     @property
-    def needed(self) -> float | None:
+    def break_even_length(self) -> float | None:
         return break_even_at(self._break_even, self._concurrency)
 
     def new_warnings(
@@ -42,7 +42,7 @@ class DrafterWatch:
     ) -> list[str]:
         """Return the warning the first time that live figures justify it; afterwards nothing."""
         length = reliable_length(num_drafts, acceptance_length)
-        needed = self.needed if concurrency is None else break_even_at(self._break_even, concurrency)
+        needed = self.break_even_length if concurrency is None else break_even_at(self._break_even, concurrency)
         if self._has_warned or (warning := drafter_warning(length, break_even=needed)) is None:
             return []
         self._has_warned = True

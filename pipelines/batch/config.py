@@ -118,8 +118,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     accelerator_type: str | None = Field(
         None,
         min_length=1,
-        description="accelerator type of the engines, by Ray's name (H100, RTX-PRO-6000), or any; an autoscaling "
-        "cluster is asked for machines if it has none; default: accelerators if the cluster has some now",
+        description="Ray's name of the accelerator type for the engines (H100, RTX-PRO-6000), or any; an autoscaling "
+        "cluster adds machines if it has none; default: use accelerators if the cluster has some now",
     )
 
     cluster_wait_s: float = Field(

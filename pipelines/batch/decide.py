@@ -139,17 +139,17 @@ def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> H
     config = request.config
     if config.accelerator_type is None or not directory.exists:
         return None
-    before = Hardware.from_dict(directory.manifest()["run"]["hardware"])
-    if before.platform != "cuda":
+    stored = Hardware.from_dict(directory.manifest()["run"]["hardware"])
+    if stored.platform != "cuda":
         raise ConfigError(
-            f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot "
+            f"{directory} was started on {stored.describe()}: accelerator_type {config.accelerator_type} cannot "
             "continue it",
             hint="remove --accelerator-type, or start a new run with another --output",
         )
     if directory.plan().left(directory.committed()):
         return None
     may_retry = config.retry_failed and any(usage.num_failed_rows for usage in directory.usages())
-    return None if may_retry else before
+    return None if may_retry else stored
 
 
 def _available_hardware(request: RunRequest, announce: Callable[[str], None]) -> Hardware:

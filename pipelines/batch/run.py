@@ -158,7 +158,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             "precision": run.precision.describe(),
             "concurrency": run.spec.max_num_seqs,
-            "break_even_acceptance_length": watch.needed if watch else None,
+            "break_even_acceptance_length": watch.break_even_length if watch else None,
             "baseline": asdict(baseline) if baseline else None,
             "num_engines": run.config.engine_range.fixed,
             "sampling": run.config.sampling(),

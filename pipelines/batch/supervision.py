@@ -235,10 +235,10 @@ class Supervisor:
         """Return a budget, rounded up, that suffices if remaining rows cost at most a fifth more than finished ones."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
-        rest = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
-        wanted = max(budget, self._spending.usd + 1.2 * rest) + 2 * self._limits.reserve_usd
-        step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
-        return math.ceil(wanted / step) * step
+        remaining_usd = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
+        suggested_usd = max(budget, self._spending.usd + 1.2 * remaining_usd) + 2 * self._limits.reserve_usd
+        step = 10.0 ** (math.floor(math.log10(suggested_usd)) - 1)
+        return math.ceil(suggested_usd / step) * step
 
     def _deadline_flags(self) -> dict[str, str | None]:
         """Return the flag to resume with: `none` replaces a fixed time, which has passed; a duration stays as it is."""
@@ -262,10 +262,10 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
     done = Situation(now=0.0, spent_usd=0.0, num_done_rows=num_done + num_failed, num_failed_rows=num_failed)
     if limit := reached(Limits(max_failed_rows=allowed), done):
-        again = resume_command(request.command, {"--retry-failed": None})
+        command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
-            hint=f"{_RETRY}: {again}; the report and the export were written",
+            hint=f"{_RETRY}: {command}; the report and the export were written",
         )
 
 

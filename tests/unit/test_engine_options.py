@@ -83,7 +83,7 @@ def test_break_even():
         engine(EngineOptions(precision="bf16", verify="auto")).break_even(CPU) == {}
     )  # it only verifies drafts that pay
     assert engine().break_even(CPU) == card.steps[0].break_even("eagle3", 3)
-    assert engine().drafter_watch(CPU, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
+    assert engine().drafter_watch(CPU, 8).break_even_length == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
     assert engine(EngineOptions(precision="float32")).break_even(CPU) == {}
     assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(CPU) == {}

@@ -21,9 +21,9 @@ def test_the_warning_names_the_flag():
 
 
 def test_the_default_concurrency_is_that_of_the_engine():
-    assert DrafterWatch(NEEDED, 8).needed == 2.0
+    assert DrafterWatch(NEEDED, 8).break_even_length == 2.0
     assert DrafterWatch(NEEDED, 8).new_warnings(num_drafts=300, acceptance_length=1.9)
-    assert DrafterWatch(NEEDED).needed is None
+    assert DrafterWatch(NEEDED).break_even_length is None
     assert DrafterWatch(NEEDED).new_warnings(num_drafts=300, acceptance_length=1.9) == []
 
 
