@@ -114,7 +114,7 @@ def test_draft_lookup():
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
     assert not compose_engine(EngineOptions(draft_lookup="on"), CPU, MODEL, NO_HEAD).spec.drafter
-    with pytest.raises(ValueError, match="draft_lookup needs a head"):
+    with pytest.raises(ValueError, match="draft_lookup requires a head"):
         EngineOptions(draft_lookup="on", drafter="none")
 
 
