@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from peagle.drafter.prompts import (
-    FORMS,
+    CODE_WORDINGS,
     Content,
     Snippet,
     content_materials,
@@ -26,7 +26,7 @@ SNIPPETS = [
 
 def test_every_snippet_occurs_before_any_repeats():
     prompts = list(generate_prompts(SNIPPETS))
-    assert len(prompts) == len(SNIPPETS) * len(FORMS)
+    assert len(prompts) == len(SNIPPETS) * len(CODE_WORDINGS)
     assert len({p.id for p in prompts}) == len(prompts)
     for start in range(0, len(prompts), len(SNIPPETS)):
         assert {p.name for p in prompts[start : start + len(SNIPPETS)]} == {"area", "scale"}
