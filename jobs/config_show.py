@@ -54,14 +54,14 @@ def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     from pipelines.batch.config import GenerateConfig
 
     if isinstance(config, GenerateConfig):
-        from pipelines.batch.forecast import resolved_defaults as resolved_run_defaults
+        from pipelines.batch.forecast import resolve_unset_options as resolve_run
 
-        return resolved_run_defaults(config)
+        return resolve_run(config)
     from pipelines.online.config import ServeConfig
-    from pipelines.online.forecast import resolved_defaults as resolved_endpoint_defaults
+    from pipelines.online.forecast import resolve_unset_options as resolve_endpoint
 
     assert isinstance(config, ServeConfig)
-    return resolved_endpoint_defaults(config)
+    return resolve_endpoint(config)
 
 
 def _show(rows: "ResolvedDefaults") -> None:

@@ -12,7 +12,7 @@ import yaml
 from jobs.configurations import read_configuration
 from peagle.deploy.workload import Workload, label_of, machines_for, offer_of, require_room
 from peagle.errors import CapacityError, ConfigError
-from peagle.files import write_atomic, writing
+from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 
 _SPARE_S = 60.0  # added to the grace period, for noticing the signal, committing and exiting
@@ -99,7 +99,7 @@ def write_file(text: str, output: Path | None) -> None:
         print(text, end="")
         return
     path = user_path(output)
-    with writing(path, hint="use another file for --output"):
+    with converted_write_errors(path, hint="use another file for --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     print(f"written: {path}")

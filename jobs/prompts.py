@@ -44,14 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the prompts, and print those that were dropped."""
-    from peagle.drafter.decontamination import DEFAULT, index_of
+    from peagle.drafter.decontamination import DEFAULT_SETS, build_index
     from peagle.drafter.prompt_sources import shipped_prompts
 
     if args.output.suffix.lower() not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
-    built, checked = shipped_prompts(args.source, index_of(args.exclude or DEFAULT), limit=args.limit, seed=args.seed)
+    built, checked = shipped_prompts(
+        args.source, build_index(args.exclude or DEFAULT_SETS), limit=args.limit, seed=args.seed
+    )
     prompts = [asdict(prompt) for prompt in built]
     _write(prompts, args.output)
     for drop in checked.dropped:

@@ -128,7 +128,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
-        # `bind` needs this module, whose import takes 4.5 s: import it while Ray starts.
+        # `bind` needs Ray Serve's module for LLMs, whose import takes seconds: import it while Ray starts. The packages
+        # above it are imported first, so that this thread never sees them half imported.
+
         threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True).start()
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:

@@ -67,12 +67,12 @@ def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.shared_budgets import SharedBudget, changing_budgets
     from peagle.errors import ConfigError
     from peagle.files import make_folder
-    from peagle.records import record_of
+    from peagle.records import validate_record
 
     if args.budget_usd is None:
         raise ConfigError("set requires --budget-usd")
     values = {"name": args.name, "budget_usd": args.budget_usd, "budget_every": args.every}
-    budget = record_of(SharedBudget, values, where="the budget")
+    budget = validate_record(SharedBudget, values, where="the budget")
     make_folder(path.parent)
     with changing_budgets(path) as budgets:
         budgets[budget.name] = budget

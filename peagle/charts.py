@@ -38,7 +38,7 @@ svg .area { fill: var(--s0); opacity: .25; }
 )
 _MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
 _LABEL_HEIGHT = 12
-_HEADING_CHARS, _LEGEND_CHARS = 58, 60  # that fit into `WIDTH`, in bold and regular type
+_HEADING_CHARS, _LEGEND_CHARS = 58, 60  # number of characters that fit into `WIDTH`, in bold and regular type
 
 
 def text(x: float, y: float, content: str, kind: str, anchor: str) -> str:
@@ -66,12 +66,12 @@ def y_axis_name(name: str, *, at_right: bool = False) -> str:
     return text(WIDTH - RIGHT, 9, name, "axis", "end") if at_right else text(LEFT, 9, name, "axis", "start")
 
 
-def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Move labels vertically, as little as possible, so that they do not overlap; return them by height.
+def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Move labels vertically, as little as possible, so that they do not overlap; return them in order of height.
 
     This is isotonic regression: neighbours that overlap are pooled and centred.
 
-    >>> apart([(50.0, "b"), (48.0, "a"), (90.0, "c")])
+    >>> spread_labels([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
     """
     ordered = sorted(ends)
@@ -79,8 +79,11 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     for index, (height, _) in enumerate(ordered):
         first, count = height - index * _LABEL_HEIGHT, 1
         while pools and pools[-1][0] > first:
-            before, others = pools.pop()
-            first, count = (before * others + first * count) / (others + count), others + count
+            previous_first, previous_count = pools.pop()
+            first, count = (
+                (previous_first * previous_count + first * count) / (previous_count + count),
+                previous_count + count,
+            )
         pools.append((first, count))
     firsts = [first for first, count in pools for _ in range(count)]
     placed = zip(firsts, ordered, strict=True)
@@ -141,41 +144,41 @@ class Axes:
     Attributes:
         name: accessible label of the chart.
         x_prefix: text before the x value in a tooltip, such as "K=".
-        first: start of the vertical axis.
-        is_even: whether points are equally spaced, regardless of their x.
+        y_start: start of the vertical axis.
+        is_evenly_spaced: whether the distance between points is constant, regardless of their x.
     """
 
     name: str
     x_name: str
     y_name: str
     x_prefix: str
-    first: float = 0.0
+    y_start: float = 0.0
     decimals: int = 2
-    is_even: bool = False
+    is_evenly_spaced: bool = False
 
 
 def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     """Return a chart with a line for each series. A series with a single point is a dot."""
     xs = sorted({at for _, points in curves for at, _ in points})
-    span = max(value for _, points in curves for _, value in points) - axes.first
+    span = max(value for _, points in curves for _, value in points) - axes.y_start
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
-    every_value = len(curves) <= 2  # with more curves, only the last points are labelled, to their right
-    width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else 30)
+    labels_every_value = len(curves) <= 2  # otherwise only the last points, on their right
+    width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if labels_every_value else 30)
 
     def x(at: int) -> float:
         if len(xs) == 1:
             share = 0.5
-        elif axes.is_even:
+        elif axes.is_evenly_spaced:
             share = xs.index(at) / (len(xs) - 1)
         else:
             share = (at - xs[0]) / (xs[-1] - xs[0])
         return LEFT + _INSET + share * width
 
     def y(value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - axes.first) / (step * num_steps))
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - axes.y_start) / (step * num_steps))
 
-    ticks = [axes.first + step * n for n in range(num_steps + 1)]
+    ticks = [axes.y_start + step * n for n in range(num_steps + 1)]
     parts = [grid_line(y(tick), f"{tick:.3g}" if tick < 1000 else f"{tick:.0f}") for tick in ticks]
     parts += [text(x(at), HEIGHT - BOTTOM + 16, str(at), "tick", "middle") for at in xs]
     for series, (label, points) in enumerate(curves):
@@ -186,7 +189,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
             parts.append(
                 f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{tooltip}</circle>'
             )
-    if every_value:
+    if labels_every_value:
         for at, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
             is_crowded = any(0 < y(value) - other < 24 for other in others)  # then the value is below its point
@@ -196,7 +199,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
         last = [
             (y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == xs[-1]
         ]
-        parts += [text(x(xs[-1]) + 10, height + 4, label, "value", "start") for height, label in apart(last)]
+        parts += [text(x(xs[-1]) + 10, height + 4, label, "value", "start") for height, label in spread_labels(last)]
     parts += [x_axis_name(axes.x_name), y_axis_name(axes.y_name)]
     return drawing(HEIGHT, axes.name, parts)
 

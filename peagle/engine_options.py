@@ -43,7 +43,7 @@ class EngineOptions(TargetOptions):
     """The engine options of commands that run engines."""
 
     profile: Path | None = Field(
-        None, description="YAML of `peagle tune`; sets engine keys that flags, environment and --config leave open"
+        None, description="YAML of `peagle tune` with engine options; flags, environment and --config take precedence"
     )
     drafter: str = Field(
         "auto",
@@ -64,20 +64,22 @@ class EngineOptions(TargetOptions):
     tool_call_parser: str | None = Field(
         None,
         min_length=1,
-        description="vLLM's name of the form in which the model calls tools (hermes, qwen3_coder, ...); "
+        description="vLLM's parser for the model's tool calls (hermes, qwen3_coder, ...); "
         "default: requests with tools are refused",
     )
     reasoning_parser: str | None = Field(
-        None, min_length=1, description="vLLM's name of the form of the model's reasoning; default: reasoning is text"
+        None,
+        min_length=1,
+        description="vLLM's parser for the model's reasoning; default: reasoning is part of the text",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_of_the_profile(cls, values: Any) -> Any:
+    def _apply_profile(cls, values: Any) -> Any:
         return with_profile(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _k_needs_a_drafter(self) -> Self:
+    def _check_drafter_options(self) -> Self:
         if self.drafter != "none":
             return self
         if self.num_speculative_tokens is not None:
@@ -85,7 +87,7 @@ class EngineOptions(TargetOptions):
         if self.draft_kv_cache_precision != "auto" or self.draft_attention_backend:
             raise ValueError("draft_kv_cache_precision and draft_attention_backend cannot be used with drafter: none")
         if self.draft_lookup == "on":
-            raise ValueError("draft_lookup needs a head, so it cannot be used with drafter: none")
+            raise ValueError("draft_lookup requires a head, so it cannot be used with drafter: none")
         return self
 
 
@@ -115,8 +117,8 @@ class ResolvedEngine:
     def break_even(self, hardware: Hardware) -> dict[int, float]:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
-        They come from the profile that it follows, or from its card's measurements with the card's own head. An engine
-        that only verifies drafts that pay has none.
+        They come from the profile that the engine follows, or else from the measurements of the model card with the
+        card's own head. With `verify: auto` there are none, because only drafts that pay are verified.
         """
         if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
             return {}
@@ -183,7 +185,7 @@ def _cells_in_chosen_precision(profile: Profile) -> list[MeasuredCell]:
 
 
 def resolve_engine(
-    keys: EngineOptions,
+    options: EngineOptions,
     hardware: Hardware,
     *,
     num_engines_on_node: int,
@@ -199,64 +201,64 @@ def resolve_engine(
         announce: called with a message before something slow, such as converting a model.
     """
     require_usable(hardware)
-    model = resolve_model(keys.model, commits=commits, announce=announce)
+    model = resolve_model(options.model, commits=commits, announce=announce)
     drafter = resolve_drafter(
-        keys.drafter,
+        options.drafter,
         model,
-        keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
-        num_speculative_tokens=keys.num_speculative_tokens,
+        options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        num_speculative_tokens=options.num_speculative_tokens,
         platform=hardware.platform,
         commits=commits,
     )
-    engine = compose_engine(keys, hardware, model, drafter)
+    engine = compose_engine(options, hardware, model, drafter)
     spec = replace(engine.spec, num_nodes=num_nodes)
     check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node, known=footprint_of(model))
     # Each node converts its own copy of a packaged model, which keeps its name. Other models are folders or hub ids.
     is_packaged = model.card is not None and model.card.source.kind == "package"
-    return replace(engine, spec=replace(spec, model=keys.model if is_packaged else model.path))
+    return replace(engine, spec=replace(spec, model=options.model if is_packaged else model.path))
 
 
-def compose_fake_engine(keys: EngineOptions, hardware: Hardware) -> ResolvedEngine:
+def compose_fake_engine(options: EngineOptions, hardware: Hardware) -> ResolvedEngine:
     """Return the fake engine, which has no model. It simulates a drafter if K is set."""
-    if keys.drafter not in ("auto", "none"):
+    if options.drafter not in ("auto", "none"):
         raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
-    k = keys.num_speculative_tokens
+    k = options.num_speculative_tokens
     spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
     name = FAKE_MODEL.name if k else None
     note = "engine: fake; the text is not from a model, and the speed is not a measurement"
     drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
-    return compose_engine(keys, hardware, FAKE_MODEL, drafter)
+    return compose_engine(options, hardware, FAKE_MODEL, drafter)
 
 
 def compose_engine(
-    keys: EngineOptions, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
+    options: EngineOptions, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
     """Return the engine of a resolved model and drafter. Raises PrecisionError if the hardware cannot run it."""
-    if drafter.spec is not None and keys.pipeline_parallel_size > 1:
+    if drafter.spec is not None and options.pipeline_parallel_size > 1:
         # A drafter reads hidden states of several layers, but vLLM 0.29 does not pass them from stage to stage.
         raise ConfigError(
-            f"drafter {drafter.name} needs hidden states of all layers, but with {keys.pipeline_parallel_size}"
+            f"drafter {drafter.name} needs hidden states of all layers, but with {options.pipeline_parallel_size}"
             " pipeline stages vLLM keeps only those of the last stage",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
-    if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
+    if hardware.platform == "cpu" and options.enforce_eager and options.pipeline_parallel_size > 1:
         # vLLM 0.29 creates the buffers between stages when it compiles; later stages fail without them.
         raise ConfigError(
-            f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
+            f"vLLM cannot run {options.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
         )
-    precision = precision_for(keys, model, hardware)
+    precision = precision_for(options, model, hardware)
     spec = EngineSpec(
-        **target_fields(keys, model, hardware, precision),
-        drafter=drafter_with(drafter.spec, keys, hardware) if drafter.spec else None,
-        max_num_seqs=keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
-        pipeline_parallel_size=keys.pipeline_parallel_size,
-        max_num_batched_tokens=keys.max_num_batched_tokens,
-        **spec_fields(keys),
+        **target_fields(options, model, hardware, precision),
+        drafter=drafter_with(drafter.spec, options, hardware) if drafter.spec else None,
+        max_num_seqs=options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        **spec_fields(options),
     )
     check_slots(spec)
     check_backends(spec, hardware, head_dim=widest_head(model.config))
-    profile = read_profile(keys.profile) if keys.profile else None
+    profile = read_profile(options.profile) if options.profile else None
     drafter = replace(drafter, note=drafter.note + drafter_note(spec.drafter))
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
@@ -265,11 +267,11 @@ ResolvedDefaults = dict[str, tuple[Any, str]]  # values by key, each with its so
 
 
 def resolve_defaults(
-    keys: EngineOptions, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool
+    options: EngineOptions, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool
 ) -> ResolvedDefaults:
-    """Return values for options that are not set, from the catalog, the model and the machine.
+    """Return the values of options that the user did not set, from the catalog, the model and the machine.
 
-    `is_here` means that `hardware` is this machine; otherwise it is from the price table.
+    `is_here` says whether `hardware` is this machine; otherwise it is from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
@@ -283,11 +285,11 @@ def resolve_defaults(
         "max_model_len": (spec.max_model_len, "the model's own"),
         "max_num_batched_tokens": (max_num_batched_tokens(spec, hardware), "from max_num_seqs and K"),
     }
-    return {name: value for name, value in values.items() if getattr(keys, name) in (None, "auto")}
+    return {name: value for name, value in values.items() if getattr(options, name) in (None, "auto")}
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the memory footprint of a model, which need not be downloaded: its store or card has the sizes."""
+    """Return the memory footprint of a model. It need not be downloaded, since its store or card has the sizes."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

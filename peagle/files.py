@@ -3,8 +3,8 @@
 When a function returns, its effect is on the disk: bytes (`fsync` of the file) and names (`fsync` of the folder).
 
 On NFS, a client repeats a request whose response was lost, and the repetition fails although the first request had
-succeeded: for `link`, the name already exists; for `rename`, the source is missing. So after an error, the target is
-compared with the file that was to get its name.
+succeeded: for `link`, the name already exists; for `rename`, the source is missing. So after an error, the file at
+the destination path is compared with the temporary file.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create `path` with `data` unless it exists; return whether this call created it.
 
-    A hard link both creates a name and fails if it exists, so exactly one of several writers gets True, even if
-    processes are killed. After an OSError (disk full, folder not writable, no hard links) the file may exist
+    Creating a hard link fails if the name exists, so exactly one of several writers gets True, even if processes are
+    killed. After an OSError (disk full, folder not writable, no hard links) the file may exist
     nevertheless.
     """
     return _put(path, data, _link, mode)
@@ -60,7 +60,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
+def converted_write_errors(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
     """Convert OSError and the error types in `also` to a CapacityError that names `path`."""
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
@@ -97,7 +97,7 @@ def make_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a file durably, if it exists."""
     path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # the folder
+    with contextlib.suppress(FileNotFoundError):  # the folder does not exist either
         sync_folder(path.parent)
 
 
@@ -116,8 +116,8 @@ def sync_folder(folder: Path) -> None:
 def require_links(folder: Path) -> None:
     """Check that a file system supports exclusive hard links and renames, by trying them."""
     try:
-        # Another driver may remove the trial file, so that the second link succeeds. The file is named like lease 0, so
-        # that the next driver removes it if this process is killed.
+        # Several attempts, since another driver may remove the trial file, and then the second link succeeds.
+        # The file is named like the lease with number 0: if this process is killed, the next driver removes it.
         is_exclusive = any(_creates_exclusively(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -137,9 +137,9 @@ def _creates_exclusively(trial: Path) -> bool:
 
 
 @contextlib.contextmanager
-def changing(path: Path) -> Iterator[None]:
-    """Lock a file against changes by other processes that use this function. The lock is on its folder."""
-    folder = os.open(path.parent, os.O_RDONLY)  # a lock on the file would be lost when the file is replaced
+def locked_for_update(path: Path) -> Iterator[None]:
+    """Lock a file against changes by other processes that use this function."""
+    folder = os.open(path.parent, os.O_RDONLY)  # a lock on the file itself would be lost when it is replaced
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -158,7 +158,7 @@ def json_bytes(value: Any) -> bytes:
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
     """Delete the temporary files of killed writers; return their number.
 
-    If other processes may be writing, spare the files of the last `older_than_s` seconds.
+    Pass `older_than_s` if other processes may be writing: younger files are kept.
     """
     num_removed = 0
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -242,7 +242,7 @@ class GroupSync:
         self._waiting: list[Future[None]] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_named = False
+        self._is_name_durable = False
 
     def sync(self) -> "Future[None]":
         """Return a future that completes when all previous writes are durable.
@@ -280,6 +280,6 @@ class GroupSync:
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        if not self._is_named:  # the name of a new file has to be durable, too
+        if not self._is_name_durable:  # the name of a new file has to be durable, too
             sync_folder(self._path.parent)
-            self._is_named = True
+            self._is_name_durable = True

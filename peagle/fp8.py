@@ -1,7 +1,7 @@
 """FP8 weights of drafter heads: quantisation, scales, errors.
 
-A matrix [N, K] becomes float8_e4m3fn with a float32 scale per output, so that the largest element of a row becomes 448,
-the largest value of the format. The engine quantises activations per token.
+A matrix [N, K] becomes float8_e4m3fn with a float32 scale per output. The largest element of a row becomes 448, the
+largest value of the format. The engine quantises activations per token.
 
 Only weights that vLLM 0.29 can load in FP8 are quantised (`model_executor/models/llama_eagle3.py` and
 `qwen3_eagle3.py`): the projections of the decoder layers, `fc`, and `lm_head` if the head has its own.
@@ -18,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-OPTIONAL = ("fc", "lm_head")  # may be kept in bf16; others not, because vLLM fuses q, k and v, and gate and up
+MAY_STAY_BF16 = ("fc", "lm_head")  # others may not, because vLLM fuses q, k and v, and gate and up
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -44,10 +44,10 @@ class WeightError:
         return asdict(self)
 
 
-def why_kept(name: str, tensor: torch.Tensor, keep: Iterable[str]) -> str | None:
+def reason_to_keep(name: str, tensor: torch.Tensor, keep: Iterable[str]) -> str | None:
     """Return why a tensor of a head is not quantised, or None if it is quantised.
 
-    `keep` are the parts of `OPTIONAL` that the user wants to keep.
+    `keep` are the modules of `MAY_STAY_BF16` that the user wants to keep in bf16.
     """
     module = name.removesuffix(".weight")
     if module in keep:
@@ -113,10 +113,10 @@ def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, 
 def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, str]) -> dict[str, Any]:
     """Return the quantisation part of `config.json`, in the format of compressed-tensors.
 
-    `tensors` are the head's weights before quantisation; `kept` says why each tensor that is not quantised stays.
+    `tensors` are the head's weights before quantisation; `kept` has the tensors that stay as they are, with the reason.
     """
     # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. lm_head needs a
-    # separate target, because it is not a `Linear` in vLLM.
+    # target of its own, because it is not a `Linear` in vLLM.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}

@@ -1,4 +1,4 @@
-"""The hardware of this node: accelerators, memory, cores, number formats and instance type.
+"""The hardware of this node: accelerators, memory, cores, supported number formats and instance type.
 
 The information comes only from the operating system, `nvidia-smi` and the metadata servers of Google and Microsoft.
 Reading it takes milliseconds, and needs neither torch nor CUDA.
@@ -216,7 +216,7 @@ def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
         return list(gpus.values())
     selected: list[_Gpu] = []
     for entry in map(str.strip, visible.split(",")):
-        # A slice matches every GPU that has slices, because the GPU does not matter here.
+        # A slice matches every GPU that has slices, because it does not matter here which one it is on.
         matching = [
             gpu
             for uuid, gpu in gpus.items()
@@ -293,7 +293,7 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders with the limits of this process: the mount's root and the process's group, cgroup 2 and 1."""
+    """Return the folders that may limit this process: the mount's root and the process's group, cgroup v2 and v1."""
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)
@@ -351,7 +351,7 @@ def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | 
 
 def _query(url: str, headers: dict[str, str]) -> str:
     """Return the last path segment of the response; empty on failure."""
-    direct = build_opener(ProxyHandler({}))  # a proxy would return its own type
+    direct = build_opener(ProxyHandler({}))  # a proxy would return the type of its own machine
     try:
         with direct.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
             text: str = response.read(256).decode(errors="replace")

@@ -34,12 +34,12 @@ def is_free(port: int, host: str = "") -> bool:
     return _fault(port, host) is None
 
 
-def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
-    """Raise ConfigError, naming the option `key`, if a port is in use or `host` is not an address of this machine."""
+def require_free(option: str, port: int, host: str = "", *, hint: str) -> None:
+    """Raise ConfigError, naming `option`, if a port is in use or `host` is not an address of this machine."""
     # Without this check, Ray Serve would share the port with another Serve, and each would get some connections.
     if (error := _fault(port, host)) is not None:
         where = f" of {host}" if host else ""
-        raise ConfigError(f"{key} {port}{where}: {error.strerror}", hint=hint) from error
+        raise ConfigError(f"{option} {port}{where}: {error.strerror}", hint=hint) from error
 
 
 def _fault(port: int, host: str) -> OSError | None:

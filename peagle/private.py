@@ -37,8 +37,8 @@ def temporary_folder(name: str | None = None) -> Path:
     folder = Path(tempfile.gettempdir())
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & _ALL_BUT_OWNER:
-        folder = _own(folder / f"peagle-{os.geteuid()}")
-    return folder if name is None else _own(folder / name)
+        folder = _private_folder(folder / f"peagle-{os.geteuid()}")
+    return folder if name is None else _private_folder(folder / name)
 
 
 def user_path(path: str | Path) -> Path:
@@ -54,15 +54,15 @@ def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
 
     `num_bytes` is the length of the longest socket path below the folder.
     """
-    length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
-    if length > most:
+    length, max_length = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
+    if length > max_length:
         raise ConfigError(
-            f"temporary folder {folder}: its path has {length} bytes; the limit for {program} is {most}",
+            f"temporary folder {folder}: its path has {length} bytes; the limit for {program} is {max_length}",
             hint="set TMPDIR to a folder with a shorter path that only you can enter (mkdir -m 700)",
         )
 
 
-def _own(folder: Path) -> Path:
+def _private_folder(folder: Path) -> Path:
     """Return a folder that only the user can enter; create it if it is missing. A symbolic link is an error."""
     try:
         folder.mkdir(mode=0o700)

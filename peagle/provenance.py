@@ -35,7 +35,7 @@ def git_revision() -> str | None:
     return done.stdout.strip()
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+def require_same_fingerprint(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError with the differences if the run in `where` has a different fingerprint."""
     if changed := _differences(before, now):
         raise ConfigError(

@@ -27,7 +27,7 @@ def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
     return values
 
 
-def record_of(kind: type[Record], values: Any, *, where: str) -> Record:
+def validate_record(kind: type[Record], values: Any, *, where: str) -> Record:
     """Validate a record. The ConfigError names the field, but not the value, which may be a secret."""
     try:
         return kind.model_validate(values)

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: interrupt this process, or ask it to stop.
 
-`timeout`, wrappers such as `uv run`, and terminals often signal a process twice, so signals within a second count as
-one.
+The command `timeout`, wrappers such as `uv run`, and terminals often signal a process twice, so signals within a
+second count as one.
 """
 
 import atexit
@@ -22,12 +22,12 @@ STOPPED_CODE = 3  # exit code of a command that a signal stopped
 class _Handler:
     """Calls `act` on a signal, but ignores repeated signals.
 
-    It also ignores a signal that the handler it replaces, `before`, has just received.
+    It also ignores a signal that `previous`, the handler that it replaces, has just received.
     """
 
-    def __init__(self, act: Callable[[], object], before: object) -> None:
+    def __init__(self, act: Callable[[], object], previous: object) -> None:
         self._act = act
-        self.last_at: list[float] = before.last_at if isinstance(before, _Handler) else [-math.inf]
+        self.last_at: list[float] = previous.last_at if isinstance(previous, _Handler) else [-math.inf]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -83,11 +83,11 @@ def _handled_by(act: Callable[[], object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = _install(act)
+    previous = _install(act)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -95,8 +95,8 @@ def _install(act: Callable[[], object]) -> dict[int, Any]:
     """Install a handler; return the previous handlers by signal."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     current: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
-    before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
-    handler = _Handler(act, before.get(signal.SIGTERM))
-    for number in before:
+    previous = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
+    handler = _Handler(act, previous.get(signal.SIGTERM))
+    for number in previous:
         signal.signal(number, handler)
-    return before
+    return previous

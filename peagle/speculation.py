@@ -19,7 +19,7 @@ class SpeculationStats:
     """Acceptance counts of a request, a unit or a run. Add them with `+`. Contradictory counts raise ValueError.
 
     Attributes:
-        num_drafts: verify steps with a draft.
+        num_drafts: number of verify steps with a draft.
         accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
             accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
@@ -49,12 +49,14 @@ class SpeculationStats:
         bounds = (self.num_drafts, *self.accepted_per_position)
         if any(earlier < later for earlier, later in pairwise(bounds)):
             raise ValueError(
-                f"only a prefix of a draft is accepted, so of {self.num_drafts} drafts the accepted by position "
-                f"cannot be {list(self.accepted_per_position)}"
+                f"only a prefix of a draft is accepted, so the accepted tokens per position of {self.num_drafts} "
+                f"drafts cannot be {list(self.accepted_per_position)}"
             )
-        verified = self.verified_by_position
+        verified = self.verified_counts
         if any(a > v for a, v in zip(self.accepted_per_position, verified, strict=True)):
-            raise ValueError(f"by position, {self.accepted_per_position} accepted of {verified} verified tokens")
+            raise ValueError(
+                f"per position, {self.accepted_per_position} accepted tokens exceed {verified} verified ones"
+            )
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
         if self.num_lookup_tokens > self.num_accepted_tokens:
@@ -71,7 +73,8 @@ class SpeculationStats:
         Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
 
         Args:
-            own_counts: those of `peagle.engine.vllm_drafts`: accepted copies, dropped tokens, verified by position.
+            own_counts: counts of `peagle.engine.vllm_drafts`: accepted lookup tokens, dropped tokens, verified per
+                position.
         """
         num_lookup_tokens, num_dropped_tokens, *verified = own_counts or (0, 0)
         at_least = list(accumulate(reversed(histogram)))[::-1]
@@ -98,12 +101,12 @@ class SpeculationStats:
         """Acceptance rates by draft position, of the verified tokens; empty without drafts."""
         if not self.num_drafts:
             return ()
-        pairs = zip(self.accepted_per_position, self.verified_by_position, strict=True)
+        pairs = zip(self.accepted_per_position, self.verified_counts, strict=True)
         return tuple(accepted / verified if verified else 0.0 for accepted, verified in pairs)
 
     @property
-    def verified_by_position(self) -> tuple[int, ...]:
-        """Verified tokens at each position of `accepted_per_position`."""
+    def verified_counts(self) -> tuple[int, ...]:
+        """Verified tokens at each position of `accepted_per_position`, also if all drafted tokens were verified."""
         num_positions = len(self.accepted_per_position)
         if not self.verified_per_position:
             return (self.num_drafts,) * num_positions
@@ -129,7 +132,7 @@ class SpeculationStats:
             accepted_per_position=add(self.accepted_per_position, other.accepted_per_position),
             num_lookup_tokens=self.num_lookup_tokens + other.num_lookup_tokens,
             num_dropped_tokens=self.num_dropped_tokens + other.num_dropped_tokens,
-            verified_per_position=add(self.verified_by_position, other.verified_by_position) if is_partial else (),
+            verified_per_position=add(self.verified_counts, other.verified_counts) if is_partial else (),
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -171,7 +174,7 @@ def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> f
     return step_s_with / step_s_without
 
 
-def note(length: float | None, *, break_even: float | None = None) -> str | None:
+def drafter_warning(length: float | None, *, break_even: float | None = None) -> str | None:
     """Return a warning if the drafter costs more than it saves, else None.
 
     `length` is None without drafts. Without a measured `break_even`, `NEVER_PAYS_BELOW` applies.

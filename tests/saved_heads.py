@@ -5,15 +5,15 @@ import json
 import torch
 
 from peagle.drafter.attention import DOCUMENT_ATTENTION
-from peagle.drafter.head import is_saved, model_class_of, silence_library
-from peagle.drafter.target import TargetWeights, read_architecture, share_output
+from peagle.drafter.head import is_saved, model_class_of, silence_speculators
+from peagle.drafter.target import TargetWeights, read_architecture, set_verifier_output
 
 
 def load_head(folder, target):
     """Return the float32 model of a bf16 head, with the shared weights from the target's folder."""
     from safetensors.torch import load_file
 
-    silence_library()
+    silence_speculators()
     model_class = model_class_of(json.loads((folder / "config.json").read_text())["speculators_model_type"])
     config = model_class.config_class.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = str(target)
@@ -30,5 +30,5 @@ def load_head(folder, target):
     assert not [name for name in missing if is_saved(head, name) and name != "lm_head.weight"]
     head.load_verifier_weights()
     architecture = read_architecture(target)
-    share_output(head, TargetWeights(target, architecture), architecture)
+    set_verifier_output(head, TargetWeights(target, architecture), architecture)
     return head.float()

@@ -31,7 +31,7 @@ from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import read_head
 from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.forward import drafted_ids, parallel_rows
+from peagle.drafter.forward import most_likely_drafts, parallel_rows
 from peagle.drafter.head import save_head
 from peagle.drafter.pipeline import Listener, prepare
 from peagle.drafter.training import sampled_batch
@@ -128,7 +128,7 @@ class _Rows:
 
     def through(self, layer: Any) -> torch.Tensor:
         """The states behind a layer, with padding, [1, S, H]."""
-        return self._rows.through(layer, self._padded)
+        return self._rows.apply(layer, self._padded)
 
     def pass_through(self, layer: Any) -> None:
         """Go on to the next layer."""
@@ -190,7 +190,7 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     head_dim, hidden = config.head_dim, config.hidden_size
     states_SH = _normed(rows.states_SH)
     held_SH = states_SH[rows.depth_S <= known_depth + 1]
-    drafted_SH = first.input_layernorm(head.embed_tokens(drafted_ids(head, head.norm(held_SH)))).float()
+    drafted_SH = first.input_layernorm(head.embed_tokens(most_likely_drafts(head, head.norm(held_SH)))).float()
     embedded_HH = _fit(held_SH, drafted_SH, ridge=1e-2).T
 
     def reads_state(projection: Any) -> torch.Tensor:

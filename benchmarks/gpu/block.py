@@ -22,7 +22,7 @@ from shapes import write_shapes
 
 from jobs.output import listener, say
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import run_loop
+from peagle.bench.engine import run_pass
 from peagle.bench.plan import MODEL_RUNNER, Pass
 from peagle.bench.record import PassRecord
 from peagle.bench.run import Bench
@@ -125,7 +125,7 @@ class BlockBench(Bench):
             sampling = {**self.config.sampling(), "max_tokens": _WARM_UP_TOKENS}
             for concurrency in self.config.concurrency:
                 prompts = self.prompts(replace(one, concurrency=concurrency))[:concurrency]
-                await run_loop(
+                await run_pass(
                     engine,
                     prompts,
                     sampling=sampling,

@@ -32,11 +32,11 @@ from jobs import flags
 from jobs.output import listener, say
 from peagle import hardware
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import read_from, reported
+from peagle.bench.engine import measure_and_report, read_from
 from peagle.bench.folder import MeasurementFolder
 from peagle.bench.plan import BenchPlan, Setup, make_plan
 from peagle.bench.prompts import Dataset, build_dataset, read_dataset
-from peagle.bench.report import labels
+from peagle.bench.report import warning_labels
 from peagle.catalog.folders import read_config
 from peagle.catalog.int8 import converted_spec
 from peagle.catalog.targets import hub_config, resolve_model
@@ -93,7 +93,7 @@ def profile(config: BenchConfig) -> int:
     folder = MeasurementFolder(root, name="steps", fingerprint=plan.fingerprint(dataset) | _concurrency(plan))
     run = _Run(plan, dataset, folder)
     with signals_as_interrupts():
-        reported(run, folder.root, listener(), parts="engines")
+        measure_and_report(run, folder.root, listener(), pass_noun="engines")
     num_left = len(plan.setups) - len(run.done)
     say(f"\nreport: {folder.root / 'report.md'}; {num_left} engines are left")
     return 1 if run.failed else 3 if num_left else 0
@@ -268,7 +268,7 @@ def _write(
     root: Path, plan: BenchPlan, dataset: Dataset, engines: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
 ) -> dict[str, Any]:
     found = {
-        "labels": labels(plan),
+        "labels": warning_labels(plan),
         "model": plan.model.name,
         "precision": plan.precision.describe(),
         "hardware": plan.hardware.to_dict() | {"description": plan.hardware.describe()},
@@ -286,10 +286,10 @@ def _write(
         "(engine by engine). Parts: on the device, medians of the steps with all requests in them; host: the rest of a "
         "step. Kernels: traced in other steps. Floor: bytes that must be read over that speed, and the step over it."
     )
-    lines = [f"**{label}.**\n" for label in labels(plan)] + [about, "", *markdown(rows)]
+    lines = [f"**{label}.**\n" for label in warning_labels(plan)] + [about, "", *markdown(rows)]
     lines += [f"\nNot complete: {label}, whose engine failed: {message}" for label, message in failed.items()]
     write_atomic(root / "report.md", ("\n".join(lines) + "\n").encode())
-    label = f"{labels(plan)[0].split()[0]}, " if labels(plan) else ""
+    label = f"{warning_labels(plan)[0].split()[0]}, " if warning_labels(plan) else ""
     if (plot := drafter_plot(f"{label}{plan.model.name}", engines)) is not None:
         write_atomic(root / "drafter-by-k.svg", plot.encode())
     say("\n" + "\n".join(aligned(rows)))

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.config import EvaluateConfig, as_benchmark
-from peagle.bench.engine import MeasurementListener, Start
+from peagle.bench.engine import MeasurementListener, StartEngine
 from peagle.bench.folder import SCHEMA
 from peagle.bench.loop import TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, Setup, make_setup, require_capacity, target_spec
 from peagle.bench.prompts import Dataset
-from peagle.bench.record import PassRecord, acceptance, sources
+from peagle.bench.record import PassRecord, acceptance, source_notes
 from peagle.bench.report import POSITION_NOTE, acceptance_figures, conditions, positions_of, subject_of
 from peagle.bench.run import Bench
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
@@ -31,7 +31,7 @@ def evaluate(
     config: EvaluateConfig,
     listener: MeasurementListener,
     *,
-    start: Start = start_engine,
+    start: StartEngine = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
@@ -40,7 +40,7 @@ def evaluate(
 class Evaluation(Bench):
     name = "evaluation"
     parent = Path("runs/evaluate")
-    parts = "cells"
+    pass_noun = "cells"
 
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
@@ -60,7 +60,7 @@ class Evaluation(Bench):
             setups=setups,
             price=None,
             notes=[f"{drafter.name}: {drafter.note}{drafter_note(setups[0].drafter)}" for drafter in drafters],
-            own={"precision": precision.describe(), "concurrency": config.concurrency},
+            command_settings={"precision": precision.describe(), "concurrency": config.concurrency},
             category_column=config.category_column,
         )
 
@@ -68,7 +68,7 @@ class Evaluation(Bench):
         return 1
 
     @classmethod
-    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
+    def check_dataset(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Accept any number of prompts, since acceptance does not depend on concurrency."""
 
     def caveats(self) -> list[str]:
@@ -114,7 +114,7 @@ class Evaluation(Bench):
                     if categories and not is_split
                     else []
                 ),
-                *sources((planned.setup.label, record) for planned, record in done.items()),
+                *source_notes((planned.setup.label, record) for planned, record in done.items()),
                 *(f"Not measured: {name}, because its engine failed: {message}" for name, message in failed.items()),
                 *([f"Not finished: {num_left} cells remain."] if num_left else []),
             ],
@@ -269,7 +269,7 @@ def length_plot(report: Mapping[str, Any]) -> str:
         x_name="draft tokens per step (K)",
         y_name="tokens per verification step",
         x_prefix="K=",
-        first=1.0,  # the length without accepted drafts
+        y_start=1.0,  # the length without accepted drafts
     )
     chart = line_chart(list(curves.items()), axes)
     return standalone(chart, f"Acceptance length, {subject_of(report)}", list(curves))

@@ -18,11 +18,11 @@ from peagle.profiles.measurements import METHODS, NONE
 from peagle.requests.prompts import PromptOptions
 from peagle.storage import on_disk
 
-Key = tuple[str | None, int | None]  # method, K; None is any
+Scope = tuple[str | None, int | None]  # method and K; None stands for any
 Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
-def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
+def parse_synthetic_acceptance(entries: Sequence[str]) -> dict[Scope, Numbers]:
     """Parse synthetic acceptance by method and K; the most specific entry wins.
 
         3.2                a length, for every method and K
@@ -34,23 +34,23 @@ def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
     The length at K is 1 plus the sum of the first K rates, so two lengths determine the mean of the rates between them.
     Real lengths grow more slowly with larger K, so linear interpolation never overestimates them.
     """
-    parsed: dict[Key, Numbers] = {}
+    parsed: dict[Scope, Numbers] = {}
     for entry in entries:
-        scope, _, numbers = entry.rpartition("=")
-        method, _, k = scope.partition(":")
-        if scope and (method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in scope and not k.isdecimal())):
+        prefix, _, numbers = entry.rpartition("=")
+        method, _, k = prefix.partition(":")
+        if prefix and (method not in DRAFT_METHODS + LOOKUP_METHODS or (":" in prefix and not k.isdecimal())):
             raise ValueError(f"{entry!r} is not NUMBERS, METHOD=NUMBERS or METHOD:K=NUMBERS")
-        key = method or None, int(k) if k else None
-        if key in parsed:
-            raise ValueError(f"synthetic_acceptance has two values for {scope or 'all methods'}")
-        parsed[key] = _numbers(numbers, entry)
+        scope = method or None, int(k) if k else None
+        if scope in parsed:
+            raise ValueError(f"synthetic_acceptance has two values for {prefix or 'all methods'}")
+        parsed[scope] = _numbers(numbers, entry)
     return parsed
 
 
-def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, ...] | None:
+def rates_for(method: str, k: int, entries: dict[Scope, Numbers]) -> tuple[float, ...] | None:
     """Return the rates by position of a method and K; None if there is no entry."""
-    keys: tuple[Key, ...] = ((method, k), (method, None), (None, None))
-    numbers = next((entries[key] for key in keys if key in entries), None)
+    scopes: tuple[Scope, ...] = ((method, k), (method, None), (None, None))
+    numbers = next((entries[scope] for scope in scopes if scope in entries), None)
     if numbers is None:
         return None
     if isinstance(numbers, float):
@@ -59,7 +59,7 @@ def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, 
                 f"acceptance length {numbers:g} exceeds the maximum of {method} at K={k}: {k + 1}",
                 hint=f"add a length for this K: --synthetic-acceptance {method}:{k}=LENGTH",
             )
-        return rates_of_length(numbers, k)
+        return rates_from_length(numbers, k)
     if len(numbers) < k:
         raise ConfigError(
             f"synthetic_acceptance has {len(numbers)} rates, but K is {k}", hint="add a rate for each position"
@@ -67,19 +67,19 @@ def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, 
     return numbers[:k]
 
 
-def rates_of_length(length: float, k: int) -> tuple[float, ...]:
-    """Return rates by position that add up to a length, like vLLM: ones first, then the remainder.
+def rates_from_length(length: float, k: int) -> tuple[float, ...]:
+    """Return rates by position that add up to a length. As in vLLM: ones first, then the remainder.
 
-    >>> rates_of_length(3.25, 4)
+    >>> rates_from_length(3.25, 4)
     (1.0, 1.0, 0.25, 0.0)
     """
     return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(k))
 
 
-def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
+def rates_from_lengths_by_k(lengths: dict[int, float]) -> tuple[float, ...]:
     """Return rates by position, up to the largest K, from lengths by K.
 
-    >>> rates_of_lengths({2: 2.5, 4: 3.0})
+    >>> rates_from_lengths_by_k({2: 2.5, 4: 3.0})
     (0.75, 0.75, 0.25, 0.25)
     """
     rates: list[float] = []
@@ -98,7 +98,7 @@ def _numbers(words: str, entry: str) -> Numbers:
             lengths = {int(k): float(length) for k, _, length in pairs}
             if min(lengths) < 1 or len(lengths) < len(pairs):
                 raise ValueError("K must be distinct and at least 1; other values are impossible")
-            return rates_of_lengths(lengths)
+            return rates_from_lengths_by_k(lengths)
         numbers = tuple(float(word) for word in words.split(","))
     except ValueError as error:
         reason = str(error) if "impossible" in str(error) else "contains a value that is not a number"
@@ -240,8 +240,8 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
         return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        parse_synthetic(self.synthetic_acceptance)
+    def _check_consistency(self) -> Self:
+        parse_synthetic_acceptance(self.synthetic_acceptance)
         if self.synthetic_acceptance and self.methods == [NONE]:
             raise ValueError("synthetic_acceptance requires a method that drafts")
         if self.max_num_seqs is not None and self.max_num_seqs < max(self.concurrency):
@@ -277,7 +277,7 @@ class EvaluateConfig(MeasurementOptions):
 
     @field_validator("drafter")
     @classmethod
-    def _drafts(cls, names: list[str]) -> list[str]:
+    def _check_drafter(cls, names: list[str]) -> list[str]:
         if "none" in names:
             raise ValueError(
                 "none does not draft, so it has no acceptance to measure (`peagle bench --methods none` times the"
@@ -287,7 +287,7 @@ class EvaluateConfig(MeasurementOptions):
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
-    def _split(cls, value: Any) -> Any:
+    def _split_ks(cls, value: Any) -> Any:
         return None if value is None else whole_numbers(value, "K", MAX_K)
 
 

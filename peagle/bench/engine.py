@@ -28,7 +28,7 @@ from peagle.quiet import QuietStderr
 from peagle.speculation import SpeculationStats
 
 Result = TypeVar("Result")
-Start = Callable[[EngineSpec, Hardware], Engine]
+StartEngine = Callable[[EngineSpec, Hardware], Engine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MeasurementListener:
 def with_engine(
     spec: EngineSpec,
     hardware: Hardware,
-    start: Start,
+    start: StartEngine,
     log: Path,
     use: Callable[[Engine, float], Coroutine[Any, Any, Result]],
 ) -> Result:
@@ -81,14 +81,14 @@ def read_from(log: Path, position: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def reported(run: Any, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
+def measure_and_report(run: Any, root: Path, listener: MeasurementListener, *, pass_noun: str) -> dict[str, Any]:
     """Measure and write the report, also after an error or interrupt."""
     try:
         run.measure()
     except BaseException:
         if run.done:
             run.write_report()
-            listener.say(f"report of the finished {parts}: {root / 'report.md'}")
+            listener.say(f"report of the finished {pass_noun}: {root / 'report.md'}")
         raise
     report: dict[str, Any] = run.write_report()
     return report
@@ -177,8 +177,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """The result of one pass over all prompts.
+class PassResult:
+    """The responses of one pass over all prompts.
 
     Attributes:
         drafted: drafts counted by the engine during the pass; None if the engine does not count drafts.
@@ -197,7 +197,7 @@ class Loop:
         return [answer.generation for answer in self.answers if answer]
 
 
-async def run_loop(
+async def run_pass(
     engine: Engine,
     prompts: Sequence[BenchPrompt],
     *,
@@ -205,7 +205,7 @@ async def run_loop(
     concurrency: int,
     progress: Callable[[int, int], None],
     num_warm_up: int,
-) -> Loop:
+) -> PassResult:
     """Send every prompt once, after a short warm-up that is not measured."""
     warm_up = {**sampling, "max_tokens": min(8, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
@@ -227,11 +227,11 @@ async def run_loop(
     answers = await asyncio.gather(*map(send, range(len(prompts))))
     wall_s = time.monotonic() - started_at
     await asyncio.sleep(_COUNTERS_SETTLE_S)
-    return Loop(answers=answers, wall_s=wall_s, drafted=difference(engine.speculation_totals(), before))
+    return PassResult(answers=answers, wall_s=wall_s, drafted=drafts_between(engine.speculation_totals(), before))
 
 
-def difference(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:
-    """Return the drafts between two readings of an engine's counters; None if it does not count drafts."""
+def drafts_between(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:
+    """Return the drafts between two readings of an engine's counters; None if the engine does not count drafts."""
     if after is None or before is None:
         return None
     pairs = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)

@@ -1,7 +1,7 @@
 """A folder of finished measurements, which a repeated command does not measure again.
 
 NAME.json      the fingerprint that all records share (written once)
-cells/*.json   a finished measurement each
+cells/*.json   the finished measurements, one per file
 logs/          engine output
 ledger/        the cost of the engines, for `peagle cost` (`spending.py`)
 """
@@ -15,21 +15,21 @@ from typing import Any, TypeVar
 from peagle.errors import ConfigError
 from peagle.files import json_bytes, make_folder, remove_temporaries, write_json, write_once
 from peagle.private import user_path
-from peagle.provenance import require_same
+from peagle.provenance import require_same_fingerprint
 
 SCHEMA = 1
 Record = TypeVar("Record")
 
 
 class MeasurementFolder:
-    """A folder of measurements that share a fingerprint, JSON-ready settings; created if it does not exist."""
+    """A folder of measurements that share a fingerprint (JSON-ready settings). It is created if it does not exist."""
 
     def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
         self.root = user_path(root)
         self._logs, self._cells = self.root / "logs", self.root / "cells"
         manifest = self.root / f"{name}.json"
         if manifest.exists():
-            require_same(_read(manifest)["fingerprint"], fingerprint, str(root))
+            require_same_fingerprint(_read(manifest)["fingerprint"], fingerprint, str(root))
         try:
             for folder in (self._logs, self._cells):
                 make_folder(folder)
@@ -39,7 +39,7 @@ class MeasurementFolder:
         except OSError as error:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
         # Another command may have written the file first.
-        require_same(_read(manifest)["fingerprint"], fingerprint, str(root))
+        require_same_fingerprint(_read(manifest)["fingerprint"], fingerprint, str(root))
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from peagle.bench.config import MeasurementOptions
-from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, run_loop, with_engine
+from peagle.bench.engine import MeasurementListener, PeakMemory, StartEngine, memory_reader, run_pass, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
 from peagle.bench.plan import BenchPlan, Pass, Setup
 from peagle.bench.prompts import BenchPrompt, Dataset, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
-from peagle.bench.report import labels
+from peagle.bench.report import warning_labels
 from peagle.bench.spending import EngineSpending
 from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.engine.interface import Engine
@@ -25,7 +25,7 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of a command, which decides which pass is next.
+    """The passes of a command. Each command decides which pass is next.
 
     Finished passes are saved immediately. A failed engine is skipped for the rest of the command.
     """
@@ -40,7 +40,7 @@ class Measurement(ABC):
         dataset: Dataset,
         folder: MeasurementFolder,
         listener: MeasurementListener,
-        start: Start,
+        start: StartEngine,
     ) -> None:
         self.config, self.plan, self.dataset, self.folder = config, plan, dataset, folder
         self.listener, self.say, self._start = listener, listener.say, start
@@ -57,8 +57,8 @@ class Measurement(ABC):
         """Plan everything except the prompts."""
 
     @abstractmethod
-    def next(self, up: Setup | None = None) -> Pass | None:
-        """Return the next pass, or None at the end."""
+    def next(self, running: Setup | None = None) -> Pass | None:
+        """Return the next pass, or None at the end. `running` is the engine that is running now."""
 
     @abstractmethod
     def prompts(self, planned: Pass) -> Sequence[BenchPrompt]: ...
@@ -75,7 +75,7 @@ class Measurement(ABC):
         return planned.concurrency
 
     @classmethod  # noqa: B027 - most commands take any prompts
-    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
+    def check_dataset(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Raise ConfigError if the prompts do not suffice for the plan."""
 
     def accept(self, planned: Pass, record: PassRecord) -> None:
@@ -86,7 +86,7 @@ class Measurement(ABC):
         """Skip an engine for the rest of the command."""
         self.failed[setup] = reason
 
-    def spend(self, spent_s: float) -> None:
+    def set_spent(self, spent_s: float) -> None:
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
@@ -96,7 +96,7 @@ class Measurement(ABC):
 
     @classmethod
     def prepare(
-        cls, config: MeasurementOptions, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
+        cls, config: MeasurementOptions, listener: MeasurementListener, start: StartEngine, tokenizer_of: TokenizerOf
     ) -> Self:
         """Plan everything, open the folder, and print the plan, without starting an engine."""
         rows = read_dataset(config)
@@ -106,7 +106,7 @@ class Measurement(ABC):
         tokenizer = tokenizer_of(model.path, model.revision)
         column = plan.category_column
         dataset = build_dataset(config, rows, tokenizer, plan.spec.max_model_len, category_column=column)
-        cls.require(plan, dataset)
+        cls.check_dataset(plan, dataset)
         fingerprint = plan.fingerprint(dataset)
         root = config.output or default_folder(cls.parent, fingerprint)
         folder = MeasurementFolder(root, name=cls.name, fingerprint=fingerprint)
@@ -119,7 +119,7 @@ class Measurement(ABC):
         formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
         engine = f"{plan.model.name} on {plan.hardware.describe()}, {', '.join(formats)}"
         self.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {engine}")
-        for note in [*labels(plan), *plan.notes, *self.caveats()]:
+        for note in [*warning_labels(plan), *plan.notes, *self.caveats()]:
             self.say(f"  {note}")
         for reason, count in dataset.rejected.items():
             self.say(f"  {count} rows without a prompt: {reason}")
@@ -138,14 +138,14 @@ class Measurement(ABC):
             planned = self.next()
 
     def _run_engine(self, first: Pass) -> None:
-        """Start an engine and run passes as long as the next pass uses the engine."""
+        """Start an engine and run passes until the next pass needs another engine."""
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
         before_s, started_at = self.spent_s, time.monotonic()
         spending = EngineSpending(self.folder.root / "ledger", self.plan, setup)
 
         def update_spent() -> None:
-            self.spend(before_s + time.monotonic() - started_at)
+            self.set_spent(before_s + time.monotonic() - started_at)
 
         async def use(engine: Engine, start_s: float) -> None:
             spending.start(start_s)
@@ -165,7 +165,7 @@ class Measurement(ABC):
     async def _measure(self, engine: Engine, planned: Pass, start_s: float, spending: EngineSpending) -> PassRecord:
         prompts = self.prompts(planned)
         with PeakMemory(self._read_memory) as peak:
-            loop = await run_loop(
+            result = await run_pass(
                 engine,
                 prompts,
                 sampling=self.plan.config.sampling(),
@@ -173,8 +173,8 @@ class Measurement(ABC):
                 progress=self.listener.progress,
                 num_warm_up=self.num_warm_up(planned),
             )
-        spending.add(loop)
-        record = make_record(planned, prompts, loop, engine, start_s=start_s, peak_memory_gib=peak.gib)
+        spending.add(result)
+        record = make_record(planned, prompts, result, engine, start_s=start_s, peak_memory_gib=peak.gib)
         self.accept(planned, record)
         self.folder.save(_pass_name(planned), record.to_dict())
         return record

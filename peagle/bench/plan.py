@@ -11,7 +11,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
 
-from peagle.bench.config import BenchConfig, MeasurementOptions, parse_synthetic, rates_for
+from peagle.bench.config import BenchConfig, MeasurementOptions, parse_synthetic_acceptance, rates_for
 from peagle.bench.folder import digest
 from peagle.bench.prompts import Dataset
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
@@ -55,9 +55,9 @@ def target_spec(
     *,
     max_num_seqs: int,
     extra: Mapping[str, Any] = MappingProxyType({}),
-    **own: Any,
+    **command_fields: Any,
 ) -> EngineSpec:
-    """Return the engine of a configuration, without a drafter; the command sets the fields `own`."""
+    """Return the engine of a configuration, without a drafter. `command_fields` are set by the command."""
     if fixed := spec_fields(config):
         raise ConfigError(
             f"--engine-arg {next(iter(fixed))} conflicts with a setting of the measurement",
@@ -68,13 +68,13 @@ def target_spec(
     fields = target_fields(config, model, hardware, precision)
     # Results are stored under the requested precision.
     fields |= {"precision": config.precision, "extra": {**extra, **fields["extra"]}}
-    return EngineSpec(**fields, max_num_seqs=max_num_seqs, **own)
+    return EngineSpec(**fields, max_num_seqs=max_num_seqs, **command_fields)
 
 
 def make_setup(
     spec: EngineSpec, drafter: DrafterSpec | None, *, label: str = "", head: str | None = None, fingerprint: str = ""
 ) -> Setup:
-    """Return the setup of an engine with or without a drafter; its default label is made of method and K."""
+    """Return the setup of an engine, with or without a drafter. By default, its label consists of method and K."""
     method, k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
     label = label or method_label(method, k)
     name_parts: list[str] = [method]
@@ -161,7 +161,7 @@ def _with_synthetic_acceptance(drafter: DrafterSpec, config: BenchConfig) -> Dra
     if not config.synthetic_acceptance:
         return drafter
     method, k = drafter.method, drafter.num_speculative_tokens
-    rates = rates_for(method, k, parse_synthetic(config.synthetic_acceptance))
+    rates = rates_for(method, k, parse_synthetic_acceptance(config.synthetic_acceptance))
     if rates is None:
         raise ConfigError(
             f"--synthetic-acceptance has no value for {method_label(method, k)}",
@@ -188,7 +188,7 @@ def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: i
     Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
     methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every round
     starts each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines equally and
-    the last engine of a round keeps running.
+    the last engine of a round also runs the first passes of the next.
     """
     num_rounds = min(rounds, repeats)
     passes = []
@@ -208,8 +208,8 @@ class BenchPlan:
     """The engines to measure, and their common settings.
 
     Attributes:
-        own: JSON-ready settings of this command that every pass depends on.
-        category_column: acceptance is grouped by this column; None disables it.
+        command_settings: JSON-ready settings that all passes of this command share.
+        category_column: column to group acceptance by; None disables it.
     """
 
     config: BenchConfig
@@ -220,7 +220,7 @@ class BenchPlan:
     setups: list[Setup]
     price: Price | None
     notes: list[str]
-    own: Mapping[str, Any]
+    command_settings: Mapping[str, Any]
     category_column: str | None = None
 
     @property
@@ -252,13 +252,13 @@ class BenchPlan:
             "kv_cache_gib": spec.kv_cache_gib,
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "sampling": self.config.sampling(),
-            "dataset": dataset.identity(),
+            "dataset": dataset.fingerprint_fields(),
             "hardware": self.hardware.describe(),
             "versions": {name: version for name, version in versions().items() if name.startswith("vllm")},
             **stated(self.config),
         }
         # Included only if set, for compatibility with folders of earlier versions.
-        return shared | ({MODEL_RUNNER: runner} if runner else {}) | dict(self.own)
+        return shared | ({MODEL_RUNNER: runner} if runner else {}) | dict(self.command_settings)
 
 
 def chosen_model_runner() -> str | None:
@@ -266,14 +266,14 @@ def chosen_model_runner() -> str | None:
 
 
 def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-    capture_size, slots = config.max_cudagraph_capture_size, config.max_num_batched_tokens
+    capture_size, step_tokens = config.max_cudagraph_capture_size, config.max_num_batched_tokens
     spec = target_spec(
         config,
         model,
         hardware,
         max_num_seqs=config.max_num_seqs or max(config.concurrency),
         load_format=config.load_format,
-        max_num_batched_tokens=slots,
+        max_num_batched_tokens=step_tokens,
         extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
         # Prompts are repeated, and cached prompts would not need prefill.
         enable_prefix_caching=False,
@@ -282,7 +282,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
     price, price_notes = _price(config, hardware)
     precision = spec_precision(spec, hardware)
     require_capacity(setups, model, hardware)
-    own = {
+    command_settings = {
         "precision": precision.describe(),
         "requests_per_slot": config.requests_per_slot,
         "load_format": spec.load_format,
@@ -301,7 +301,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         price=price,
         notes=notes + price_notes,
         # Included only if set, for compatibility with folders of earlier versions.
-        own=own | ({"max_num_batched_tokens": slots} if slots else {}),
+        command_settings=command_settings | ({"max_num_batched_tokens": step_tokens} if step_tokens else {}),
     )
 
 

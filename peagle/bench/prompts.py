@@ -40,12 +40,12 @@ class Dataset:
     rejected: dict[str, int]
     category_column: str | None = None
 
-    def identity(self) -> dict[str, Any]:
-        """Return the data's part of a measurement's fingerprint, as JSON-ready data."""
-        identity: dict[str, Any] = {"content": self.fingerprint, "prompts": self.spec.to_dict()}
+    def fingerprint_fields(self) -> dict[str, Any]:
+        """Return the prompts' part of a measurement's fingerprint, as JSON-ready data."""
+        fields: dict[str, Any] = {"content": self.fingerprint, "prompts": self.spec.to_dict()}
         if self.category_column is not None:
-            identity["category_column"] = self.category_column
-        return identity
+            fields["category_column"] = self.category_column
+        return fields
 
 
 def read_dataset(config: MeasurementOptions) -> list[Row]:
@@ -85,7 +85,7 @@ def build_dataset(
         category = None if category is None or is_nan(category) else str(category)
         prompts.append(BenchPrompt(token_ids=prompt, category=category))
     if not prompts:
-        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first: {first_error}")
+        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first one: {first_error}")
     return Dataset(
         name=config.dataset if config.dataset == HUMANEVAL else Path(config.dataset).name,
         fingerprint=fingerprint.hexdigest()[:16],

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from peagle.bench.engine import Loop
+from peagle.bench.engine import PassResult
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation
@@ -118,37 +118,38 @@ class PassRecord:
 def make_record(
     planned: Pass,
     prompts: Sequence[BenchPrompt],
-    loop: Loop,
+    result: PassResult,
     engine: Engine,
     *,
     start_s: float,
     peak_memory_gib: float | None,
 ) -> PassRecord:
     requests = []
-    for answer in filter(None, loop.answers):
-        result, decode_s = answer.generation, None
-        if result.latency_s is not None and result.ttft_s is not None:
-            decode_s = result.latency_s - result.ttft_s
-        times = RequestTimes(num_output_tokens=result.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
-        requests.append(times)
+    for answer in filter(None, result.answers):
+        generation, decode_s = answer.generation, None
+        if generation.latency_s is not None and generation.ttft_s is not None:
+            decode_s = generation.latency_s - generation.ttft_s
+        requests.append(
+            RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
+        )
     # Drafts of the responses if known, otherwise the drafts that the engine counted.
-    drafts = [response.speculation for response in loop.responses if response.speculation is not None]
-    counted = loop.drafted or SpeculationStats.empty()
+    drafts = [response.speculation for response in result.responses if response.speculation is not None]
+    counted = result.drafted or SpeculationStats.empty()
     return PassRecord(
         method=planned.setup.method,
         k=planned.setup.k,
         concurrency=planned.concurrency,
         repeat=planned.repeat,
-        wall_s=loop.wall_s,
+        wall_s=result.wall_s,
         start_s=start_s,
-        num_refused=sum(answer is None for answer in loop.answers),
+        num_refused=sum(answer is None for answer in result.answers),
         speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else counted,
         requests=requests,
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         model_runner=engine.model_runner,
         self_check=None if engine.self_check is None else engine.self_check.to_dict(),
-        by_category=by_category(loop.generations, [prompt.category for prompt in prompts]),
+        by_category=by_category(result.generations, [prompt.category for prompt in prompts]),
     )
 
 
@@ -197,7 +198,7 @@ def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict
         "user_tokens_per_s": statistics.median(r.tokens_per_s for r in requests) if requests else None,
         "ttft_s": _percentiles([r.ttft_s for r in requests]),
         "tpot_s": _percentiles([r.tpot_s for r in requests]),
-        "step_s": step_s(records),
+        "step_s": mean_step_s(records),
         **acceptance([record.speculation for record in records]),
         "tokens_per_usd": tokens_per_s / usd_per_s if usd_per_s else None,
         "peak_memory_gib": max(memory, default=None),
@@ -218,15 +219,15 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
     }
 
 
-def sources(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
-    """Return notes on accepted drafts by source, if both a lookup and a head drafted."""
+def source_notes(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
+    """Return notes on accepted drafts by source, if both lookup and head drafted."""
     drafted: dict[str, SpeculationStats] = {}
     for label, record in labelled:
         drafted[label] = drafted.get(label, SpeculationStats.empty()) + record.speculation
     return [f"{label}: {note}" for label, stats in drafted.items() if (note := sources_note(stats))]
 
 
-def step_s(records: Sequence[PassRecord]) -> float | None:
+def mean_step_s(records: Sequence[PassRecord]) -> float | None:
     """Return the mean seconds per decoding step of a request, including drafting and verification.
 
     None if the engine does not report times, or there were no steps.

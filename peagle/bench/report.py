@@ -8,7 +8,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.folder import SCHEMA
 from peagle.bench.plan import MODEL_RUNNER, BenchPlan, Pass, Setup, chosen_model_runner
 from peagle.bench.prompts import Dataset
-from peagle.bench.record import PassRecord, acceptance, sources, summarise
+from peagle.bench.record import PassRecord, acceptance, source_notes, summarise
 from peagle.charts import Axes, Curve, line_chart, standalone
 from peagle.economics.report.figures import UNKNOWN, format_count, format_share
 from peagle.engine.spec import LOOKUP_METHODS
@@ -18,7 +18,7 @@ from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.provenance import git_revision, versions
 from peagle.tables import aligned, markdown
 
-_ENOUGH = 3  # requests per slot; with fewer, much of a pass runs below the nominal concurrency
+_MIN_REQUESTS_PER_SLOT = 3  # with fewer, much of a pass runs below the nominal concurrency
 
 
 def require_prompts(config: BenchConfig, num_prompts: int) -> None:
@@ -26,22 +26,25 @@ def require_prompts(config: BenchConfig, num_prompts: int) -> None:
     if config.requests_per_slot is None and num_prompts < largest:
         raise ConfigError(
             f"concurrency {largest} cannot be reached with {num_prompts} prompts",
-            hint=f"repeat prompts with --requests-per-slot {_ENOUGH + 1}, use more prompts, or decrease --concurrency",
+            hint=f"repeat prompts with --requests-per-slot {_MIN_REQUESTS_PER_SLOT + 1}, use more prompts, or"
+            " decrease --concurrency",
         )
 
 
-def few_prompts(config: BenchConfig, num_prompts: int) -> list[str]:
+def few_prompts_warnings(config: BenchConfig, num_prompts: int) -> list[str]:
     """Return a warning if passes are too short for their concurrency."""
-    few = [c for c in config.concurrency if (config.requests_per_slot or num_prompts / c) < _ENOUGH]
+    few = [c for c in config.concurrency if (config.requests_per_slot or num_prompts / c) < _MIN_REQUESTS_PER_SLOT]
     if not few:
         return []
     return [
-        f"Fewer than {_ENOUGH} requests per slot at concurrency {', '.join(map(str, few))}: much of a pass runs below "
-        "its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
+        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, few))}: much of a"
+        " pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
     ]
 
 
-def model_runners(config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]) -> list[str]:
+def model_runner_warnings(
+    config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]
+) -> list[str]:
     """Return a warning if methods used, or may use, different model runners of vLLM."""
     methods: dict[str, list[str]] = {}
     for record in records:
@@ -68,8 +71,8 @@ def make_report(
     cells = []
     for setup in plan.setups:
         for concurrency in plan.config.concurrency:
-            at = (setup, concurrency)
-            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == at]:
+            cell = (setup, concurrency)
+            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == cell]:
                 cells.append(summarise(records, usd_per_s=plan.usd_per_s))
     num_left = len(plan.passes) - len(done)
     warnings = [
@@ -79,7 +82,7 @@ def make_report(
     ]
     return {
         "schema": SCHEMA,
-        "labels": labels(plan),
+        "labels": warning_labels(plan),
         "model": plan.model.name,
         "configuration": plan.config.model_dump(mode="json"),
         "engine": plan.spec.to_dict(),
@@ -94,39 +97,44 @@ def make_report(
         "usd_per_s": plan.usd_per_s,
         "setups": [_setup(plan, setup, done) for setup in plan.setups],
         "cells": cells,
-        "ratios": ratios(cells),
+        "ratios": speed_ratios(cells),
         "num_passes_left": num_left,
         "failed": dict(failed),
         "caveats": warnings,
-        "notes": [*plan.notes, *sources((planned.setup.label, record) for planned, record in done.items()), *warnings],
+        "notes": [
+            *plan.notes,
+            *source_notes((planned.setup.label, record) for planned, record in done.items()),
+            *warnings,
+        ],
     }
 
 
-def labels(plan: BenchPlan) -> list[str]:
+def warning_labels(plan: BenchPlan) -> list[str]:
+    """Return labels that say why the figures only time hardware, if they do."""
     meaningless = "and the text is meaningless; these figures only time hardware"
-    causes = []
+    labels = []
     if plan.config.synthetic_acceptance:
-        causes.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at random {meaningless}")
+        labels.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at random {meaningless}")
     if plan.config.load_format == "dummy":
-        causes.append(f"DUMMY WEIGHTS: the weights are random {meaningless}")
-    return causes
+        labels.append(f"DUMMY WEIGHTS: the weights are random {meaningless}")
+    return labels
 
 
 def caveats(plan: BenchPlan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    runner_warnings = model_runners(plan.config, plan.hardware.platform, chosen_model_runner(), records)
-    return few_prompts(plan.config, len(dataset.prompts)) + runner_warnings
+    runner_warnings = model_runner_warnings(plan.config, plan.hardware.platform, chosen_model_runner(), records)
+    return few_prompts_warnings(plan.config, len(dataset.prompts)) + runner_warnings
 
 
-def best(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
+def best_cell(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int) -> Mapping[str, Any] | None:
     """Return the fastest cell of a method at a concurrency; None if it was not measured."""
     candidates = [cell for cell in cells if (cell["method"], cell["concurrency"]) == (method, concurrency)]
     return max(candidates, key=lambda cell: cell["output_tokens_per_s"], default=None)
 
 
-def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return speed ratios by concurrency: parallel drafters over EAGLE-3, and each method over none, at the best K.
+def speed_ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return speed ratios by concurrency, at the best K: parallel drafters over EAGLE-3, each method over none.
 
-    `range_by_concurrency` is the range over the repeats, with the same K.
+    `range_by_concurrency` is the range of the ratio over the repeats, with the same K.
     """
     results = []
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
@@ -135,7 +143,7 @@ def ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for method in methods:
             if method in (NONE, over) or over not in methods or (over == "eagle3" and method in LOOKUP_METHODS):
                 continue
-            bests = {str(c): (best(cells, method, c), best(cells, over, c)) for c in concurrencies}
+            bests = {str(c): (best_cell(cells, method, c), best_cell(cells, over, c)) for c in concurrencies}
             results.append(
                 {
                     "method": method,
@@ -186,7 +194,7 @@ def _setup(plan: BenchPlan, setup: Setup, done: Mapping[Pass, PassRecord]) -> di
 
 
 Rows = list[list[str]]
-Form = Callable[[Sequence[Sequence[str]]], list[str]]
+TableFormat = Callable[[Sequence[Sequence[str]]], list[str]]
 
 POSITION_NOTE = "By position: the share of drafts whose token at that position was accepted."
 _LATENCIES = ("p50", "p95", "p99")
@@ -216,7 +224,7 @@ def speed_rows(report: Mapping[str, Any]) -> Rows:
     rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
     for setup in report["setups"]:
         speeds = [_speed(cells.get((setup["method"], setup["k"], c))) for c in concurrencies]
-        rows.append([*_names(setup), *speeds])
+        rows.append([*_method_and_k(setup), *speeds])
     return rows
 
 
@@ -230,7 +238,7 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
     for concurrency in report["configuration"]["concurrency"]:
         row = [str(concurrency)]
         for method in methods:
-            cell = best(report["cells"], method, concurrency)
+            cell = best_cell(report["cells"], method, concurrency)
             k = f" (K={cell['k']})" if cell and cell["k"] else ""
             row.append(f"{cell['output_tokens_per_s']:,.1f}{k}" if cell else UNKNOWN)
         for ratio in report["ratios"]:
@@ -249,7 +257,7 @@ def value_rows(report: Mapping[str, Any]) -> Rows:
     concurrencies = report["configuration"]["concurrency"]
     rows = [["tokens per $, best K", *(f"concurrency {c}" for c in concurrencies)]]
     for method in _methods(report):
-        cells = [best(report["cells"], method, c) for c in concurrencies]
+        cells = [best_cell(report["cells"], method, c) for c in concurrencies]
         values = [format_count(cell["tokens_per_usd"]) if cell else UNKNOWN for cell in cells]
         rows.append([METHOD_NAMES[method], *values])
     return rows
@@ -264,7 +272,7 @@ def winner(report: Mapping[str, Any]) -> str:
         return ""
     concurrencies: dict[str, list[str]] = {}
     for concurrency in report["configuration"]["concurrency"]:
-        cells = [cell for method in _methods(report) if (cell := best(report["cells"], method, concurrency))]
+        cells = [cell for method in _methods(report) if (cell := best_cell(report["cells"], method, concurrency))]
         if cells:
             fastest = max(cells, key=lambda cell: cell["output_tokens_per_s"])
             name = METHOD_NAMES[fastest["method"]] + (f" at K={fastest['k']}" if fastest["k"] else "")
@@ -280,7 +288,7 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
         return []
     positions = positions_of(drafting)
     rows = [["acceptance", "K", "length", "drafts", *positions]]
-    rows += [[*_names(setup), *acceptance_figures(setup, positions)] for setup in drafting]
+    rows += [[*_method_and_k(setup), *acceptance_figures(setup, positions)] for setup in drafting]
     return rows
 
 
@@ -289,7 +297,7 @@ def positions_of(stats: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def acceptance_figures(stats: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
-    """Return acceptance length, drafts, and the rate at each position; blank after K."""
+    """Return acceptance length, drafts, and the rate at each position; blank beyond K."""
     rates = [format_share(rate) for rate in stats["acceptance_rates"]]
     blank = [""] * (len(positions) - len(rates))
     return [_decimals(stats["acceptance_length"], 2), f"{stats['num_drafts']:,}", *rates, *blank]
@@ -303,7 +311,7 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
         tokens_per_usd = cell["tokens_per_usd"]
         rows.append(
             [
-                *_names(cell),
+                *_method_and_k(cell),
                 str(cell["concurrency"]),
                 _decimals(cell["user_tokens_per_s"], 1),
                 *latencies,
@@ -334,7 +342,7 @@ def conditions(
     return "; ".join(parts)
 
 
-def _page(report: Mapping[str, Any], form: Form) -> list[str]:
+def _page(report: Mapping[str, Any], form: TableFormat) -> list[str]:
     lines: list[str] = []
     for label in report["labels"]:
         lines += [f"**{label}.**" if form is markdown else f"! {label}", ""]
@@ -367,7 +375,7 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
     return lines
 
 
-def _names(cell: Mapping[str, Any]) -> list[str]:
+def _method_and_k(cell: Mapping[str, Any]) -> list[str]:
     return [METHOD_NAMES[cell["method"]], str(cell["k"] or "-")]
 
 
@@ -408,12 +416,12 @@ def _best_plot(report: Mapping[str, Any], figure: str, subject: str, name: str) 
         y_name=subject.lower(),
         x_prefix="concurrency ",
         decimals=0,
-        is_even=True,
+        is_evenly_spaced=True,
     )
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []
     for method in _methods(report):
-        bests = [(c, best(report["cells"], method, c)) for c in concurrencies]
+        bests = [(c, best_cell(report["cells"], method, c)) for c in concurrencies]
         points = [(c, cell[figure]) for c, cell in bests if cell]
         name = METHOD_NAMES[method]
         curves.append((name if method == NONE else f"{name}, best K", points))

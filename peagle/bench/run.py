@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.config import BenchConfig
-from peagle.bench.engine import MeasurementListener, Start, reported
+from peagle.bench.engine import MeasurementListener, StartEngine, measure_and_report
 from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan, num_starts
 from peagle.bench.prompts import BenchPrompt, Dataset
@@ -29,11 +29,11 @@ from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
 
 
-def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool) -> float | None:
+def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_running: bool) -> float | None:
     """Estimate the seconds until the last pass ends; None before the first pass has finished."""
     if not done:
         return None
-    starts = num_starts(left) - (1 if is_up and left else 0)
+    starts = num_starts(left) - (1 if is_running and left else 0)
     start_s = statistics.mean(record.start_s for record in done)
     return starts * start_s + sum(_pass_s(done, planned.concurrency) for planned in left)
 
@@ -49,7 +49,7 @@ class Bench(Measurement):
 
     name = "bench"
     parent = Path("runs/bench")
-    parts = "passes"
+    pass_noun = "passes"
 
     @staticmethod
     def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
@@ -62,27 +62,32 @@ class Bench(Measurement):
         self._num_before = len(self.done)
 
     def run(self) -> tuple[dict[str, Any], Path]:
-        """Measure the remaining passes; return the report and its folder. Also writes the report after an error."""
-        return reported(self, self.folder.root, self.listener, parts=self.parts), self.folder.root
+        """Measure the remaining passes; return the report and its folder. The report is also written after an error."""
+        return measure_and_report(self, self.folder.root, self.listener, pass_noun=self.pass_noun), self.folder.root
 
-    def left(self) -> list[Pass]:
+    def remaining(self) -> list[Pass]:
         return [
             planned for planned in self.plan.passes if planned not in self.done and planned.setup not in self.failed
         ]
 
-    def next(self, up: Setup | None = None) -> Pass | None:
+    def next(self, running: Setup | None = None) -> Pass | None:
         """Return the first remaining pass within the time budget."""
         return next(
-            (planned for planned in self.left() if self._has_time_for(planned, is_up=planned.setup == up)), None
+            (
+                planned
+                for planned in self.remaining()
+                if self._has_time_for(planned, is_running=planned.setup == running)
+            ),
+            None,
         )
 
-    def _has_time_for(self, planned: Pass, *, is_up: bool) -> bool:
+    def _has_time_for(self, planned: Pass, *, is_running: bool) -> bool:
         """Return whether a pass should end within the time budget. Each command runs at least one pass."""
         budget_s = self.plan.config.time_budget_s
         if budget_s is None or len(self.done) == self._num_before:
             return True
         done = list(self.done.values())
-        start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
+        start_s = 0.0 if is_running else statistics.mean(record.start_s for record in done)
         return self.spent_s + start_s + _pass_s(done, planned.concurrency) <= budget_s
 
     def prompts(self, planned: Pass) -> Sequence[BenchPrompt]:
@@ -91,20 +96,20 @@ class Bench(Measurement):
         return list(islice(cycle(prompts), per_slot * planned.concurrency)) if per_slot else prompts
 
     @classmethod
-    def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
+    def check_dataset(cls, plan: BenchPlan, dataset: Dataset) -> None:
         require_prompts(plan.config, len(dataset.prompts))
 
     def caveats(self) -> list[str]:
         return caveats(self.plan, self.dataset, list(self.done.values()))
 
     def describe_progress(self) -> str:
-        left = self.left()
-        return f"{len(left)} {self.parts} in {num_starts(left)} engine starts; {len(self.done)} already finished"
+        left = self.remaining()
+        return f"{len(left)} {self.pass_noun} in {num_starts(left)} engine starts; {len(self.done)} already finished"
 
     def describe_pass(self, planned: Pass, record: PassRecord) -> str:
-        left = self.left()
-        is_up = bool(left) and left[0].setup == planned.setup
-        left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
+        left = self.remaining()
+        is_running = bool(left) and left[0].setup == planned.setup
+        left_s = time_left_s(list(self.done.values()), left, is_running=is_running)
         rest = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""
         return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(planned, record)}{rest}"
 
@@ -133,7 +138,7 @@ def bench(
     config: BenchConfig,
     listener: MeasurementListener,
     *,
-    start: Start = start_engine,
+    start: StartEngine = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
     return Bench.prepare(config, listener, start, tokenizer_of).run()

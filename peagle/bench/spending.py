@@ -1,6 +1,6 @@
 """Record the cost of a measurement's engines in OUTPUT/ledger: a session per engine, a record per request.
 
-Passes are busy time; time between them, such as warm-up or an interrupted pass, is idle.
+Passes are busy time. Everything else after the start, such as warm-up or an interrupted pass, is idle time.
 """
 
 import socket
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from peagle.bench.engine import Answer, Loop
+from peagle.bench.engine import Answer, PassResult
 from peagle.bench.plan import BenchPlan, Setup
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
@@ -25,7 +25,7 @@ class EngineSpending:
         make_folder(folder)
         self._folder, self._facts, self._now = folder, _facts(plan, setup), now
         self._session_id = uuid.uuid4().hex
-        self._began_at = now()
+        self._started_at = now()
         self._load_s: float | None = None
         self._busy_s = 0.0
         self._num_requests = self._num_output_tokens = 0
@@ -35,14 +35,14 @@ class EngineSpending:
         self._load_s = load_s
         self._write()
 
-    def add(self, loop: Loop) -> None:
-        answers = [answer for answer in loop.answers if answer]
+    def add(self, result: PassResult) -> None:
+        answers = [answer for answer in result.answers if answer]
         elapsed_s = sum(answer.elapsed_s for answer in answers)
-        self._busy_s += loop.wall_s
+        self._busy_s += result.wall_s
         self._num_output_tokens += sum(answer.generation.num_output_tokens for answer in answers)
         self._write()  # write the session before records that refer to it
         for answer in answers:
-            append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / elapsed_s))
+            append_request(self._folder, self._request(answer, result.wall_s * answer.elapsed_s / elapsed_s))
 
     def end(self) -> None:
         self._write(ended=True)
@@ -66,15 +66,15 @@ class EngineSpending:
         return self._facts.unbilled(f"{self._session_id}-{self._num_requests}", usage)
 
     def _write(self, *, ended: bool = False) -> None:
-        life_s = max(0.0, self._now() - self._began_at)
-        load_s = life_s if self._load_s is None else self._load_s
-        idle_s = max(0.0, life_s - load_s - self._busy_s)
+        lifetime_s = max(0.0, self._now() - self._started_at)
+        load_s = lifetime_s if self._load_s is None else self._load_s
+        idle_s = max(0.0, lifetime_s - load_s - self._busy_s)
         session = EngineSession(
             session_id=self._session_id,
             engine_index=0,
             hostname=socket.gethostname(),
-            started_at=self._began_at,
-            last_seen_at=self._began_at + load_s + self._busy_s + idle_s,
+            started_at=self._started_at,
+            last_seen_at=self._started_at + load_s + self._busy_s + idle_s,
             load_s=load_s,
             compile_s=0.0,
             busy_s=self._busy_s,

@@ -18,7 +18,7 @@ from peagle.catalog.converted import locked, make_folder
 from peagle.catalog.folders import end_ranges, fingerprint_of, peagle_home
 from peagle.engine.memory import WEIGHT_SUFFIXES
 from peagle.errors import CapacityError, CatalogError
-from peagle.files import write_json, writing
+from peagle.files import converted_write_errors, write_json
 from peagle.storage.s3_path import SCHEME, S3Path
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     small = [file for file in model.files if not is_weights(file.name)]
     # Two locks, so that a process that needs only the tokenizer does not wait for weights.
     with locked(folder.with_name(f".{folder.name}.files.lock")):
-        with writing(folder, hint=_SPACE_HINT):
+        with converted_write_errors(folder, hint=_SPACE_HINT):
             write_json(folder / _LISTING, {file.name: file.num_bytes for file in model.files})
         _fetch(model.at, small, folder)
     if not weights:
@@ -168,7 +168,7 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
             pool.submit(fetch_file, at, file, folder, count=count, is_cancelled=cancelled.is_set)
             for file in sorted(missing, key=lambda file: -file.num_bytes)
         }
-        with writing(folder, hint=_SPACE_HINT):
+        with converted_write_errors(folder, hint=_SPACE_HINT):
             while todo:
                 done, todo = wait(todo, timeout=10.0, return_when=FIRST_EXCEPTION)
                 for future in done:

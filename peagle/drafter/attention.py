@@ -5,8 +5,8 @@ tokens attend causally to each other. A block of chain rows attends to the known
 itself. Chains never attend to each other, so a single square mask over all rows of a document would be mostly empty.
 
 Gathered keys, masks and scores are not saved for the gradient: backward computes each block again, so memory grows
-linearly with the number of rows. On a GPU, starting a kernel takes as long as computing several blocks. There the
-blocks of a step are padded and computed together, if all their scores fit into memory (`_PADDED_SCORES`).
+linearly with the number of rows. On a GPU, starting a kernel takes as long as computing several blocks, so the blocks
+of a training step are padded and computed together if all their scores fit into memory (`_MAX_PADDED_SCORES`).
 
 Shapes: N blocks, Q query rows of a block, K key rows of a block, S rows.
 """
@@ -24,9 +24,9 @@ from transformers import AttentionInterface
 from peagle.drafter.batch import Rows, attention_mask
 
 DOCUMENT_ATTENTION = "peagle_documents"
-BLOCK_ROWS = 128  # minimum rows of a block; larger blocks compute more scores that are masked
+MIN_BLOCK_ROWS = 128  # minimum rows of a block; larger blocks compute more scores that are masked
 _TOKENS_PER_BLOCK_ROW = 16  # long documents have larger blocks, because each block gathers the known tokens again
-_PADDED_SCORES = 2**27  # per step and attention head: 128 MiB of mask
+_MAX_PADDED_SCORES = 2**27  # per training step and attention head: 128 MiB of mask
 
 _MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
 # Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
@@ -62,7 +62,7 @@ class AttentionPlan:
     blocks: tuple[Block, ...]
 
     def to(self, device: torch.device | str) -> "DocumentPlan":
-        if torch.device(device).type != "cpu" and self.num_padded_scores <= _PADDED_SCORES:
+        if torch.device(device).type != "cpu" and self.num_padded_scores <= _MAX_PADDED_SCORES:
             return self.padded(device)
         return AttentionPlan(tuple(block.to(device) for block in self.blocks))
 
@@ -97,7 +97,7 @@ class PaddedBlocks:
 
     query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
     key_NK: torch.Tensor  # indices of the key rows; 0 for padding
-    place_S: torch.Tensor  # indices in N * Q of the rows that are not padding
+    unpadded_S: torch.Tensor  # indices in N * Q of the rows that are not padding
     # Bool, shared by all layers; None means causal attention. No row attends to padding; padding may attend to all
     # known tokens.
     mask_NQK: torch.Tensor | None
@@ -108,7 +108,7 @@ class PaddedBlocks:
         key = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
         query_NQ = _pad(query)
         lengths_N = torch.tensor([len(rows) for rows in query])
-        place_S = torch.nonzero((torch.arange(query_NQ.shape[1]) < lengths_N[:, None]).flatten()).flatten()
+        unpadded_S = torch.nonzero((torch.arange(query_NQ.shape[1]) < lengths_N[:, None]).flatten()).flatten()
         query_rows = [block.query_rows for block in blocks if block.query_rows is not None]
         key_rows = [block.key_rows for block in blocks if block.key_rows is not None]
         mask_NQK = None
@@ -117,7 +117,7 @@ class PaddedBlocks:
                 _pad_rows(query_rows, anchor=_LAST_ANCHOR, depth=0).to(device),
                 _pad_rows(key_rows, anchor=-1, depth=1).to(device),
             )
-        return cls(query_NQ.to(device), _pad(key).to(device), place_S.to(device), mask_NQK)
+        return cls(query_NQ.to(device), _pad(key).to(device), unpadded_S.to(device), mask_NQK)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -129,7 +129,7 @@ class PaddedBlocks:
         parts += [_gather(tensor.to(sum_dtype), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
         output = _attend(parts, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
         flat = output.transpose(0, 1).flatten(1, 2)[None]
-        return self.query_NQ.flatten()[self.place_S], flat[:, :, self.place_S]
+        return self.query_NQ.flatten()[self.unpadded_S], flat[:, :, self.unpadded_S]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class PaddedPlan:
 DocumentPlan = AttentionPlan | PaddedPlan
 
 
-def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
+def parallel_attention_plan(documents: Sequence[Rows]) -> AttentionPlan:
     """Plan the attention of a P-EAGLE head: one pass over all depths. Rows are packed document by document."""
     blocks, first = [], 0
     for rows in documents:
@@ -166,7 +166,7 @@ def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
     return AttentionPlan(tuple(blocks))
 
 
-def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
+def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
     """Plan the attention of an EAGLE-3 head: one pass over the rows at `depth`.
 
     Keys are in a cache that is ordered by depth and, within each depth, by document.
@@ -208,7 +208,7 @@ def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int
 
 
 def _block_rows(num_known: int) -> int:
-    return max(BLOCK_ROWS, num_known // _TOKENS_PER_BLOCK_ROW)
+    return max(MIN_BLOCK_ROWS, num_known // _TOKENS_PER_BLOCK_ROW)
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
@@ -230,7 +230,7 @@ def document_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a plan, as an attention function of transformers. Attention weights are not returned.
+    """An attention function for transformers that returns no attention weights. `attention_mask` is the plan.
 
     Args:
         query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.

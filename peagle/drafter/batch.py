@@ -1,15 +1,15 @@
 """COD sampling and training batches.
 
 P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The input row at depth 0 has the last known token and the
-target's state; the row at depth d, d tokens later, has a mask token and a learned state. These rows are a chain, and
-the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all positions at
-depth 0, and a share ratio**d of them at depth d.
+target's state; the row at depth d, d tokens later, has a mask token and a learned state. Together, these rows are a
+chain, and the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all
+positions at depth 0, and a fraction ratio**d of them at depth d.
 
-The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
-the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed.
+From the state at token t and the embedding of token t+1, the head predicts the target's distribution after t+1, t+2,
+... An engine knows both when it drafts. Documents are shifted accordingly and packed.
 
 Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows with a loss, P positions
-with a loss; in a batch each includes its padding, which has no loss.
+with a loss. In a batch, each of them includes padding, which is excluded from the loss.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -56,16 +56,16 @@ def sample_rows(
 ) -> Rows:
     """Sample the rows of one document.
 
-    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens with a loss and stop where
-    such tokens end. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends to the
-    smaller depths of its own chain.
+    Depth 0 keeps every token, since later rows attend to it. A chain starts at a token with a loss, and ends before the
+    first token without one. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends
+    to the smaller depths of its own chain.
 
     Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
         depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (rows at positions 3 and 4) and of anchor 3 (row at 4).
 
     Args:
         num_depths: K_train, including depth 0.
-        ratio: share of the anchors that are kept from one depth to the next.
+        ratio: fraction of the anchors that is kept from one depth to the next.
     """
     num_tokens = loss_mask_T.shape[0]
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
@@ -101,9 +101,9 @@ class TrainingBatch:
     last_PH: torch.Tensor  # the target's states before its final norm, at positions with a loss (at t+1)
     anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
-    place_S: torch.Tensor  # the row's position within its document, for the rotary embedding
-    row_R: torch.Tensor  # rows with a loss, ordered by the position they predict from
-    target_R: torch.Tensor  # index in P of each row in `row_R`
+    document_position_S: torch.Tensor  # the row's position within its document, for the rotary embedding
+    row_R: torch.Tensor  # rows with a loss, ordered by position
+    position_R: torch.Tensor  # index in P of each row in `row_R`
     documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
     num_loss_rows: int
     num_tokens: int
@@ -125,8 +125,8 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
     anchor = torch.cat([r.anchor_S + start for r, start in zip(rows, starts[:-1], strict=True)])
     depth = torch.cat([r.depth_S for r in rows])
     position = anchor + depth
-    counts = torch.cat([r.anchor_S >= r.first_anchor for r in rows])
-    row = torch.nonzero(loss_mask[position] & counts).flatten()
+    is_scored = torch.cat([r.anchor_S >= r.first_anchor for r in rows])
+    row = torch.nonzero(loss_mask[position] & is_scored).flatten()
     row = row[position[row].argsort(stable=True)]
     return TrainingBatch(
         token_ids_T=_pad(token_ids),
@@ -134,9 +134,9 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
         last_PH=_pad(torch.cat([document.last_TH[1:] for document in documents])[loss_mask]),
         anchor_S=_pad(anchor),
         depth_S=_pad(depth),
-        place_S=_pad(torch.cat([r.position for r in rows])),
+        document_position_S=_pad(torch.cat([r.position for r in rows])),
         row_R=_pad(row),
-        target_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
+        position_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
         documents=tuple(rows),
         num_loss_rows=len(row),
         num_tokens=sum(len(document.token_ids_T) for document in documents),
@@ -144,7 +144,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Append zeros so that only a few lengths occur: at most an eighth of the length, or 7 rows if it is short."""
+    """Append zeros, so that only a few distinct lengths occur: at most an eighth, or 7 rows to short tensors."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

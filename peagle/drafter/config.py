@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from peagle.drafter.decontamination import DEFAULT
+from peagle.drafter.decontamination import DEFAULT_SETS
 from peagle.drafter.prompts import is_shipped_source
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
@@ -68,7 +68,7 @@ class TrainConfig(PriceOptions, TagOptions):
         2048, ge=16, description="maximum tokens of prompt and response together; longer documents are cut"
     )
     exclude: list[str] = Field(
-        default_factory=lambda: list(DEFAULT),
+        default_factory=lambda: list(DEFAULT_SETS),
         min_length=1,
         description="drop rows that share 10 consecutive words with this evaluation set: humaneval, a corpus "
         "of prompts, or none; default: humaneval",
@@ -98,7 +98,7 @@ class TrainConfig(PriceOptions, TagOptions):
     num_frozen_layers: int = Field(
         0,
         ge=0,
-        description="do not train the first N layers of the head in --init, nor `fc` and the mask state, their inputs",
+        description="do not train the first N layers of the head in --init, nor their inputs (`fc` and the mask state)",
     )
     train_lm_head: bool = Field(True, description="train lm_head; otherwise it keeps the target's rows")
     train_embeddings: bool = Field(
@@ -143,7 +143,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses a GPU if available")
     workers: int = Field(1, ge=1, description="number of training processes under Ray Train; 1 does not require Ray")
-    worker_failures: int = Field(3, ge=0, description="worker crashes after which the training fails")
+    worker_failures: int = Field(3, ge=0, description="the training fails after this many worker crashes")
     time_budget_s: float | None = Field(
         None, gt=0, description="maximum seconds of training; repeat the command to resume"
     )
@@ -177,13 +177,13 @@ class TrainConfig(PriceOptions, TagOptions):
             raise ValueError("features and on_the_fly cannot be combined: on_the_fly does not store hidden states")
         return self
 
-    def answers(self, mode: str) -> Path:
+    def responses_folder(self, mode: str) -> Path:
         return self.output / "responses" / mode
 
     @property
     def response_sources(self) -> list[str]:
         if self.responses == "given":
             return self.prompts
-        runs = [self.answers(mode) for mode in DECODING_MODES]
+        runs = [self.responses_folder(mode) for mode in DECODING_MODES]
         existing = [run for run in runs if run.is_dir()]
         return [str(run) for run in existing or runs]

@@ -36,7 +36,7 @@ class Decontaminated(Generic[T]):
 
 
 class NgramIndex:
-    """The word n-grams of the references. References shorter than an n-gram are ignored; HumanEval has none."""
+    """The word n-grams of the references. References shorter than an n-gram are ignored (none in HumanEval)."""
 
     def __init__(self) -> None:
         self._sets: dict[tuple[str, ...], str] = {}  # names of evaluation sets, by n-gram
@@ -54,7 +54,7 @@ class NgramIndex:
                 return " ".join(ngram)
         return None
 
-    def set_of(self, overlap: str) -> str:
+    def evaluation_set_of(self, overlap: str) -> str:
         return self._sets[tuple(overlap.split())]
 
     def _ngrams(self, text: str) -> Iterable[tuple[str, ...]]:
@@ -70,7 +70,7 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
         if overlap is None:
             kept.append(item)
         else:
-            dropped.append(Dropped(item=item, overlap=overlap, evaluation_set=index.set_of(overlap)))
+            dropped.append(Dropped(item=item, overlap=overlap, evaluation_set=index.evaluation_set_of(overlap)))
     return Decontaminated(kept=kept, dropped=dropped)
 
 
@@ -84,11 +84,11 @@ def humaneval_references() -> list[str]:
 
 
 NONE = "none"
-NAMED = (HUMANEVAL, NONE)  # other values are files
-DEFAULT = (HUMANEVAL,)
+NAMED_SETS = (HUMANEVAL, NONE)  # other values are files
+DEFAULT_SETS = (HUMANEVAL,)
 
 
-def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
+def build_index(evaluation_sets: Sequence[str]) -> NgramIndex:
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(
             f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"remove {NONE} or the others"

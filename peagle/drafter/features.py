@@ -1,7 +1,7 @@
 """The target's hidden states (features), stored or computed on the fly.
 
-The features of a token are the concatenated states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's
-2, L/2, L-1), and the state BEFORE the final norm, from which the target's distribution is computed.
+The features of a token are the concatenated states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, by
+default 2, L/2, L-1), and the state BEFORE the final norm, from which the target's distribution is computed.
 
 A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. A worker computes
 and writes a shard; then the main process adds the shard to the index, with its checksum. So an interrupted extraction
@@ -26,7 +26,7 @@ import torch
 from peagle.drafter.data import Sample
 from peagle.drafter.target import auto_class_of, require_layers
 from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
-from peagle.files import sha256, write_json, writing
+from peagle.files import converted_write_errors, sha256, write_json
 
 INDEX = "index.json"
 _PARTIAL = ".partial"
@@ -35,10 +35,10 @@ _FULL = "free some space, or use --on-the-fly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    target: str
+    target: str  # fingerprint
     aux_layers: tuple[int, ...]
     hidden_size: int
-    samples: str
+    samples: str  # fingerprint
 
     @property
     def bytes_per_token(self) -> int:
@@ -62,7 +62,7 @@ def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
     file = folder / _shard_name(number)
     partial = file.with_suffix(f".{uuid.uuid4().hex}{_PARTIAL}")
-    with writing(file, SafetensorError, hint=_FULL):
+    with converted_write_errors(file, SafetensorError, hint=_FULL):
         try:
             save_file(tensors, partial)
             checksum = sha256(partial)
@@ -87,7 +87,7 @@ class StoreWriter:
             stored = _spec_from(self._index["spec"])
             if other := [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]:
                 raise ConfigError(
-                    f"{folder}: has features with different {', '.join(other)}",
+                    f"{folder}: contains features with a different {', '.join(other)}",
                     hint="use another folder, or delete this one",
                 )
         # A damaged shard is repaired by deleting its file, so ignore entries without a file.
@@ -109,8 +109,8 @@ class StoreWriter:
     def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
         self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
-    def take(self, number: int, checksum: str) -> None:
-        """Add a shard to the index that another process has written."""
+    def add_written(self, number: int, checksum: str) -> None:
+        """Add a shard that another process has written."""
         file = self._folder / _shard_name(number)
         if not file.is_file() or sha256(file) != checksum:
             raise PeagleError(
@@ -119,7 +119,7 @@ class StoreWriter:
             )
         self._add_to_index(file.name, checksum)
 
-    def clear(self) -> None:
+    def remove_partial_files(self) -> None:
         """Delete files left by killed writers. Call it only while no process writes."""
         for leftover in self._folder.glob(f"*{_PARTIAL}"):
             leftover.unlink(missing_ok=True)
@@ -127,12 +127,12 @@ class StoreWriter:
     def _add_to_index(self, shard: str, checksum: str) -> None:
         shards = {**self._index["shards"], shard: checksum}
         self._index["shards"] = dict(sorted(shards.items()))
-        with writing(self._folder / INDEX, hint=_FULL):
+        with converted_write_errors(self._folder / INDEX, hint=_FULL):
             write_json(self._folder / INDEX, self._index)
 
 
 class FeatureStore:
-    tokens_ahead = 0
+    tokens_ahead = 0  # number of tokens to read ahead; nothing has to be computed here
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         from safetensors.torch import load_file
@@ -239,7 +239,7 @@ def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | 
     return HiddenStateReader(model, aux_layers)
 
 
-def states_of(
+def compute_states(
     samples: Sequence[Sample],
     reader: HiddenStateReader,
     *,
@@ -247,7 +247,7 @@ def states_of(
     batch_tokens: int = BATCH_TOKENS,
     to: torch.device | str = "cpu",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16.
+    """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16, on the device `to`.
 
     The last bits of a state may depend on the batch, as in every engine.
     """
@@ -321,7 +321,7 @@ def open_store(
     writer = StoreWriter(folder, spec, num_shards=len(shards))
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
     if missing:
-        writer.clear()
+        writer.remove_partial_files()
         num_tokens = sum(len(sample.token_ids) for shard in missing.values() for sample in shard)
         needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(folder).free
         if needed > free:
@@ -333,7 +333,8 @@ def open_store(
     return writer, missing
 
 
-def extract(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
+def extract_here(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
+    """Extract the features of a job in this process."""
     extract_features(
         job.samples,
         lambda: load_reader(job.target, job.spec.aux_layers, job.device),
@@ -369,7 +370,7 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
+    states = compute_states(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),
         "lengths": torch.tensor([len(s.token_ids) for s in samples]),
@@ -412,14 +413,14 @@ class ComputedFeatures:
         self._ahead = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """Return documents. Those that were not read ahead are computed together."""
+        """Return documents. Those that were not read ahead are computed now, together."""
         documents = self._ahead | self._compute([index for index in indices if index not in self._ahead])
         return [documents[index] for index in indices]
 
     def _compute(self, indices: Sequence[int]) -> dict[int, Document]:
         samples = [self._samples[index] for index in indices]
         with torch.autocast(self._device.type, enabled=False):  # autocast is for the head and would change the target
-            states = states_of(
+            states = compute_states(
                 samples, self._reader, device=self._device, batch_tokens=self.tokens_ahead, to=self._device
             )
         return {

@@ -1,7 +1,7 @@
-"""Forward passes of the heads over a batch, and their loss.
+"""The forward pass of a head over a batch, and its loss.
 
-These functions use the modules of `speculators`' models, but not its forward passes: those pack documents into one
-square mask, sample the rows themselves and store the logits of every row. Here, rows are arguments, each document
+These functions use the modules of `speculators`' models, but not their forward passes, which pack documents into one
+square mask, sample rows themselves, and store the logits of every row. Here, rows are arguments, each document
 attends only to itself, and logits are computed only for rows with a loss. For the same rows, the results are equal
 (tests/unit/drafter/test_forward.py).
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.attention import DocumentPlan, parallel_plan, sequential_plan
+from peagle.drafter.attention import DocumentPlan, parallel_attention_plan, sequential_attention_plan
 from peagle.drafter.batch import TrainingBatch, make_batch, sample_rows
 from peagle.drafter.features import Document, Features
 from peagle.drafter.loss import (
@@ -38,13 +38,16 @@ from peagle.speculation import SpeculationStats
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
-    """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. `free_run` is that of `head_states`."""
-    known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
+    """Return an EAGLE-3 head's states of all rows before its norm, [S, H]. For `free_run`, see `head_states`."""
+    known_states = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
     outputs: list[torch.Tensor] = []
     depth_S = batch.depth_S[: sum(map(len, batch.documents))]  # without the padding
     rows_of_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(int(depth_S.max()) + 1)]
-    state, token_ids = known[batch.anchor_S[rows_of_depth[0]]], batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]]
+    state, token_ids = (
+        known_states[batch.anchor_S[rows_of_depth[0]]],
+        batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]],
+    )
     for depth, rows in enumerate(rows_of_depth):
         if depth:
             previous = rows_of_depth[depth - 1]
@@ -53,18 +56,18 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
             parent = row_of_anchor[batch.anchor_S[rows]]
             state = outputs[-1][parent]
             if free_run:
-                token_ids = drafted_ids(head, head.norm(state))
+                token_ids = most_likely_drafts(head, head.norm(state))
             else:
                 token_ids = batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
-        plan = sequential_plan(batch.documents, depth).to(state.device)
+        plan = sequential_attention_plan(batch.documents, depth).to(state.device)
         states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-        places = batch.place_S[rows][None]
-        rotary = head.rotary_emb(states, places)
+        position_ids = batch.document_position_S[rows][None]
+        rotary = head.rotary_emb(states, position_ids)
         for layer in head.layers:
             states = layer(
                 states,
                 attention_mask=plan,
-                position_ids=places,
+                position_ids=position_ids,
                 position_embeddings=rotary,
                 past_key_values=cache,
             )
@@ -73,7 +76,8 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
 
-def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
+def most_likely_drafts(head: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the most likely draft after each state, as token ids of the target."""
     # In chunks, since the logits of a long document are gigabytes.
     draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
@@ -101,10 +105,10 @@ class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
-    # With D-PACE it is not a mean, and only comparable to other D-PACE losses.
+    # With D-PACE, it is not a mean and only comparable to other D-PACE losses.
     loss: torch.Tensor
     correct_D: torch.Tensor
-    accepted_D: torch.Tensor  # number of rows that are correct, as are all earlier rows of their chain
+    accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
 
@@ -121,7 +125,7 @@ class BatchLoss:
 
 
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
-    """Return the head's states after its norm, [R, H], for rows with a loss and padding.
+    """Return the head's states after its norm, [R, H], for the rows with a loss and their padding.
 
     With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. It makes
     no difference to a P-EAGLE head, which reads no token after the anchor.
@@ -142,27 +146,27 @@ class ParallelRows:
     # [1, S, 2 H], embedding and state. At depth 0 these are the embedding of the row's token and the projected aux
     # states; at other depths, the embedding of the mask token and the learned state.
     states: torch.Tensor
-    places: torch.Tensor
+    position_ids: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     plan: DocumentPlan
 
-    def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = layer(
-            states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
+            states, attention_mask=self.plan, position_ids=self.position_ids, position_embeddings=self.rotary
         )
         return output
 
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
-    known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
+    known_states = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]
-    state = torch.where(deeper, masked, known[batch.anchor_S])
+    state = torch.where(deeper, masked, known_states[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-    places = batch.place_S[None]
-    plan = parallel_plan(batch.documents).to(states.device)
-    return ParallelRows(states, places, head.rotary_emb(states, places), plan)
+    position_ids = batch.document_position_S[None]
+    plan = parallel_attention_plan(batch.documents).to(states.device)
+    return ParallelRows(states, position_ids, head.rotary_emb(states, position_ids), plan)
 
 
 def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
@@ -170,7 +174,7 @@ def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     rows = parallel_rows(head, batch)
     states = rows.states
     for layer in head.layers:
-        states = rows.through(layer, states)
+        states = rows.apply(layer, states)
     return states[0]
 
 
@@ -197,9 +201,9 @@ def batch_loss(
     weight = fixed_weight(batch, weighting)
     total = weight.sum() if total_weight is None else total_weight
     if weighting.dpace:
-        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
+        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.position_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total)
+    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.position_R, weight / total)
     unpadded = slice(batch.num_loss_rows)
     row, correct = batch.row_R[unpadded], rows.correct_R[unpadded].float()
     depth = batch.depth_S[row]
@@ -219,14 +223,14 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the drafts after each known token, [T - 1, K], as token ids of the target.
+    """Return the greedy drafts after each known token, [T - 1, K], as token ids of the target.
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response contain -1.
     """
     num_tokens, k = len(document.token_ids_T), num_speculative_tokens
     anchor, depth, states = _draft_states(head, document, k)
     drafted = torch.full((num_tokens - 1 + k, k), -1)
-    drafted[anchor, depth] = drafted_ids(head, states).cpu()
+    drafted[anchor, depth] = most_likely_drafts(head, states).cpu()
     return drafted[: num_tokens - 1]
 
 
@@ -255,15 +259,15 @@ def count_accepted(token_ids: Sequence[int], drafted: torch.Tensor, start: int) 
     and emits 8, so the result is [2].
     """
     accepted = []
-    known = start
-    while known < len(token_ids) - 1:
+    num_known = start
+    while num_known < len(token_ids) - 1:
         num_accepted = 0
-        for draft, token in zip(drafted[known - 1].tolist(), token_ids[known + 1 :], strict=False):
+        for draft, token in zip(drafted[num_known - 1].tolist(), token_ids[num_known + 1 :], strict=False):
             if draft != token:
                 break
             num_accepted += 1
         accepted.append(num_accepted)
-        known += num_accepted + 1
+        num_known += num_accepted + 1
     return accepted
 
 

@@ -1,7 +1,7 @@
 """Convert head folders to FP8 and back, and report the error of the weights.
 
-A head that is converted back to bf16 has the values of the FP8 head. So a machine without FP8 can measure the effect of
-FP8 weights on acceptance. The quantisation of activations is not reproduced.
+A head that is converted back to bf16 has the values of the FP8 head, so that a machine without FP8 can measure the
+effect of FP8 weights on acceptance. It does not reproduce the quantisation of activations.
 """
 
 import json
@@ -17,10 +17,10 @@ import torch
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import read_head
 from peagle.errors import ConfigError, DrafterError, did_you_mean
-from peagle.files import writing
+from peagle.files import converted_write_errors
 from peagle.fp8 import (
     FP8,
-    OPTIONAL,
+    MAY_STAY_BF16,
     SCALE,
     WeightError,
     dequantize,
@@ -28,8 +28,8 @@ from peagle.fp8 import (
     is_matrix,
     quantization_config,
     quantize,
+    reason_to_keep,
     weight_error,
-    why_kept,
 )
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -56,14 +56,17 @@ class Conversion:
 
 def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Conversion:
     for module in keep:
-        if module not in OPTIONAL:
-            raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
-    config, tensors = _read(source, output)
+        if module not in MAY_STAY_BF16:
+            raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, MAY_STAY_BF16))
+    _require_absent(output)
+    config, tensors = _read_head(source)
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization or any(tensor.dtype == FP8 for tensor in tensors.values()):
         method = (quantization or {}).get("quant_method", "FP8")
         raise DrafterError(f"{source} is already quantised ({method})", hint="convert it to bf16 with --dequantize")
-    kept = {name: reason for name, tensor in tensors.items() if (reason := why_kept(name, tensor, keep)) is not None}
+    kept = {
+        name: reason for name, tensor in tensors.items() if (reason := reason_to_keep(name, tensor, keep)) is not None
+    }
     written, errors = dict(tensors), []
     for name in tensors.keys() - kept.keys():
         written[name], written[name + SCALE] = stored, scale = quantize(name, tensors[name])
@@ -71,18 +74,19 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     if not errors:
         raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
     config["quantization_config"] = quantization_config(tensors, kept)
-    others = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
-    unconverted = f"{', '.join(others)} not converted" if others else "there are no other matrices"
-    line = (
+    unconverted = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
+    unconverted_note = f"{', '.join(unconverted)} not converted" if unconverted else "there are no other matrices"
+    card_note = (
         f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale per output channel; the engine quantises"
-        f" activations per token (compressed-tensors); {unconverted}. Written by `peagle"
+        f" activations per token (compressed-tensors); {unconverted_note}. Written by `peagle"
         " quantize-drafter`; acceptance figures below are those of the original head."
     )
-    return _write(source, output, config, written, line, errors, kept)
+    return _write(source, output, config, written, card_note, errors, kept)
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    config, tensors = _read(source, output)
+    _require_absent(output)
+    config, tensors = _read_head(source)
     quantization = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
     hint = "use a folder written by `peagle quantize-drafter`"
@@ -97,19 +101,22 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
         exact = dequantize(tensors[name], tensors[name + SCALE])
         errors.append(weight_error(name, exact, written[name], tensors[name + SCALE]))
     kept = dict.fromkeys(written.keys() - set(names), "not in FP8")
-    line = (
+    card_note = (
         "**Converted back to bf16**: the values of the FP8 head, rounded to bf16. Written by `peagle quantize-drafter"
         " --dequantize`, to measure the effect of FP8 weights on acceptance."
     )
-    return _write(source, output, config, written, line, errors, kept)
+    return _write(source, output, config, written, card_note, errors, kept)
 
 
-def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _require_absent(output: Path) -> None:
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"{output} already exists", hint="use another folder, or remove it")
+
+
+def _read_head(source: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(f"{output} already exists", hint="use another folder, or remove it")
     config = read_config(source, DrafterError)
     if (head := read_head(config)).max_k is not None:
         raise DrafterError(
@@ -134,7 +141,7 @@ def _write(
     output: Path,
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
-    line: str,
+    card_note: str,
     errors: list[WeightError],
     kept: dict[str, str],
 ) -> Conversion:
@@ -142,7 +149,7 @@ def _write(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with writing(output, SafetensorError, hint="free some space, or use another --output"):
+    with converted_write_errors(output, SafetensorError, hint="free some space, or use another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
@@ -155,7 +162,7 @@ def _write(
             card = staging / "README.md"
             lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
             title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
-            lines[title + 1 : title + 1] = ["", line]
+            lines[title + 1 : title + 1] = ["", card_note]
             card.write_text("\n".join(lines) + "\n", encoding="utf-8")
             for path in (staging, *staging.iterdir()):
                 path.chmod(0o755 if path.is_dir() else 0o644)

@@ -17,7 +17,7 @@ from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import read_head
 from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
-from peagle.drafter.target import Architecture, TargetWeights, read_architecture, share_output
+from peagle.drafter.target import Architecture, TargetWeights, read_architecture, set_verifier_output
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
@@ -38,7 +38,7 @@ class HeadSpec:
     num_depths: int = 8
     mask_token_id: int = 0
     # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
-    # and `fc` passes on the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
+    # and `fc` returns the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
     # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may continue an EAGLE-3
     # head.
     init: str = "warm"
@@ -157,7 +157,7 @@ def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_
     return None
 
 
-def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
+def possible_init(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
     """Return the requested `init`, or "random" with a warning if "warm" is not possible."""
     if spec.init != "warm":
         return spec.init
@@ -191,7 +191,7 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
                 _copy_projection(parameter, weights[prefix + name], architecture.head_dim)
 
 
-def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
+def repeat_heads(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
     """Repeat the heads of a projection until it has `num_rows` rows."""
     heads = projection.view(-1, head_dim, projection.shape[1])
     return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
@@ -199,7 +199,7 @@ def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Te
 
 def _copy_projection(parameter: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
     if parameter.shape[0] != target.shape[0]:
-        target = repeated(target, parameter.shape[0], head_dim)
+        target = repeat_heads(target, parameter.shape[0], head_dim)
     if parameter.shape != target.shape:
         parameter.normal_(std=0.02)
         parameter = parameter[:, -target.shape[1] :]
@@ -229,7 +229,7 @@ def _shapes(architecture: Architecture) -> dict[str, list[int]]:
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
     from safetensors.torch import load_file
 
-    silence_library()
+    silence_speculators()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
     obstacle = None if spec.init == "random" else warm_start_obstacle(weights, architecture, spec.num_layers)
@@ -253,7 +253,7 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         )
         .float()
     )
-    share_output(head, weights, architecture)
+    set_verifier_output(head, weights, architecture)
     if spec.algorithm == "peagle":
         # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by only 1 in
         # 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of the
@@ -283,8 +283,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights of the head saved in `folder`.
 
-    An EAGLE-3 head has no mask state, so it keeps its initial value. Additional layers start as the identity, so that
-    the drafts stay the same.
+    An EAGLE-3 head has no mask state; then `head` keeps its initial one. Additional layers start as the identity, so
+    that the drafts stay the same.
     """
     parameters = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
@@ -313,7 +313,7 @@ def _with_kv_heads(tensor: torch.Tensor, name: str, parameters: Mapping[str, tor
     num_rows = parameters[name].shape[0]
     if num_rows % tensor.shape[0]:
         return tensor
-    return repeated(tensor, num_rows, head.config.transformer_layer_config.head_dim)
+    return repeat_heads(tensor, num_rows, head.config.transformer_layer_config.head_dim)
 
 
 def _num_layers(weights: Mapping[str, torch.Tensor]) -> int:
@@ -355,7 +355,7 @@ def model_class_of(algorithm: str) -> Any:
     return Eagle3DraftModel
 
 
-def silence_library() -> None:
+def silence_speculators() -> None:
     """Disable the logs of `speculators`, which name every tensor of the target."""
     from loguru import logger
 

@@ -4,7 +4,7 @@ The loss is KL(target || draft), fused with the projection: the gradient of each
 chunk's logits are in the cache. An unfused loss would store several float32 tensors [R, V]; with V = 8,192, each takes
 32 KiB per row.
 
-Shapes: R rows with a loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
+Shapes: R rows with a loss, P positions that they predict, H hidden size, V draft vocabulary, T tokens, D depths.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -18,7 +18,7 @@ from peagle.drafter.batch import TrainingBatch
 
 CHUNK_ROWS = 256
 _GPU_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
-_SMOOTHING = 0.5  # s of the paper: confidence c becomes (1 - s) c + s, so that every chain has some weight
+_SMOOTHING = 0.5  # s of the D-PACE paper: confidence c becomes (1 - s) c + s, so that every chain has some weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _chunks(
     for start in range(0, len(hidden_RH), num_rows):
         rows = slice(start, start + num_rows)
         positions, index = torch.unique_consecutive(position_R[rows], return_inverse=True)
-        # Rounded up to a multiple of 32, so that there are few different shapes, for which kernels must be built.
+        # Rounded up to a multiple of 32, since kernels must be built for each distinct shape.
         positions = torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
         target_logits = (targets.state_PH[positions].to(dtype) @ target_weight.T).to(wide)
         if targets.softcap is not None:
@@ -136,7 +136,7 @@ def _accumulation_dtype(states: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """The weights of a training's rows."""
+    """How the rows of a training run are weighted."""
 
     depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
@@ -157,8 +157,8 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
 
     A draft is discarded after its first rejected token, so the value of a row depends on the earlier rows of its chain.
     D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's
-    confidence at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is its
-    share of the gradient by log c_d: the sum of the products that contain c_d.
+    confidence at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is
+    the derivative with respect to log c_d: the sum of the products that contain c_d.
     """
     rows = batch.row_R[: batch.num_loss_rows]
     smoothed_TD = by_chain(batch, (1 - _SMOOTHING) * confidence_R[: batch.num_loss_rows] + _SMOOTHING)
@@ -171,7 +171,7 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
 
 
 def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
-    """Arrange values of rows (without padding) by anchor and depth, [T, D]; 0 where there is no row with a loss."""
+    """Arrange values of rows (without padding) by anchor and depth, [T, D]; 0 if there is no row with a loss."""
     rows = batch.row_R[: batch.num_loss_rows]
     table = value_R.new_zeros(len(batch.token_ids_T), int(batch.depth_S.max()) + 1)
     table[batch.anchor_S[rows], batch.depth_S[rows]] = value_R

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
+from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, drawing, grid_line, spread_labels, standalone, text, x_axis_name
 from peagle.plain_json import to_json
 
 METRICS = "metrics.jsonl"
@@ -26,7 +26,7 @@ class TrainingProgress:
     loss: float  # with D-PACE only comparable to other D-PACE losses, since the weights change
     # For each depth, the share of rows whose most likely token is that of the target; None without rows.
     accuracy: tuple[float | None, ...]
-    # For each depth, the share of rows that are correct, as are all earlier rows of their chain: an engine accepts
+    # For each depth, the share of rows that are correct along with all earlier rows of their chain: an engine accepts
     # drafts up to the first incorrect one.
     accepted: tuple[float | None, ...]
     divergence: tuple[float | None, ...]  # mean KL divergence for each depth
@@ -53,7 +53,7 @@ class Metrics:
         with self._file.open("a") as stream:
             stream.write(to_json(asdict(progress)) + "\n")
 
-    def cut(self, num_bytes: int) -> None:
+    def truncate(self, num_bytes: int) -> None:
         """Truncate the file to `num_bytes`, to drop steps that will be repeated. Creates the file if it is missing."""
         with self._file.open("ab") as stream:
             stream.truncate(min(num_bytes, self.num_bytes))
@@ -83,7 +83,7 @@ _TOP, _BOTTOM, _GAP = 24, 18, 12  # space for a panel's name and its step labels
 _LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
 _NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
 _PALEST = 0.3
-_NICE = (1, 2, 2.5, 5, 10)
+_ROUND_FACTORS = (1, 2, 2.5, 5, 10)
 
 Curve = list[tuple[float, float | None]]
 
@@ -91,11 +91,11 @@ Curve = list[tuple[float, float | None]]
 def training_plot(steps: Sequence[TrainingProgress]) -> str:
     last = steps[-1]
     length = math.ceil(len(steps) / _MAX_POINTS)
-    runs = [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
-    loss = _curve(runs, [step.loss for step in steps])
-    rate = _curve(runs, [1000 * step.learning_rate for step in steps])
-    depths = [_curve(runs, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
-    averaged = f", mean of {len(runs[0])} steps" if len(runs[0]) > 1 else ""
+    windows = [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
+    loss = _curve(windows, [step.loss for step in steps])
+    rate = _curve(windows, [1000 * step.learning_rate for step in steps])
+    depths = [_curve(windows, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
+    averaged = f", mean of {len(windows[0])} steps" if len(windows[0]) > 1 else ""
     panels = [
         (_panel(f"loss (KL divergence, nats){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
         (_panel(f"accuracy by depth, share of rows{averaged}", depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
@@ -111,12 +111,12 @@ def training_plot(steps: Sequence[TrainingProgress]) -> str:
     return standalone(drawing(height, "Loss, accuracy by depth and learning rate by step", parts), heading, (), height)
 
 
-def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
-    """Return a point per run: the middle of its steps and the mean of known values, or None."""
+def _curve(windows: Sequence[range], values: Sequence[float | None]) -> Curve:
+    """Return a point per window: the middle of its steps and the mean of their known values, or None."""
     curve: Curve = []
-    for run in runs:
-        known = [value for value in values[run.start : run.stop] if value is not None]
-        curve.append(((run[0] + run[-1]) / 2 + 1, sum(known) / len(known) if known else None))
+    for window in windows:
+        known = [value for value in values[window.start : window.stop] if value is not None]
+        curve.append(((window[0] + window[-1]) / 2 + 1, sum(known) / len(known) if known else None))
     return curve
 
 
@@ -139,9 +139,9 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
         opacity = 1 - (1 - _PALEST) * number / max(1, len(curves) - 1)
         points = [(x(step), None if value is None else y(value)) for step, value in curve]
         parts += [_line(segment, opacity) for segment in _segments(points)]
-        ends += [(height, str(number)) for _, height in points[::-1] if height is not None][:1]
+        ends += [(end, str(number)) for _, end in points[::-1] if end is not None][:1]
     if len(curves) > 1:
-        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in apart(ends)]
+        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in spread_labels(ends)]
     return "".join(parts)
 
 
@@ -175,7 +175,7 @@ def _ticks(low: float, high: float, num_steps: int) -> list[float]:
     """
     span = high - low or abs(high) or 1.0
     magnitude = 10 ** math.floor(math.log10(span / num_steps))
-    step = next(factor * magnitude for factor in _NICE if factor * magnitude >= 0.999 * span / num_steps)
+    step = next(factor * magnitude for factor in _ROUND_FACTORS if factor * magnitude >= 0.999 * span / num_steps)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
 

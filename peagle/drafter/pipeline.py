@@ -28,18 +28,18 @@ from peagle.drafter.features import (
     Features,
     FeatureSpec,
     FeatureStore,
-    extract,
+    extract_here,
     load_reader,
     samples_fingerprint,
     target_fingerprint,
 )
 from peagle.drafter.forward import estimate_acceptance
-from peagle.drafter.head import INITS, HeadSpec, build_head, init_for, require_buildable, save_head
+from peagle.drafter.head import INITS, HeadSpec, build_head, possible_init, require_buildable, save_head
 from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
 from peagle.drafter.model_card import render_card
 from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
 from peagle.drafter.spending import training_spending
-from peagle.drafter.target import SERVED, Target, end_tokens, load_target
+from peagle.drafter.target import SERVED_TYPES, Target, end_tokens, load_target
 from peagle.drafter.training import (
     SingleProcess,
     TrainingConfig,
@@ -50,7 +50,7 @@ from peagle.drafter.training import (
 )
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, DivergedError
-from peagle.files import sha256, write_atomic, write_json, writing
+from peagle.files import converted_write_errors, sha256, write_atomic, write_json
 from peagle.hardware import detect_machine
 
 
@@ -86,17 +86,17 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
                 f"{init_folder}: its {quantised[0]} is in FP8, which cannot be trained",
                 hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
             )
-    if architecture.model_type not in SERVED:
+    if architecture.model_type not in SERVED_TYPES:
         say(
             f"vLLM 0.29 may not serve heads for {architecture.model_type!r} targets; it serves them for"
-            f" {', '.join(SERVED)}"
+            f" {', '.join(SERVED_TYPES)}"
         )
     if config.verifier is None and target.model.upstream_id is None:
         say(
             f"the head will name {target.model.name!r} as its target; `vllm serve HEAD` loads the target by that name,"
-            " so pass its hub id as --verifier to use it"
+            " so pass its hub id as --verifier"
         )
-    init = init_for(target.folder, architecture, spec, say)
+    init = possible_init(target.folder, architecture, spec, say)
     return config.model_copy(update={"init": init}), target, device
 
 
@@ -107,12 +107,14 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
 
 _ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate
 
-# Fills a feature store, and reports the number of finished shards and of all shards to a callback.
+# Fills a feature store, and passes the number of finished shards and of all shards to a callback.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
+    """Callbacks for messages, finished shards and training steps."""
+
     say: Callable[[str], None] = lambda message: None
     shard: Callable[[int, int], None] = lambda done, total: None
     step: Callable[[TrainingProgress], None] = lambda progress: None
@@ -147,7 +149,7 @@ class Prepared:
         )
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The settings, in addition to the recipe, that must be equal to resume a training."""
         init = self.config.init
         head = asdict(self.spec)
@@ -182,20 +184,22 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             spending.beat()
             listener.step(step)
 
-        prepared = prepare(config, listener, extract=spending.counting(extract))
+        prepared = prepare(config, listener, extract=spending.recording(extract_here))
         head = prepared.new_head()
         spending.start()
         try:
-            outcome = train_prepared(prepared, head, progress=progress, saved=spending.keep)
+            outcome = train_prepared(prepared, head, progress=progress, on_save=spending.record_saved)
         except DivergedError as error:
-            spending.drop()
+            spending.record_lost()
             return finish_from_checkpoint(prepared, error)
         result = finish(prepared, head, outcome)
-        spending.keep()
+        spending.record_saved()
         return result
 
 
-def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
+def prepare(
+    config: TrainConfig, listener: Listener, *, extract: Extract = extract_here, verify: bool = True
+) -> Prepared:
     """Read the documents, and compute the target's missing states with `extract`.
 
     `verify` compares stored states with their checksums, which only one of several processes needs to do.
@@ -215,13 +219,13 @@ def train_prepared(
     head: Any,
     *,
     workers: SingleProcess | None = None,
-    identity: dict[str, Any] | None = None,
+    fingerprint: dict[str, Any] | None = None,
     progress: Callable[[TrainingProgress], None],
-    saved: Callable[[], None] = lambda: None,
+    on_save: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
     """Train `head` in place, starting from the last checkpoint if it exists.
 
-    A checkpoint must have this `identity`, by default that of `prepared`.
+    An existing checkpoint must have this `fingerprint`, by default that of `prepared`.
     """
     return train(
         head,
@@ -229,13 +233,13 @@ def train_prepared(
         prepared.corpus.trained,
         prepared.recipe,
         prepared.folder,
-        fingerprint=prepared.identity if identity is None else identity,
+        fingerprint=prepared.fingerprint if fingerprint is None else fingerprint,
         device=prepared.device,
         workers=workers,
         time_budget_s=prepared.config.time_budget_s,
         name_of=lambda index: prepared.corpus.samples[index].id,
         progress=progress,
-        saved=saved,
+        on_save=on_save,
     )
 
 
@@ -288,7 +292,9 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         "held_out_acceptance": estimate.to_dict(),
         "head": str(folder),
     }
-    with writing(config.output, SafetensorError, hint="free some space; the same command saves the head"):
+    with converted_write_errors(
+        config.output, SafetensorError, hint="free some space and run the same command to save the head"
+    ):
         save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)
         write_atomic(folder / "README.md", card.encode())
         write_json(config.output / "run.json", result)

@@ -1,4 +1,4 @@
-"""The prompts and documents of a training, without evaluation problems."""
+"""The prompts and documents of a training run, without evaluation problems."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,14 @@ from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Sample, build_samples, id_of, row_text
-from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, index_of, report_dropped
+from peagle.drafter.decontamination import (
+    Decontaminated,
+    Dropped,
+    NgramIndex,
+    build_index,
+    decontaminate,
+    report_dropped,
+)
 from peagle.drafter.prompts import (
     Material,
     TrainingPrompt,
@@ -36,20 +43,20 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
     A limit is divided evenly among the sources; if one has too few rows, the others provide more.
     """
-    index = index_of(config.exclude)
+    index = build_index(config.exclude)
     rows_by_source: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
         if is_shipped_source(source):
-            source_rows, source_dropped = _shipped(source, config, index)
+            kept, source_dropped = _read_shipped(source, config, index)
         else:
             prompts = list(_prompts_of(source, config.prompt_column))
             checked = decontaminate(prompts, index, text=lambda row: row_text(row, PROMPT))
-            source_rows, source_dropped = checked.kept, checked.dropped
-        rows_by_source.append(source_rows)
+            kept, source_dropped = checked.kept, checked.dropped
+        rows_by_source.append(kept)
         dropped += source_dropped
-    shares = share_out(config.limit, [len(source_rows) for source_rows in rows_by_source])
-    rows = [row for source_rows, share in zip(rows_by_source, shares, strict=True) for row in source_rows[:share]]
+    shares = share_out(config.limit, [len(kept) for kept in rows_by_source])
+    rows = [row for kept, share in zip(rows_by_source, shares, strict=True) for row in kept[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
     if len(shares) > 1:
         for source, share in zip(config.prompts, shares, strict=True):
@@ -71,14 +78,14 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
 def read_responses(source: str | Path) -> Iterator[Row]:
     """Yield the rows of a run directory or a corpus, local or `s3://`."""
-    for number, row in enumerate(source_rows(source)):
+    for number, row in enumerate(read_source(source)):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: has no column 'response'", hint=did_you_mean("response", row))
         yield row
 
 
-def source_rows(source: str | Path) -> Iterator[Row]:
-    """Yield the rows of a run directory, with the names of columns inside peagle, or those of a corpus."""
+def read_source(source: str | Path) -> Iterator[Row]:
+    """Yield the rows of a run directory, with peagle's internal column names, or those of a corpus."""
     units = {}
     with contextlib.suppress(ConfigError):  # not a run directory, for example a whole bucket
         units = unit_files(storage_path(str(source)))
@@ -125,7 +132,7 @@ def _materials(source: str, index: NgramIndex) -> Decontaminated[Material]:
     return decontaminate(source_materials(source), index, text=lambda material: material.text)
 
 
-def _shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
+def _read_shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
     checked = _materials(source, index)
     limit = len(checked.kept) if config.limit is None else min(config.limit, num_available(checked.kept))
     prompts = generate_prompts(checked.kept, source=source, limit=limit)
@@ -142,7 +149,7 @@ def _shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     number = -1
-    for number, row in enumerate(map(_without_request, source_rows(source))):
+    for number, row in enumerate(map(_without_request, read_source(source))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
                 f"{source}: has neither a column {prompt_column!r} nor {MESSAGES!r}",
@@ -185,14 +192,14 @@ class TrainingDocuments:
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
     column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
-    checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, column))
+    checked = decontaminate(rows, build_index(config.exclude), text=lambda row: row_text(row, column))
     samples, rejected = build_samples(
         checked.kept, target.tokenizer, prompt_column=column, max_tokens=config.max_document_tokens
     )
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
-        raise InputError(f"{sources}: no row yields a document; the first: {reason}")
+        raise InputError(f"{sources}: no row yields a document; the first one: {reason}")
     target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
     report_dropped(checked.dropped, say)

@@ -24,10 +24,10 @@ from peagle.errors import ConfigError
 T = TypeVar("T")
 
 
-def part_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Split items into those outside and inside a share, by a hash of their text.
+def split_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Split items by a hash of their text; the second list gets about `share` of them.
 
-    Adding items does not change the split of the others.
+    Adding items does not move the others.
     """
     parts: tuple[list[T], list[T]] = ([], [])
     for item in items:
@@ -67,39 +67,39 @@ class Snippet:
 
     @property
     def num_wordings(self) -> int:
-        return len(FORMS)
+        return len(CODE_WORDINGS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
         # A random order by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
-        form = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))[index]
-        text = form.text.format(code=self.code, name=self.name, args=self.arguments, summary=self.summary)
+        chosen = sorted(CODE_WORDINGS, key=lambda wording: -(rng.random() ** (1 / wording.weight)))[index]
+        text = chosen.text.format(code=self.code, name=self.name, args=self.arguments, summary=self.summary)
         return "code", text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CodeWording:
     text: str
     weight: float
 
 
-# The first form is the most common one of evaluation prompts.
-FORMS: tuple[Form, ...] = (
-    Form(
+# The first wording is the most common one in evaluation prompts.
+CODE_WORDINGS: tuple[CodeWording, ...] = (
+    CodeWording(
         weight=10,
         text="Complete the following Python function. Answer with the code only.\n\n```python\n{code}\n```",
     ),
-    Form(weight=3, text="Complete this function:\n\n```python\n{code}```"),
-    Form(weight=2, text="Implement the following function in Python.\n\n{code}"),
-    Form(weight=2, text="Write the body of this Python function.\n\n```python\n{code}```\n"),
-    Form(weight=1, text="{code}"),
-    Form(
+    CodeWording(weight=3, text="Complete this function:\n\n```python\n{code}```"),
+    CodeWording(weight=2, text="Implement the following function in Python.\n\n{code}"),
+    CodeWording(weight=2, text="Write the body of this Python function.\n\n```python\n{code}```\n"),
+    CodeWording(weight=1, text="{code}"),
+    CodeWording(
         weight=2,
         text="Write a Python function `{name}({args})` that does the following:\n{summary}\nReturn only the code.",
     ),
-    Form(weight=1, text="Write a Python function named {name}. {summary}"),
-    Form(weight=1, text="Implement this function and explain briefly how it works.\n\n```python\n{code}```"),
-    Form(
+    CodeWording(weight=1, text="Write a Python function named {name}. {summary}"),
+    CodeWording(weight=1, text="Implement this function and explain briefly how it works.\n\n```python\n{code}```"),
+    CodeWording(
         weight=1,
         text="Show how this Python function is used, with two short examples.\n\n```python\n{code}```",
     ),
@@ -263,17 +263,17 @@ class Content:
 
     @property
     def num_wordings(self) -> int:
-        return len(self._forms())
+        return len(self._wordings())
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        forms = self._forms()
-        random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(forms)
-        category, form = forms[index]
-        return category, form.format(text=self.text, name=self.name)
+        wordings = self._wordings()
+        random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(wordings)
+        category, template = wordings[index]
+        return category, template.format(text=self.text, name=self.name)
 
-    def _forms(self) -> list[tuple[str, str]]:
-        kinds = (_HELD_OUT if self.held_out else _TRAINED)[self.group]
-        return [(category, form) for category, forms in kinds.items() for form in forms]
+    def _wordings(self) -> list[tuple[str, str]]:
+        tasks = (_HELD_OUT if self.held_out else _TRAINED)[self.group]
+        return [(category, template) for category, templates in tasks.items() for template in templates]
 
 
 def content_materials(*, held_out: bool) -> list[Content]:
@@ -282,7 +282,7 @@ def content_materials(*, held_out: bool) -> list[Content]:
     topics = (("topic", "topic", name, name) for name in _TOPICS)
     for group, module, name, text in (*_passages(), *topics, *_tables(), *_sums()):
         distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
-    return part_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
+    return split_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
 
 
 def _passages() -> Iterator[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""The cost of a training run, as ledger records: a session per attempt in OUTPUT/ledger, on all devices that it uses.
+"""The cost of a training run in the ledger OUTPUT/ledger: one session per attempt, for all devices that it uses.
 
 The time until the first work counts as loading. Computing hidden states, training steps, estimating the acceptance and
 saving the head count as work. Work is recorded when its result is saved; the unsaved work of a killed attempt is lost.
@@ -21,7 +21,7 @@ from peagle.economics.prices import Device, Price
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineFacts, EngineSession, UnitUsage
 from peagle.errors import CapacityError, PriceError
-from peagle.files import make_folder, writing
+from peagle.files import converted_write_errors, make_folder
 from peagle.hardware import Hardware
 
 _BEAT_S = 5.0
@@ -38,92 +38,92 @@ class TrainingSpending:
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:
         self._folder, self._facts, self._now = folder, facts, now
         self._session_id = uuid.uuid4().hex
-        self._began_at = self._seen_at = now()
-        self._work_from: float | None = None
-        self._kept_at = self._began_at
-        self._num_kept = 0
+        self._started_at = self._seen_at = now()
+        self._first_work_at: float | None = None
+        self._recorded_until = self._started_at
+        self._num_recorded = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._work_from is None:
+        if self._first_work_at is None:
             return
         with contextlib.suppress(CapacityError):  # the last heartbeat remains; report the original error
             self._write(ended=True) if error is None else self._advance(ended=True)
 
     def start(self) -> None:
-        if self._work_from is None:
-            with writing(self._folder, hint=_FULL):
+        if self._first_work_at is None:
+            with converted_write_errors(self._folder, hint=_FULL):
                 make_folder(self._folder)
-            self._work_from = self._kept_at = self._seen_at = max(self._now(), self._began_at)
+            self._first_work_at = self._recorded_until = self._seen_at = max(self._now(), self._started_at)
             self._write()
 
     def beat(self) -> None:
         if self._now() - self._seen_at >= _BEAT_S:
             self._advance()
 
-    def keep(self) -> None:
+    def record_saved(self) -> None:
         """Record that all work since the last call has been saved."""
         self._advance()  # write the session before a record that refers to it
-        if self._seen_at > self._kept_at:
-            self._num_kept += 1
+        if self._seen_at > self._recorded_until:
+            self._num_recorded += 1
             usage = UnitUsage.empty(
                 self._session_id,
-                started_at=self._kept_at,
+                started_at=self._recorded_until,
                 finished_at=self._seen_at,
-                busy_s=self._seen_at - self._kept_at,
+                busy_s=self._seen_at - self._recorded_until,
             )
-            with writing(self._folder, hint=_FULL):
-                append_request(self._folder, self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage))
-            self._kept_at = self._seen_at
+            with converted_write_errors(self._folder, hint=_FULL):
+                append_request(self._folder, self._facts.unbilled(f"{self._session_id}-{self._num_recorded}", usage))
+            self._recorded_until = self._seen_at
 
-    def drop(self) -> None:
+    def record_lost(self) -> None:
         """Record that all work since the last call is lost."""
         self._advance()
-        self._kept_at = self._seen_at
+        self._recorded_until = self._seen_at
 
-    def counting(self, extract: Callable[[Any, Callable[[int, int], None]], None]) -> Callable[..., None]:
+    def recording(self, extract: Callable[[Any, Callable[[int, int], None]], None]) -> Callable[..., None]:
         """Wrap an extraction so that each finished shard is recorded."""
 
-        def counted(job: Any, progress: Callable[[int, int], None]) -> None:
-            def stored(done: int, total: int) -> None:
-                self.keep()
+        def recorded(job: Any, progress: Callable[[int, int], None]) -> None:
+            def on_shard(done: int, total: int) -> None:
+                self.record_saved()
                 progress(done, total)
 
             self.start()
-            extract(job, stored)
+            extract(job, on_shard)
 
-        return counted
+        return recorded
 
     def _advance(self, *, ended: bool = False) -> None:
         self._seen_at = max(self._now(), self._seen_at)  # the clock may be set back
         self._write(ended=ended)
 
     def _write(self, *, ended: bool = False) -> None:
-        assert self._work_from is not None
+        assert self._first_work_at is not None
         session = EngineSession(
             session_id=self._session_id,
             engine_index=0,
             hostname=socket.gethostname(),
-            started_at=self._began_at,
+            started_at=self._started_at,
             last_seen_at=self._seen_at,
-            load_s=self._work_from - self._began_at,
+            load_s=self._first_work_at - self._started_at,
             compile_s=0.0,
-            busy_s=self._seen_at - self._work_from,
+            busy_s=self._seen_at - self._first_work_at,
             idle_s=0.0,
             num_output_tokens=0,
             ended=ended,
             **asdict(self._facts),
         )
-        with writing(self._folder, hint=_FULL):
+        with converted_write_errors(self._folder, hint=_FULL):
             write_session(self._folder, session)
 
 
 def training_spending(
     config: TrainConfig, hardware: Hardware, say: Callable[[str], None], *, on_gpu: bool, num_devices: int
 ) -> TrainingSpending:
-    """Return the records of an attempt that has not started."""
+    """Return the recorder of an attempt that has not started."""
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)
     facts = EngineFacts.priced(
@@ -141,6 +141,6 @@ def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callabl
         say(f"the cost of the training is unknown: {error.message}")
         return None
     if price.device != device:  # for example, responses were generated on GPUs and the training runs on CPUs
-        say(f"the cost of the training is unknown: the price is per {price.device}, but it runs on a {device}")
+        say(f"the cost of the training is unknown: the price is per {price.device}, but training runs on a {device}")
         return None
     return price

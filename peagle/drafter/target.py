@@ -14,8 +14,8 @@ from peagle.errors import ConfigError
 from peagle.requests.tokenizer import load_tokenizer
 
 SUPPORTED = "heads require a decoder with RMSNorms, such as Llama, Mistral, Qwen2, Qwen3, gpt-oss or Gemma"
-# Text models whose hidden states vLLM 0.29 passes to a head (`SupportsEagle3` in model_executor/models).
-SERVED = (
+# Types of text models whose hidden states vLLM 0.29 passes to a head (`SupportsEagle3` in model_executor/models).
+SERVED_TYPES = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "gemma4_text", "gpt_oss", "llama", "minimax_m2",
     "mistral", "nemotron_h", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
@@ -43,7 +43,7 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float
     initializer_range: float
-    # A rotary embedding of whole heads. If the target's one differs by layer or is partial, only its base is used.
+    # One rotary embedding over whole heads. If the target's differs by layer or is partial, only its base is used.
     rope_parameters: Mapping[str, Any]
     norm_offset: int  # constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0
     logit_softcap: float | None  # logits are softcap * tanh(logits / softcap); None disables it
@@ -176,7 +176,7 @@ _LM_HEAD = "lm_head.weight"
 
 
 class TargetWeights:
-    """A target's safetensors by Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
+    """A target's safetensors weights under Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
 
     In the files, these names have a prefix that depends on the model: `model.`, or `model.language_model.` if it is
     multimodal. The prefix of the embeddings is used for all names.
@@ -234,10 +234,10 @@ class TargetWeights:
 
 
 @torch.no_grad()
-def share_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
+def set_verifier_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
     """Set a head's copy of the target's final norm, and the soft cap of the target's logits.
 
-    `speculators` does not do this for targets whose norm is not named like Llama's, or with soft-capped logits.
+    `speculators` does not do this for targets with soft-capped logits, or whose norm is not named like Llama's.
     """
     head.verifier_norm.weight.copy_(weights.final_norm())
     head.verifier_softcap = architecture.logit_softcap

@@ -1,7 +1,7 @@
 """The training of a head: recipe, workers, checkpoints, micro-batches, optimizer and loop.
 
-The documents, the rows (COD, seeded by step and document) and the learning rate of a step are a pure function of the
-seed and the step. So a training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run.
+The documents, the rows (COD, seeded by step and document) and the learning rate of a step depend only on the seed and
+the step. So a training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run.
 Likewise, several workers, each with a share of a step's documents, reproduce the loss curve of a single worker.
 
 Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
@@ -25,7 +25,7 @@ from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import Weighting, fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.errors import ConfigError, DivergedError
-from peagle.files import atomic_file, remove_temporaries, writing
+from peagle.files import atomic_file, converted_write_errors, remove_temporaries
 from peagle.malloc import trim_malloc
 
 # --- recipe
@@ -159,7 +159,7 @@ class ProcessGroup(SingleProcess):
 
 # --- checkpoints
 
-FILE = "checkpoint.pt"
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,19 +183,19 @@ class Checkpoint:
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     remove_temporaries(folder)  # large files that killed training runs have left
-    with atomic_file(folder / FILE) as stream:
+    with atomic_file(folder / CHECKPOINT) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
 
-def saved_at(folder: Path) -> int | None:
-    """Return when the checkpoint was written, in ns; None without a checkpoint."""
-    return (folder / FILE).stat().st_mtime_ns if (folder / FILE).is_file() else None
+def checkpoint_mtime_ns(folder: Path) -> int | None:
+    """Return when the checkpoint was written; None without a checkpoint."""
+    return (folder / CHECKPOINT).stat().st_mtime_ns if (folder / CHECKPOINT).is_file() else None
 
 
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
-    if not (folder / FILE).is_file():
+    if not (folder / CHECKPOINT).is_file():
         return None
-    checkpoint = Checkpoint(**torch.load(folder / FILE, map_location="cpu", weights_only=True))
+    checkpoint = Checkpoint(**torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True))
     if fingerprint is None:
         return checkpoint
     stored = checkpoint.fingerprint
@@ -342,7 +342,7 @@ def train(
     time_budget_s: float | None = None,
     name_of: Callable[[int], str] = str,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
-    saved: Callable[[], None] = lambda: None,
+    on_save: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
     """Train `head` in place, starting from the checkpoint in `folder` if it exists.
 
@@ -353,7 +353,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or SingleProcess()
     trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers, name_of)
-    started = saved_at = time.monotonic()
+    started = last_save = time.monotonic()
     while trainer.step < config.num_steps:
         # Treat numbers below 1e-38 as zero. Attention to a single row produces many, and they are slow on a CPU.
         torch.set_flush_denormal(True)
@@ -365,14 +365,14 @@ def train(
             progress(record)
         now = time.monotonic()
         out_of_time = workers.agree(time_budget_s is not None and now - started >= time_budget_s)
-        if out_of_time or now - saved_at >= config.checkpoint_every_s:
+        if out_of_time or now - last_save >= config.checkpoint_every_s:
             trainer.save()
-            saved()
-            saved_at = now
+            on_save()
+            last_save = now
         if out_of_time:
             break
     trainer.save()
-    saved()
+    on_save()
     return TrainingOutcome(
         step=trainer.step,
         finished=trainer.step >= config.num_steps,
@@ -486,14 +486,14 @@ class _Trainer:
             train_s=self.train_s,
             metrics_bytes=self.metrics.num_bytes,
         )
-        with writing(self.folder, RuntimeError, hint=_FULL):
+        with converted_write_errors(self.folder, RuntimeError, hint=_FULL):
             save_checkpoint(checkpoint, self.folder)
 
     def _restore(self) -> None:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
         self.workers.barrier()  # all workers must have read the checkpoint before a worker writes it
         if self.workers.rank == 0:
-            self.metrics.cut(checkpoint.metrics_bytes if checkpoint else 0)
+            self.metrics.truncate(checkpoint.metrics_bytes if checkpoint else 0)
         if checkpoint is None:
             return
         checkpoint.copy_to(self.head)
@@ -530,7 +530,7 @@ class _Trainer:
             train_s=self.train_s,
         )
         if self.workers.rank == 0:
-            with writing(self.folder, hint=_FULL):
+            with converted_write_errors(self.folder, hint=_FULL):
                 self.metrics.append(record)
         return record
 

@@ -64,7 +64,7 @@ def frequent_vocabulary(
 
 
 def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
-    """Return a saved head's draft vocabulary, with its coverage of `token_ids`. Without one, it is the target's."""
+    """Return a saved head's draft vocabulary (by default the target's), with its coverage of `token_ids`."""
     from safetensors import safe_open
 
     weights = folder / "model.safetensors"

@@ -25,8 +25,8 @@ from peagle.economics.spending import DAY_S, day_number, day_of, day_text
 from peagle.economics.tags import parse_tags, tags_from_text
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
-from peagle.files import changing, write_atomic, write_json
-from peagle.records import read_list, record_of
+from peagle.files import locked_for_update, write_atomic, write_json
+from peagle.records import read_list, validate_record
 
 Every = Literal["day", "week", "month"]
 ByDay = dict[str, dict[int, float]]
@@ -93,14 +93,14 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
     values = read_list(path, "budgets", hint="create the file with `peagle serve budgets set`")
-    return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
+    return tuple(validate_record(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
 @contextlib.contextmanager
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
     """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
-        with changing(path):
+        with locked_for_update(path):
             budgets = {budget.name: budget for budget in read_budgets(path)}
             yield budgets
             write_json(path, [budget.model_dump() for budget in budgets.values()])

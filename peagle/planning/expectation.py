@@ -15,11 +15,13 @@ class Speed:
     source: str
 
     def describe(self) -> str:
-        return f"{self.tokens_per_s:,.0f} tokens/s an engine with {self.concurrency} requests at once ({self.source})"
+        return (
+            f"{self.tokens_per_s:,.0f} tokens/s per engine with {self.concurrency} concurrent requests ({self.source})"
+        )
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """Return the speed from the engine's profile, or else the published speed at the nearest concurrency up to this."""
+    """Return the speed from the engine's profile, else the published one at the nearest concurrency up to this one."""
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen

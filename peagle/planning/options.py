@@ -1,8 +1,8 @@
 """All possible fleets (machine type, market and measured cell) that meet the limits, with their cost.
 
 A machine is paid as a whole, and runs as many engines as its devices allow. A cell was measured on one instance type;
-its speed also applies to other types with the same accelerator. Published speeds apply to every machine with their
-accelerator.
+its speed also applies to other types with the same accelerator. Published speeds apply to every machine with the
+same accelerator.
 
 A machine starts its engines, works, and is interrupted at a rate `r` (spot interruptions, failures). Each interruption
 loses the work in open units and needs another start. Both are paid; waiting for a new machine is not. The useful
@@ -31,10 +31,10 @@ from peagle.profiles.measurements import Cell
 ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 
 
-def pairs(
+def _applicable_prices(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return each sweep with each price of a machine that its speeds apply to. `reasons` receives why others do not."""
+    """Return each sweep with each price that its speeds apply to, and append to `reasons` why others do not apply."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -69,13 +69,13 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
         for offer in table.offers
         if config.provider in (None, offer.provider) and config.region in (None, offer.region)
     ]
-    names = list(config.instance_types)
-    if not names and sweep.is_published:
-        carrying = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
-        names = list(dict.fromkeys(offer.instance_type for offer in carrying))
-    elif not names and sweep.instance_type:
-        names = [sweep.instance_type]
-    if not names:
+    instance_types = list(config.instance_types)
+    if not instance_types and sweep.is_published:
+        matching = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
+        instance_types = list(dict.fromkeys(offer.instance_type for offer in matching))
+    elif not instance_types and sweep.instance_type:
+        instance_types = [sweep.instance_type]
+    if not instance_types:
         why = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
             f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
@@ -84,7 +84,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     prices: list[Price] = []
     errors: list[PriceError] = []
     markets = MARKETS if config.market == "both" else (config.market,)
-    for name in names:
+    for name in instance_types:
         places: list[tuple[str | None, str | None]] = [
             (offer.provider, offer.region) for offer in allowed if offer.instance_type == name
         ]
@@ -106,18 +106,18 @@ def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
         return None
     if sweep.instance_type is None:
         # Without an instance type, only the accelerator can be compared.
-        where = sweep.accelerator or "CPUs"
-        is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
+        measured_on = sweep.accelerator or "CPUs"
+        is_same = is_accelerator(price.accelerator, measured_on) if sweep.accelerator else price.accelerator is None
     else:
-        measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
-        on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
-        where = f"{sweep.instance_type} ({on or 'not in the price table'})"
-        is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
+        accelerators = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
+        described = ", ".join(str(accelerator or "no accelerator") for accelerator in accelerators)
+        measured_on = f"{sweep.instance_type} ({described or 'not in the price table'})"
+        is_same = price.accelerator is not None and (not accelerators or price.accelerator in accelerators)
     if is_same:
         return None
     return (
-        f"{sweep.name} was measured on {where}, but {price.instance_type} has {price.accelerator or 'no accelerator'}: "
-        "its speed is unknown"
+        f"{sweep.name} was measured on {measured_on}, but {price.instance_type} has"
+        f" {price.accelerator or 'no accelerator'}: its speed is unknown"
     )
 
 
@@ -174,7 +174,7 @@ class Estimate:
 
     @property
     def lost_share(self) -> float:
-        """The fraction of the cost lost by interruptions: lost work and later starts."""
+        """The fraction of the cost that is lost to interruptions: lost work and later starts."""
         return self.device_s.lost / self.device_s.total
 
 
@@ -245,11 +245,11 @@ class Option:
         return self.usd_per_h / 3600 / tokens_per_s * 1e6
 
 
-def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
+def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
     """Return all fleets that meet the goal, from cheapest to most expensive, and reasons why others do not."""
     fleets: list[Option] = []
     reasons: list[str] = []
-    for sweep, price in pairs(config, sweeps, table, reasons):
+    for sweep, price in _applicable_prices(config, sweeps, table, reasons):
         if price.num_devices < sweep.devices_per_engine:
             if sweep.instance_type == price.instance_type:
                 raise ConfigError(
@@ -259,7 +259,7 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
                     "correct instance_type or devices_per_engine",
                 )
             reasons.append(
-                f"{price.instance_type} has {price.num_devices} devices, and an engine of {sweep.name} holds "
+                f"{price.instance_type} has {price.num_devices} devices, but an engine of {sweep.name} uses "
                 f"{sweep.devices_per_engine}"
             )
             continue
@@ -327,7 +327,7 @@ def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> M
         start_s = ASSUMED_START_S
     if start_s is None:
         hint = "add start_s to it, or set --start-s"
-        raise ConfigError(f"{sweep.name} has no start time of an engine", hint=hint)
+        raise ConfigError(f"{sweep.name} does not say how long an engine takes to start", hint=hint)
     spot = config.spot_interruptions_per_h if price.market == "spot" else 0.0
     return Machine(
         price=price,
@@ -341,7 +341,7 @@ def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> M
     )
 
 
-def scaled(cell: Cell, factor: float) -> Cell:
+def with_acceptance_factor(cell: Cell, factor: float) -> Cell:
     """Return the cell at `factor` times its acceptance length: tokens per step change, step times do not."""
     assert cell.acceptance_length is not None, "the cell has a drafter"
     return cell.model_copy(

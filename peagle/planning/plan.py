@@ -10,7 +10,14 @@ from peagle.economics.prices import PriceTable
 from peagle.economics.report.figures import format_duration, format_share, format_usd
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import ASSUMED_START_S, Option, exceeded_limit, options, scaled, with_cell
+from peagle.planning.options import (
+    ASSUMED_START_S,
+    Option,
+    exceeded_limit,
+    find_fleets,
+    with_acceptance_factor,
+    with_cell,
+)
 from peagle.planning.sweeps import read_sweeps
 from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
@@ -26,7 +33,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
             hint="plan for one model at a time",
         )
-    fleets, reasons = options(config, sweeps, PriceTable.load(config.prices))
+    fleets, reasons = find_fleets(config, sweeps, PriceTable.load(config.prices))
     if not fleets:
         raise ConfigError(
             "no fleet meets the goal:\n  " + "\n  ".join(reasons),
@@ -36,7 +43,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     # The cheapest option for each machine, market, and with or without a drafter.
     best: dict[tuple[str, str, bool], Option] = {}
     for option in fleets:
-        best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
+        best.setdefault((option.machine.price.instance_type, option.market, option.cell.has_drafter), option)
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
@@ -88,7 +95,7 @@ def _command(chosen: Option, config: PlanConfig) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
     command = ["peagle", "generate" if config.tokens_per_s is None else "serve", "--model", chosen.sweep.model]
     command += ["--drafter", cell.method]
-    if cell.drafts:
+    if cell.has_drafter:
         command += ["--num-speculative-tokens", str(cell.k)]
     command += ["--max-num-seqs", str(cell.concurrency)]
     command += ["--engines" if config.tokens_per_s is None else "--max-replicas", str(chosen.num_engines)]
@@ -100,7 +107,7 @@ def _command(chosen: Option, config: PlanConfig) -> list[str]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """Return the chosen machine and cell at other acceptance lengths; empty if the speed does not depend on them."""
+    """Return the chosen option at other acceptance lengths; empty if its speed does not depend on them."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
@@ -108,22 +115,24 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
     for factor in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         if not 1 <= length * factor <= chosen.cell.k + 1:
             continue
-        option = with_cell(chosen, scaled(chosen.cell, factor), config)
+        option = with_cell(chosen, with_acceptance_factor(chosen.cell, factor), config)
         if option is not None:
             rows.append(option_dict(option, config) | {"factor": factor, "beyond": exceeded_limit(option, config)})
     return rows
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which it is cheaper not to speculate, at the best concurrency for that."""
+    """Return the acceptance length below which not to speculate is cheaper (at its best concurrency), if any."""
     length = chosen.cell.acceptance_length
     plain = [
-        cell for cell in chosen.sweep.cells if not cell.drafts and _is_possible(with_cell(chosen, cell, config), config)
+        cell
+        for cell in chosen.sweep.cells
+        if not cell.has_drafter and _is_possible(with_cell(chosen, cell, config), config)
     ]
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Step times of an engine: a step yields the acceptance length in tokens, or one token without drafts.
+    # The arguments are step times: a step yields the acceptance length in tokens, or one token without drafts.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
@@ -134,7 +143,9 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
         return None
 
     def is_possible(other_length: float) -> bool:
-        return _is_possible(with_cell(chosen, scaled(chosen.cell, other_length / length), config), config)
+        return _is_possible(
+            with_cell(chosen, with_acceptance_factor(chosen.cell, other_length / length), config), config
+        )
 
     beyond, within = 1.0, length
     if is_possible(beyond):
@@ -174,9 +185,9 @@ def text_plan(plan: Mapping[str, Any]) -> str:
     if plan["sensitivity"]:
         lines += ["", *aligned(_sensitivity_rows(plan))]
         if (length := plan["break_even_acceptance_length"]) is not None:
-            lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
+            lines.append(f"Below an acceptance length of {length:.2f}, it is cheaper not to speculate.")
         if (length := plan["least_acceptance_length"]) is not None:
-            lines.append(f"Below an acceptance length of {length:.2f} the choice is beyond a limit that was given.")
+            lines.append(f"Below an acceptance length of {length:.2f}, the choice exceeds a given limit.")
     wanted = plan["wanted"]
     assumed = [
         f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",

@@ -1,4 +1,4 @@
-"""Baselines from measurements: the cells of a profile, the table of a model card, or a benchmark."""
+"""Baselines (step times with and without a drafter) from a profile's cells, a model card's table or a benchmark."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,11 +36,11 @@ def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -
 
 
 def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
-    """Return the acceptance lengths below which no speculation is faster than the choice, by concurrency.
+    """Return by concurrency the acceptance length below which the target is faster without the chosen drafter.
 
     Concurrencies without both measurements are left out. Empty if the method does not draft in every step.
     """
-    plain = {cell.concurrency: cell.output_tokens_per_s for cell in cells if not cell.drafts}
+    plain = {cell.concurrency: cell.output_tokens_per_s for cell in cells if not cell.has_drafter}
     return {
         cell.concurrency: break_even_acceptance_length(
             cell.acceptance_length / cell.output_tokens_per_s, 1 / plain[cell.concurrency]
@@ -55,7 +55,7 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
     same = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
-    comparable = [cell for cell in same if cell.drafts_each_step or not cell.drafts]
+    comparable = [cell for cell in same if cell.drafts_each_step or not cell.has_drafter]
     return {cell.concurrency: cell for cell in sorted(comparable, key=lambda cell: cell.output_tokens_per_s)}
 
 
@@ -85,17 +85,17 @@ class Benchmark:
     def baseline(self, session: EngineSession) -> Baseline | None:
         """Return the baseline for an engine with one of the benchmark's heads, or with its model and no head.
 
-        Returns None for other engines, and if the head was measured with several K and the ledger does not contain K.
+        Returns None for other engines, or if the head was measured with several K and the ledger does not contain K.
         """
         k = session.num_speculative_tokens
-        found = [
+        matching = [
             (method, own_k)
             for head, method, own_k in self.setups
             if head == session.drafter and (session.drafter is not None or self.model == session.model)
             if k in (0, own_k)
         ]
         source = f"{self.name} ({self.hardware}; {self.precision})"
-        return baseline_of_cells(self.cells, *found[0], source) if len(found) == 1 else None
+        return baseline_of_cells(self.cells, *matching[0], source) if len(matching) == 1 else None
 
 
 def read_benchmark(path: Path) -> Benchmark:
@@ -107,8 +107,8 @@ def read_benchmark(path: Path) -> Benchmark:
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}", hint=_HINT) from error
     cells = read_cells(data["cells"], where) if isinstance(data, Mapping) and "cells" in data else []
-    if not any(cell.step_s and not cell.drafts for cell in cells):
-        raise ConfigError(f"{where}: it has no step time without a drafter", hint=_HINT)
+    if not any(cell.step_s and not cell.has_drafter for cell in cells):
+        raise ConfigError(f"{where}: contains no step time without a drafter", hint=_HINT)
     try:
         return Benchmark(
             name=str(path),

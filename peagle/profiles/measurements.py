@@ -45,13 +45,13 @@ class Cell(BaseModel):
 
     @field_validator("method")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _check_method(cls, value: str) -> str:
         if value not in METHODS:
             raise ValueError(f"{value!r} is not one of {', '.join(METHODS)}")
         return value
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _check_consistency(self) -> Self:
         if (self.method == NONE) != (self.k == 0):
             raise ValueError("k must be 0 with method none, and only then")
         if self.acceptance_length is not None and self.acceptance_length > self.k + 1:
@@ -61,19 +61,19 @@ class Cell(BaseModel):
         return self
 
     @property
-    def drafts(self) -> bool:
+    def has_drafter(self) -> bool:
         return self.method != NONE
 
     @property
     def drafts_each_step(self) -> bool:
         """Whether the speed is proportional to the acceptance length; lookups skip many steps."""
-        return self.drafts and self.method not in LOOKUP_METHODS
+        return self.has_drafter and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
         limits = ((max_tpot_ms, self.tpot_s), (max_ttft_ms, self.ttft_s))
         return all(
-            limit is None or (found is not None and "p95" in found and found["p95"] * 1000 <= limit)
-            for limit, found in limits
+            limit is None or (times is not None and "p95" in times and times["p95"] * 1000 <= limit)
+            for limit, times in limits
         )
 
     @property

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from peagle.catalog.cards import lasting_name
 from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
-from peagle.files import write_atomic, writing
+from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 from peagle.profiles.measurements import Cell, describe_invalid
 
@@ -74,12 +74,12 @@ class Profile(_Strict):
     measurements: list[MeasuredCell] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _names_keys_and_its_own_cell(self) -> Self:
+    def _check_consistency(self) -> Self:
         for key in self.engine:
             if key not in ENGINE_KEYS:
                 raise ValueError(f"engine has the unknown key {key!r} ({did_you_mean(key, ENGINE_KEYS)})")
         if missing := [key for key in ("model", "drafter", "max_num_seqs") if key not in self.engine]:
-            raise ValueError(f"engine lacks {', '.join(missing)}")
+            raise ValueError(f"engine must have {', '.join(missing)}")
         if not any(self._is_chosen(cell) for cell in self.measurements):
             raise ValueError("there is no measurement of the chosen engine")
         return self
@@ -96,38 +96,38 @@ class Profile(_Strict):
 
 
 def read_profile(path: Path) -> Profile:
-    again = "`peagle tune` writes profiles"
+    hint = "`peagle tune` writes profiles"
     try:
         data = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"profile {path}: {error.strerror}", hint=again) from error
+        raise ConfigError(f"profile {path}: {error.strerror}", hint=hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"profile {path}: not valid YAML: {error}", hint=again) from error
+        raise ConfigError(f"profile {path}: not valid YAML: {error}", hint=hint) from error
     if not isinstance(data, Mapping) or "peagle_profile" not in data:
         raise ConfigError(
             f"profile {path}: not a profile: peagle_profile is missing",
-            hint=f"{again}; use --config for a file of your own options",
+            hint=f"{hint}; use --config for a file of your own options",
         )
     try:
         return Profile(**data)
     except ValidationError as error:
-        raise ConfigError(f"profile {path}: {describe_invalid(error)}", hint=again) from None
+        raise ConfigError(f"profile {path}: {describe_invalid(error)}", hint=hint) from None
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
+    header = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     path = user_path(path)
-    with writing(path, hint="set --profile-output to another file"):
+    with converted_write_errors(path, hint="set --profile-output to another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (words + text).encode())
+        write_atomic(path, (header + text).encode())
 
 
 def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a command, completed by its profile.
+    """Return the options of a command, completed from its profile.
 
-    If the user sets the drafter or K, neither comes from the profile; the same is true of `max_num_seqs` and token
-    slots.
+    If the user sets the drafter or K, neither comes from the profile. The same applies to `max_num_seqs` and
+    `max_num_batched_tokens`.
     """
     path = values.get("profile")
     if path is None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from peagle.speculation import note
+from peagle.speculation import drafter_warning
 
 
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
@@ -11,7 +11,7 @@ def reliable_length(num_drafts: int, acceptance_length: float | None) -> float |
     return acceptance_length if num_drafts >= 200 else None
 
 
-def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
+def break_even_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
     """Return the break-even acceptance length of the nearest measured concurrency, by ratio."""
     if not break_even or concurrency is None:
         return None
@@ -26,7 +26,7 @@ class DrafterWatch:
     Args:
         break_even: break-even acceptance length by concurrency. If it is empty, the warning only comes when nearly all
             drafts are rejected.
-        concurrency: of the engine, for callers that cannot measure it.
+        concurrency: the engine's concurrency, for callers that cannot measure it.
     """
 
     def __init__(self, break_even: Mapping[int, float], concurrency: float | None = None) -> None:
@@ -34,14 +34,16 @@ class DrafterWatch:
         self._has_warned = False
 
     @property
-    def needed(self) -> float | None:
-        return needed_at(self._break_even, self._concurrency)
+    def break_even_length(self) -> float | None:
+        return break_even_at(self._break_even, self._concurrency)
 
-    def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:
-        """Return the warning that live figures justify, the first time that they do."""
+    def new_warnings(
+        self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None
+    ) -> list[str]:
+        """Return the warning the first time that live figures justify it; afterwards nothing."""
         length = reliable_length(num_drafts, acceptance_length)
-        needed = self.needed if concurrency is None else needed_at(self._break_even, concurrency)
-        if self._has_warned or (warning := note(length, break_even=needed)) is None:
+        needed = self.break_even_length if concurrency is None else break_even_at(self._break_even, concurrency)
+        if self._has_warned or (warning := drafter_warning(length, break_even=needed)) is None:
             return []
         self._has_warned = True
         return [warning]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.bench.engine import Start
+from peagle.bench.engine import StartEngine
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.rows import WorkEstimate
@@ -142,7 +142,7 @@ def audit(
     seed: int,
     max_tie: float | None,
     announce: Callable[[str], None],
-    start: Start,
+    start: StartEngine,
 ) -> Audit:
     """Audit a run, and generate `num_rows` of its rows again.
 

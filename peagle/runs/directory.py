@@ -32,7 +32,7 @@ from peagle.corpus.extensions import plain
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.files import TEMPORARY_SUFFIX, json_bytes, writing
+from peagle.files import TEMPORARY_SUFFIX, converted_write_errors, json_bytes
 from peagle.plain_json import to_json
 from peagle.runs.columns import plain_names
 from peagle.runs.lease import FOLDER as LEASE_FOLDER
@@ -233,7 +233,7 @@ class RunDirectory:
         if dead_letters:
             # The name is unique to this attempt, so a slower attempt cannot replace the dead letters of the winner.
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
-        with writing(self.unit_path(unit), hint=_WRITABLE_HINT):
+        with converted_write_errors(self.unit_path(unit), hint=_WRITABLE_HINT):
             if failed_name:
                 lines = "".join(to_json(letter) + "\n" for letter in dead_letters)
                 write_atomic(self.failed / failed_name, lines.encode())

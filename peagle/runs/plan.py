@@ -157,7 +157,7 @@ class CorpusConfig(Protocol):
     def max_num_seqs(self) -> int | None: ...
 
     @property
-    def most_engines(self) -> int: ...
+    def max_engines(self) -> int: ...
 
 
 def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
@@ -173,9 +173,9 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     if cut is None:
-        enough = enough_rows(config.most_engines)
+        enough = enough_rows(config.max_engines)
         num_rows = count_rows(files, min(config.limit or enough, enough))
-        cut = auto_cut(num_rows, config.most_engines, config.max_num_seqs or max_num_seqs)
+        cut = auto_cut(num_rows, config.max_engines, config.max_num_seqs or max_num_seqs)
     estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
     spans, schema, fingerprint = scan(files, cut, config.limit, estimate, like=like)
     first_ids = accumulate((span.num_rows for span in spans), initial=0)

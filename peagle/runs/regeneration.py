@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle import hardware
-from peagle.bench.engine import Start, with_engine
+from peagle.bench.engine import StartEngine, with_engine
 from peagle.catalog.local import tokenizer_of
 from peagle.catalog.targets import resolve_model
 from peagle.corpus.scan import read
@@ -116,7 +116,7 @@ def audit_rows(
     target: AuditedEngine,
     positions: dict[int, list[int]],
     announce: Callable[[str], None],
-    start: Start,
+    start: StartEngine,
 ) -> list[RowAudit]:
     """Generate the chosen rows again, and compare them with the committed rows."""
     units = {unit.unit: unit for unit in run.plan().units}
@@ -203,7 +203,7 @@ def _samples(
 
 
 def _regenerate(
-    samples: Sequence[_Sample], target: AuditedEngine, announce: Callable[[str], None], start: Start
+    samples: Sequence[_Sample], target: AuditedEngine, announce: Callable[[str], None], start: StartEngine
 ) -> dict[str, RowAudit]:
     announce(f"starting {target.spec.model} without a drafter, {target.precision}")
     if target.is_fake:

@@ -19,7 +19,7 @@ from peagle.economics.timeline import UnitTimes
 from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
-from peagle.files import writing
+from peagle.files import converted_write_errors
 from peagle.plain_json import to_json
 from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory, read_rows, uses_fake_engine
@@ -84,7 +84,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
         except PeagleError as error:
             report[name] = None
             report["notes"].append(f"The {name} are not shown: {error.message}")
-    with writing(
+    with converted_write_errors(
         run, hint="free some space, or make the folder writable; peagle status and peagle audit write nothing"
     ):
         write_json(run.root / "report.json", report)

@@ -78,7 +78,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _words(value: Any, valid: tuple[str, ...]) -> list[str]:
-    found = [word.strip() for part in _parts(value) for word in str(part).split(",")]
-    if wrong := [word for word in found if word not in valid]:
+    words = [word.strip() for part in _parts(value) for word in str(part).split(",")]
+    if wrong := [word for word in words if word not in valid]:
         raise ValueError(f"{wrong[0]!r} is not one of {', '.join(valid)}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(words))

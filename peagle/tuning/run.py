@@ -5,8 +5,9 @@
     profile.yaml   the result, for `peagle generate --profile` and `peagle serve --profile`
     logs/          output of the engines
 
-An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and serves all
-of them, so one start measures several configurations. Repeats use other prompts; all engines use the same prompts.
+An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and also serves
+the smaller ones, so one start measures several configurations. Each repeat uses other prompts, but all engines use the
+same ones.
 """
 
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.config import as_benchmark
-from peagle.bench.engine import MeasurementListener, Start
+from peagle.bench.engine import MeasurementListener, StartEngine
 from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan
 from peagle.bench.prompts import BenchPrompt, Dataset
@@ -37,7 +38,7 @@ from peagle.provenance import versions
 from peagle.requests.tokenizer import load_tokenizer
 from peagle.tables import aligned
 from peagle.tuning.config import AUTO, TuneConfig
-from peagle.tuning.search import P95, WORTH, Candidate, Score, Search, Turn, excesses, score
+from peagle.tuning.search import MIN_GAIN, P95, Candidate, CandidatePass, Score, Search, excesses, score
 
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 
@@ -50,7 +51,7 @@ def make_profile(
     records: Mapping[Candidate, Sequence[PassRecord]],
 ) -> Profile:
     setups = {setup.name: setup for setup in plan.setups}
-    summaries = {candidate: summarise(found, usd_per_s=plan.usd_per_s) for candidate, found in records.items()}
+    summaries = {candidate: summarise(passes, usd_per_s=plan.usd_per_s) for candidate, passes in records.items()}
     best = search.best()
     if best is None:
         raise _nothing_fits(config, setups, search, summaries)
@@ -76,8 +77,8 @@ def make_profile(
 
 
 def text_table(profile: Profile) -> str:
-    heads = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
-    rows = [["", *heads]]
+    columns = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
+    rows = [["", *columns]]
     for cell in profile.measurements:
         rows.append(
             [
@@ -86,7 +87,7 @@ def text_table(profile: Profile) -> str:
                 str(cell.concurrency),
                 f"{cell.output_tokens_per_s:,.1f}",
                 "-" if cell.tokens_per_usd is None else format_count(cell.tokens_per_usd),
-                *("-" if found is None else f"{found[P95] * 1000:,.1f}" for found in (cell.tpot_s, cell.ttft_s)),
+                *("-" if times is None else f"{times[P95] * 1000:,.1f}" for times in (cell.tpot_s, cell.ttft_s)),
                 "-" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
                 str(cell.repeats),
             ]
@@ -95,7 +96,7 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.drafts else set(DRAFTER_KEYS))
+    names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
         "model": lasting_name(config.model),
         "drafter": cell.drafter,
@@ -120,10 +121,10 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
-    others = (cell for cell in cells[1:] if cell.drafts != chosen.drafts and cell.is_within(**limits))
+    others = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
     other = next(others, None)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{_limits(config)}"
-    if chosen.drafts:
+    if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
         if other is None:
             return f"{label}: {speed}."
@@ -133,9 +134,9 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         gain = other.output_tokens_per_s / chosen.output_tokens_per_s
         against = (
             f"the best with a drafter, {method_label(other.method, other.k)} at {other.concurrency}, has {gain:.2f} "
-            f"times that (a drafter must win by {WORTH:.0%})"
+            f"times that (a drafter must win by {MIN_GAIN:.0%})"
         )
-    elif any(cell.drafts for cell in cells):
+    elif any(cell.has_drafter for cell in cells):
         against = "no drafter is within the limits"
     else:
         against = "no drafter was measured"
@@ -158,29 +159,29 @@ def _nothing_fits(
     if not ranked:
         return ConfigError(
             f"the budget of {config.time_budget_s:g} engine seconds was spent before any pass finished",
-            hint="increase --time-budget-s; the same command continues",
+            hint="increase --time-budget-s and repeat the command to continue",
         )
     nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
-    found = [
+    exceeded = [
         f"p95 {_LIMITS[name][0]} {nearest[name][P95] * 1000:.1f} ms" if nearest[name] else f"no {_LIMITS[name][0]}"
         for name, excess in excesses(nearest, config).items()
         if excess > 0
     ]
     return ConfigError(
         f"no configuration is within the limits{_limits(config)}; the nearest is {engine.label} with "
-        f"{ranked[0].concurrency} at once: {' and '.join(found)}",
+        f"{ranked[0].concurrency} at once: {' and '.join(exceeded)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",
     )
 
 
 def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
-    in_part = {candidate.engine for candidate in search.ranked()}
+    partly_measured = {candidate.engine for candidate in search.ranked()}
     notes = [
-        f"{setups[name].label} could {'only in part' if name in in_part else 'not'} be measured: {why}"
+        f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {why}"
         for name, why in search.failed.items()
     ]
-    left = [turn.candidate for turn in search.pending() if not turn.repeat]
+    left = [planned.candidate for planned in search.pending() if not planned.repeat]
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
         names = "; ".join(engines)
@@ -195,7 +196,7 @@ def tune(
     config: TuneConfig,
     listener: MeasurementListener,
     *,
-    start: Start = start_engine,
+    start: StartEngine = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
     """Search until everything is measured or the budget is spent, and return the profile and its path."""
@@ -213,8 +214,8 @@ def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
     fixed = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
     spec = replace(setup.spec, max_num_batched_tokens=fixed)
     check_slots(spec)
-    marks = ["" if precision == AUTO else f", {precision}", "" if slots == AUTO else f", {slots} slots"]
-    return replace(setup, name=f"{setup.name}-{precision}-{slots}", label="".join([setup.label, *marks]), spec=spec)
+    suffixes = ["" if precision == AUTO else f", {precision}", "" if slots == AUTO else f", {slots} slots"]
+    return replace(setup, name=f"{setup.name}-{precision}-{slots}", label="".join([setup.label, *suffixes]), spec=spec)
 
 
 class Tuning(Measurement):
@@ -234,7 +235,9 @@ class Tuning(Measurement):
             make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
             for precision in config.precision
         ]
-        own = {name: value for name, value in plans[0].own.items() if name != "precision"} | {"waves": config.waves}
+        command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
+            "waves": config.waves
+        }
         cache = config.kv_cache_precision  # included only if set, like additional keys of a benchmark
         return replace(
             plans[0],
@@ -245,7 +248,7 @@ class Tuning(Measurement):
                 for setup in plan.setups
             ],
             notes=list(dict.fromkeys(note for plan in plans for note in plan.notes)),
-            own=own | ({"kv_cache_precision": cache} if cache != AUTO else {}),
+            command_settings=command_settings | ({"kv_cache_precision": cache} if cache != AUTO else {}),
         )
 
     def __init__(self, *args: Any) -> None:
@@ -253,42 +256,45 @@ class Tuning(Measurement):
         self.records: dict[Candidate, list[PassRecord]] = {}
         self._setups = {setup.name: setup for setup in self.plan.setups}
         candidates = [
-            Candidate(engine=setup.name, concurrency=size, drafts=setup.drafter is not None)
+            Candidate(engine=setup.name, concurrency=size, has_drafter=setup.drafter is not None)
             for setup in self.plan.setups
             for size in self.plan.config.concurrency
         ]
         self._budget_s = self.config.time_budget_s
-        self.spent_s = self.folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0
+        self.spent_s = self.folder.find(_SPENT, lambda stored: float(stored["engine_s"])) or 0.0
         self.search = Search(candidates, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s)
         for candidate in candidates:
             for repeat in count():
-                one = self._pass(Turn(candidate=candidate, repeat=repeat))
-                record = self.find(one)
+                planned = self._pass(CandidatePass(candidate=candidate, repeat=repeat))
+                record = self.find(planned)
                 if record is None:
                     break
-                self.accept(one, record)
+                self.accept(planned, record)
 
-    def next(self, up: Setup | None = None) -> Pass | None:
-        turn = self.search.next(up.name if up else None)
-        return None if turn is None else self._pass(turn)
+    def next(self, running: Setup | None = None) -> Pass | None:
+        planned = self.search.next(running.name if running else None)
+        return None if planned is None else self._pass(planned)
 
-    def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
-        return prompts_of(self.dataset.prompts, concurrency=one.concurrency, waves=self.config.waves, repeat=one.repeat)
+    def prompts(self, planned: Pass) -> Sequence[BenchPrompt]:
+        return prompts_of(
+            self.dataset.prompts, concurrency=planned.concurrency, waves=self.config.waves, repeat=planned.repeat
+        )
 
-    def accept(self, one: Pass, record: PassRecord) -> None:
-        super().accept(one, record)
-        setup = one.setup
-        candidate = Candidate(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
-        turn = Turn(candidate=candidate, repeat=one.repeat)
-        self.records.setdefault(turn.candidate, []).append(record)
-        self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
+    def accept(self, planned: Pass, record: PassRecord) -> None:
+        super().accept(planned, record)
+        setup = planned.setup
+        candidate = Candidate(engine=setup.name, concurrency=planned.concurrency, has_drafter=setup.drafter is not None)
+        self.records.setdefault(candidate, []).append(record)
+        self.search.add(
+            CandidatePass(candidate=candidate, repeat=planned.repeat), start_s=record.start_s, pass_s=record.wall_s
+        )
 
     def fail(self, setup: Setup, reason: str) -> None:
         super().fail(setup, reason)
         self.search.fail(setup.name, reason)
 
-    def spend(self, spent_s: float) -> None:
-        super().spend(spent_s)
+    def set_spent(self, spent_s: float) -> None:
+        super().set_spent(spent_s)
         self.search.spent_s = spent_s
         self.folder.save(_SPENT, {"engine_s": spent_s})
 
@@ -298,17 +304,17 @@ class Tuning(Measurement):
             f"finished, after {format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         )
 
-    def describe_pass(self, one: Pass, record: PassRecord) -> str:
-        rest_s = min(self.search.pending_s(one.setup.name), max(self._budget_s - self.spent_s, 0.0))
+    def describe_pass(self, planned: Pass, record: PassRecord) -> str:
+        rest_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
-            f"{spent}: {one.setup.label}, {one.concurrency} at once, pass {one.repeat + 1}: "
+            f"{spent}: {planned.setup.label}, {planned.concurrency} at once, pass {planned.repeat + 1}: "
             f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(rest_s)} left"
         )
 
-    def _pass(self, turn: Turn) -> Pass:
-        candidate = turn.candidate
-        return Pass(setup=self._setups[candidate.engine], concurrency=candidate.concurrency, repeat=turn.repeat)
+    def _pass(self, planned: CandidatePass) -> Pass:
+        candidate = planned.candidate
+        return Pass(setup=self._setups[candidate.engine], concurrency=candidate.concurrency, repeat=planned.repeat)
 
     def _score(self, candidate: Candidate, num_passes: int | None) -> Score | None:
         records = self.records.get(candidate, [])[:num_passes]

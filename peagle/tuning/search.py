@@ -2,8 +2,8 @@
 
 Every configuration is measured in one pass. The two best, and the best of the other kind (with or without a drafter)
 if it is close, are then measured again, so that luck in one pass does not decide. One engine serves several
-concurrencies, so everything on the running engine comes first. No pass or engine is started that is known to end beyond
-the budget. The same passes lead to the same search, so nothing else is stored.
+concurrencies, so all passes of the running engine come first. A pass or engine that is expected to exceed the
+budget is not started. The search depends only on the finished passes, so nothing else is stored.
 """
 
 import statistics
@@ -15,22 +15,24 @@ from typing import Any
 
 from peagle.tuning.config import TuneConfig
 
-WORTH = 0.02  # a drafter must win by this share over no speculation, since it is one more part that can fail
+MIN_GAIN = 0.02  # by which a drafter must beat no speculation, because it is one more part that can fail
 FINAL_PASSES = 3
 P95 = "p95"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A configuration that can be chosen."""
+    """A configuration that can be chosen: an engine and a concurrency."""
 
     engine: str
     concurrency: int
-    drafts: bool
+    has_drafter: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class CandidatePass:
+    """One pass of a candidate. Passes are numbered by `repeat`."""
+
     candidate: Candidate
     repeat: int
 
@@ -59,15 +61,15 @@ class Durations:
         self._start_s[candidate.engine].append(start_s)
         self._pass_s[candidate].append(pass_s)
 
-    def of(self, turns: Sequence[Turn], up: str | None) -> float:
-        """Return the seconds of these passes, and of starting their engines unless one is up."""
-        engines = {turn.candidate.engine for turn in turns} - {up}
+    def total_s(self, passes: Sequence[CandidatePass], running: str | None) -> float:
+        """Return the seconds of these passes and of starting their engines, except the `running` one."""
+        engines = {planned.candidate.engine for planned in passes} - {running}
         mean_start_s = _mean(chain.from_iterable(self._start_s.values()))
         starts_s = sum(_mean(self._start_s.get(engine, [])) or mean_start_s for engine in engines)
-        return starts_s + sum(self._pass_s_of(turn.candidate) for turn in turns)
+        return starts_s + sum(self._pass_s_of(planned.candidate) for planned in passes)
 
     def _pass_s_of(self, candidate: Candidate) -> float:
-        """Return the mean time of the candidate's passes, else at the same concurrency, else of all."""
+        """Return the mean time of the candidate's passes, else of passes at its concurrency, else of all passes."""
         same = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
         mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same))
         return mean_s or _mean(chain.from_iterable(self._pass_s.values()))
@@ -82,7 +84,7 @@ class Search:
 
     Attributes:
         spent_s: engine time; updated by the caller.
-        failed: engines that did not start or crashed, and why. Their finished passes count.
+        failed: for each engine that failed to start or crashed, the reason. Its finished passes still count.
     """
 
     def __init__(
@@ -100,31 +102,33 @@ class Search:
         self._durations = Durations()
         self._num_passes: dict[Candidate, int] = {}
 
-    def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
-        self._num_passes[turn.candidate] = self._num_passes.get(turn.candidate, 0) + 1
-        self._durations.add(turn.candidate, start_s=start_s, pass_s=pass_s)
+    def add(self, planned: CandidatePass, *, start_s: float, pass_s: float) -> None:
+        self._num_passes[planned.candidate] = self._num_passes.get(planned.candidate, 0) + 1
+        self._durations.add(planned.candidate, start_s=start_s, pass_s=pass_s)
 
     def fail(self, engine: str, reason: str) -> None:
         self.failed[engine] = reason
 
-    def next(self, up: str | None = None) -> Turn | None:
+    def next(self, running: str | None = None) -> CandidatePass | None:
         """Return the next pass, or None if all is measured or the budget is too small."""
         pending = self.pending()
-        for turn in pending:
-            if turn.candidate.engine == up and self._fits([turn], up):
-                return turn
-        for engine in dict.fromkeys(turn.candidate.engine for turn in pending if turn.candidate.engine != up):
-            turns = [turn for turn in pending if turn.candidate.engine == engine]
-            if self._fits(turns, up):
-                return turns[0]
+        for planned in pending:
+            if planned.candidate.engine == running and self._fits([planned], running):
+                return planned
+        for engine in dict.fromkeys(
+            planned.candidate.engine for planned in pending if planned.candidate.engine != running
+        ):
+            passes = [planned for planned in pending if planned.candidate.engine == engine]
+            if self._fits(passes, running):
+                return passes[0]
         return None
 
-    def pending(self) -> list[Turn]:
+    def pending(self) -> list[CandidatePass]:
         """Return the passes that are still to be run: of the grid, then of the finalists."""
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
-    def pending_s(self, up: str | None = None) -> float:
-        return self._durations.of(self.pending(), up)
+    def pending_s(self, running: str | None = None) -> float:
+        return self._durations.total_s(self.pending(), running)
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
         chosen = self.candidates if candidates is None else candidates
@@ -137,38 +141,40 @@ class Search:
     def best(self) -> Candidate | None:
         """Return the best candidate within the limits, if any. Finalists come before candidates measured once.
 
-        A drafter that does not win by `WORTH` loses.
+        A drafter is only the best if it is faster than no speculation by at least `MIN_GAIN`.
         """
         ranked = [*self.ranked(self._finalists()), *self.ranked()]
         within = [candidate for candidate in ranked if self._is_within(candidate)]
         if not within:
             return None
         best = within[0]
-        plain = next((candidate for candidate in within if not candidate.drafts), None)
-        if best.drafts and plain is not None and self._value(best) < (1 + WORTH) * self._value(plain):
+        plain = next((candidate for candidate in within if not candidate.has_drafter), None)
+        if best.has_drafter and plain is not None and self._value(best) < (1 + MIN_GAIN) * self._value(plain):
             return plain
         return best
 
     def _finalists(self) -> list[Candidate]:
-        """Return the candidates to measure again, by their first pass so that they do not change."""
+        """Return the candidates to measure again. Only first passes count, so that the finalists do not change."""
         ranked = self.ranked(num_passes=1)
         finalists = ranked[:2]
-        others = [candidate for candidate in ranked if candidate.drafts != ranked[0].drafts]
+        others = [candidate for candidate in ranked if candidate.has_drafter != ranked[0].has_drafter]
         if others and self._is_within(others[0], 1) and self._is_within(ranked[0], 1):
             is_close = self._value(others[0], 1) >= 0.8 * self._value(ranked[0], 1)
             finalists += [others[0]] if is_close and others[0] not in finalists else []
         return finalists if len(finalists) > 1 else []
 
-    def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[Turn]:
+    def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[CandidatePass]:
         return [
-            Turn(candidate=candidate, repeat=repeat)
+            CandidatePass(candidate=candidate, repeat=repeat)
             for candidate in candidates
             if candidate.engine not in self.failed
             for repeat in range(self._num_passes.get(candidate, 0), num_passes)
         ]
 
-    def _fits(self, turns: Sequence[Turn], up: str | None) -> bool:
-        return self.spent_s < self._budget_s and self.spent_s + self._durations.of(turns, up) <= self._budget_s
+    def _fits(self, passes: Sequence[CandidatePass], running: str | None) -> bool:
+        return (
+            self.spent_s < self._budget_s and self.spent_s + self._durations.total_s(passes, running) <= self._budget_s
+        )
 
     def _value(self, candidate: Candidate, num_passes: int | None = None) -> float:
         score = self._score(candidate, num_passes)
@@ -190,7 +196,7 @@ def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
 
 
 def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]:
-    """Return the relative excess over each limit; negative within, empty without limits."""
+    """Return the relative excess over each limit: negative within the limit; empty if there are no limits."""
     limits = {"tpot_s": config.max_tpot_ms, "ttft_s": config.max_ttft_ms}
     return {
         name: (summary[name][P95] * 1000 / limit_ms - 1 if summary[name] else 1.0)

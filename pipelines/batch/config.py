@@ -51,7 +51,7 @@ def _parse_folder(value: Any) -> StoragePath:
     return folder
 
 
-FolderKey = Annotated[StoragePath, PlainValidator(_parse_folder), PlainSerializer(str)]
+FolderOption = Annotated[StoragePath, PlainValidator(_parse_folder), PlainSerializer(str)]
 """A local folder or s3://BUCKET/FOLDER."""
 
 
@@ -84,7 +84,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
         "auto", description="format of the corpus; auto: by file suffix, and an OpenAI batch by its columns"
     )
-    output: FolderKey = Field(
+    output: FolderOption = Field(
         description="run directory, local or s3://BUCKET/FOLDER; an existing unfinished run is continued"
     )
     output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(
@@ -118,8 +118,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     accelerator_type: str | None = Field(
         None,
         min_length=1,
-        description="accelerator type of the engines, by Ray's name (H100, RTX-PRO-6000), or any; an autoscaling "
-        "cluster is asked for machines if it has none; default: accelerators if the cluster has some now",
+        description="Ray's name of the accelerator type for the engines (H100, RTX-PRO-6000), or any; an autoscaling "
+        "cluster adds machines if it has none; default: use accelerators if the cluster has some now",
     )
 
     cluster_wait_s: float = Field(
@@ -185,8 +185,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
         num_nodes, num_ranks = self.nodes_per_engine, self.accelerators_per_engine
         if num_ranks % num_nodes:
             raise ValueError(
-                f"nodes_per_engine {num_nodes} does not divide the {num_ranks} rank(s) of an engine, which are"
-                " tensor_parallel_size times pipeline_parallel_size"
+                f"nodes_per_engine {num_nodes} does not divide the number of ranks of an engine,"
+                f" tensor_parallel_size x pipeline_parallel_size = {num_ranks}"
             )
         if num_nodes > 1 and self.engine == "fake":
             raise ValueError("nodes_per_engine cannot be used with engine: fake, which has no ranks")
@@ -230,7 +230,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
             raise ValueError(f"the schema cannot be read ({error})") from error
 
     @property
-    def most_engines(self) -> int:
+    def max_engines(self) -> int:
         """The maximum number of concurrent engines."""
         return self.engine_range.largest
 

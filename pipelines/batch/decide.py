@@ -29,7 +29,7 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
         announce: called with progress messages and the result.
 
     Raises:
-        PeagleError: as `resolve` and `hardware_for`.
+        PeagleError: for the reasons of `resolve` and `hardware_for`.
     """
     directory = RunDirectory(request.config.output)
     _check_request(request, directory, cluster)
@@ -49,7 +49,7 @@ def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connec
     """Check what can be checked without a cluster.
 
     Raises:
-        ConfigError: the directory is not usable for this run, or there is only one node.
+        ConfigError: the directory is not usable for this run, or the run requires several nodes and there is only one.
     """
     config = request.config
     require_usable(directory.root / ".lease")
@@ -62,7 +62,7 @@ def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connec
 
 
 def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
-    """Check that the directory can be used for this run, and has a run if failed rows are to be retried.
+    """Check that the directory can be used for this run. With `retry_failed`, it must contain a run.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -80,17 +80,17 @@ def _hardware_and_plan(
 ) -> tuple[Hardware, Plan]:
     """Return a node's hardware and the plan.
 
-    If accelerators are requested, the input is checked first, and the plan is made for them. Otherwise it depends on
-    the nodes.
+    If accelerators are requested, the plan is made for them before the cluster is asked, so that invalid input is
+    found first. Otherwise the plan depends on the nodes.
     """
     if directory.exists or request.config.accelerator_type:
-        plan = planned(request, directory, "cuda")
+        plan = stored_or_new_plan(request, directory, "cuda")
         return hardware_for(request, directory, announce), plan
     hardware = hardware_for(request, directory, announce)
-    return hardware, planned(request, directory, hardware.platform)
+    return hardware, stored_or_new_plan(request, directory, hardware.platform)
 
 
-def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu", "cuda"]) -> Plan:
+def stored_or_new_plan(request: RunRequest, directory: RunDirectory, platform: Literal["cpu", "cuda"]) -> Plan:
     """Return the stored plan, or a new one.
 
     Raises:
@@ -101,7 +101,7 @@ def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu
     return make_plan(request.config, max_num_seqs=DEFAULT_MAX_NUM_SEQS[platform])
 
 
-def planned_again(request: RunRequest, directory: RunDirectory) -> Plan:
+def replan(request: RunRequest, directory: RunDirectory) -> Plan:
     """Return a plan of the corpus in its current state, split like the stored plan and without retries.
 
     Raises:
@@ -124,11 +124,11 @@ def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callabl
     """
     if request.neighbours is not None:
         return request.neighbours.hardware
-    return _finished_on(request, directory) or _available_hardware(request, announce)
+    return _hardware_of_finished_run(request, directory) or _available_hardware(request, announce)
 
 
-def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | None:
-    """Return the accelerators of a finished run, which need not be requested again.
+def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> Hardware | None:
+    """Return the hardware of a finished run, whose accelerators need not be requested again.
 
     Returns:
         None if rows may be left, or if no accelerator type is requested.
@@ -139,28 +139,28 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
     config = request.config
     if config.accelerator_type is None or not directory.exists:
         return None
-    before = Hardware.from_dict(directory.manifest()["run"]["hardware"])
-    if before.platform != "cuda":
+    stored = Hardware.from_dict(directory.manifest()["run"]["hardware"])
+    if stored.platform != "cuda":
         raise ConfigError(
-            f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot "
+            f"{directory} was started on {stored.describe()}: accelerator_type {config.accelerator_type} cannot "
             "continue it",
             hint="remove --accelerator-type, or start a new run with another --output",
         )
     if directory.plan().left(directory.committed()):
         return None
     may_retry = config.retry_failed and any(usage.num_failed_rows for usage in directory.usages())
-    return None if may_retry else before
+    return None if may_retry else stored
 
 
 def _available_hardware(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     """Return the hardware of this node or of a cluster node.
 
     If engines need accelerators, an autoscaled cluster is asked for them first; otherwise the run would use the CPUs of
-    its head. New machines cost money immediately, so their price must be known.
+    its head node. New machines cost money immediately, so their price must be known.
 
     Raises:
         CapacityError: the accelerators do not become available.
-        PriceError: machines would have to be added, and have no price.
+        PriceError: machines would have to be added, but their price is unknown.
     """
     if not ray.is_remote():
         return detect_machine()

@@ -11,7 +11,7 @@ from peagle.engine.interface import Checkable, RowEngine
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
-from pipelines.batch.multinode import FollowerGroup
+from pipelines.batch.multinode import Followers
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.session import Session
 
@@ -21,7 +21,7 @@ class StartedEngine:
     """A running engine.
 
     Attributes:
-        checkable: the engine for the self-check; None if the engine is borrowed and so already checked.
+        checkable: the engine for the self-check; None if the engine is borrowed, since its owner has checked it.
         compile_s: seconds of the start that were spent on compiling.
         followers: the engine's ranks on other nodes; None if it runs on a single node.
     """
@@ -29,13 +29,13 @@ class StartedEngine:
     engine: RowEngine
     checkable: Checkable | None
     compile_s: float = 0.0
-    followers: FollowerGroup | None = None
+    followers: Followers | None = None
 
 
 def start_engine(run: ResolvedRun, session: Session) -> StartedEngine:
     """Start an engine of a run, and record its warnings in the session.
 
-    If another node of the engine is lost, this process ends, and Ray restarts it.
+    If one of the engine's other nodes is lost, this process exits, and Ray replaces it.
 
     Raises:
         EngineError: the engine does not start; the message has vLLM's reason.
@@ -48,7 +48,7 @@ def start_engine(run: ResolvedRun, session: Session) -> StartedEngine:
     from peagle.engine.vllm_internals import compile_seconds, costly_warnings, with_root_cause
     from pipelines.cluster.node import start_vllm
 
-    followers = FollowerGroup(run, session.session_id) if run.spec.num_nodes > 1 else None
+    followers = Followers(run, session.session_id) if run.spec.num_nodes > 1 else None
     try:
         engine = start_vllm(
             run.spec,
@@ -60,7 +60,7 @@ def start_engine(run: ResolvedRun, session: Session) -> StartedEngine:
         if followers is None or followers.failure is None:
             raise with_root_cause(error, session.log.read_text(errors="replace")) from error
         if followers.is_lost:
-            _restart(session, followers.failure.message)
+            _exit_for_restart(session, followers.failure.message)
         raise followers.failure from error
     log = session.log.read_text(errors="replace")
     session.start_warnings = costly_warnings(log)
@@ -74,13 +74,13 @@ def _start_fake(spec: EngineSpec, traits: FakeTraits) -> StartedEngine:
     return StartedEngine(engine=engine, checkable=engine.checkable)
 
 
-def _restart(session: Session, why: str) -> NoReturn:
-    say_end(why)
+def _exit_for_restart(session: Session, reason: str) -> NoReturn:
+    log_exit(reason)
     session.end()
     os._exit(1)
 
 
-def say_end(why: str) -> None:
-    """Log why this process ends."""
-    sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
+def log_exit(reason: str) -> None:
+    """Log why this process exits."""
+    sys.stderr.write(f"peagle: {reason}; this process ends and is replaced\n")
     sys.stderr.flush()

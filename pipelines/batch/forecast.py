@@ -19,7 +19,7 @@ from peagle.planning.expectation import Speed, known_speed
 from peagle.runs.directory import RunDirectory
 from peagle.runs.prepare import CorpusSample, sample_corpus
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.decide import planned, require_run_fits
+from pipelines.batch.decide import require_run_fits, stored_or_new_plan
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun, place_engines, resolve, resolve_engine_price, resolve_run_engine
 from pipelines.cluster import ray
@@ -59,8 +59,8 @@ class RunForecast:
         return self.run.price.usd_per_device_s * 3600 * self.run.placement.num_devices * self.num_engines
 
     @property
-    def most_s(self) -> float | None:
-        """Seconds of generation if all answers have maximum length; None if the speed is unknown."""
+    def max_generation_s(self) -> float | None:
+        """Seconds of generation if every answer has the maximum length; None if the speed is unknown."""
         if self.speed is None:
             return None
         left = self.num_rows_left / self.sample.num_rows
@@ -97,7 +97,7 @@ class RunForecast:
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
         run = self.run
-        most_s = self.most_s
+        max_generation_s = self.max_generation_s
         return {
             "rows": run.plan.num_rows,
             "notes": list(run.plan.notes),
@@ -118,19 +118,19 @@ class RunForecast:
             "price": run.price.to_dict(),
             "usd_per_h": self.usd_per_h,
             "speed": self.speed.describe() if self.speed else None,
-            "most_s": most_s,
-            "most_usd": None if most_s is None else most_s / 3600 * self.usd_per_h,
+            "most_s": max_generation_s,
+            "most_usd": None if max_generation_s is None else max_generation_s / 3600 * self.usd_per_h,
         }
 
     def _expected(self) -> str:
         if self.num_rows_left == 0:
             return "nothing is left to do"
-        if self.speed is None or self.most_s is None:
+        if self.speed is None or self.max_generation_s is None:
             return UNKNOWN_SPEED
-        usd = format_usd(self.most_s / 3600 * self.usd_per_h)
+        usd = format_usd(self.max_generation_s / 3600 * self.usd_per_h)
         return (
-            f"at most {format_duration(self.most_s)} and {usd} once engines are up, with answers as long as they "
-            f"may be: {self.speed.describe()}"
+            f"at most {format_duration(self.max_generation_s)} and {usd} once engines are up, if every answer has the "
+            f"maximum length: {self.speed.describe()}"
         )
 
 
@@ -147,7 +147,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     directory = RunDirectory(config.output)
     require_run_fits(request, directory)
     hardware, is_here, num_nodes = _machines(config)
-    plan = planned(request, directory, hardware.platform)
+    plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
     left = plan.left(directory.committed()) if directory.exists else plan.units
     return RunForecast(
@@ -161,8 +161,8 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     )
 
 
-def resolved_defaults(config: GenerateConfig) -> ResolvedDefaults:
-    """Return the values of options that the configuration does not set.
+def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
+    """Return values for the options that the configuration does not set.
 
     Raises:
         PeagleError: the run would be refused before its corpus is read.
@@ -204,7 +204,7 @@ def _prompts(sample: CorpusSample) -> str:
     rows = "all rows" if sample.is_whole else f"{sample.num_sampled:,} rows sampled"
     failed = f"; {sample.num_failed:,} of them would be dead letters ({sample.example})" if sample.num_failed else ""
     about = "" if sample.is_whole else "about "
-    return f"{about}{format_count(sample.prompt_tokens)} tokens, {mean:,.0f} a row ({rows}{failed})"
+    return f"{about}{format_count(sample.prompt_tokens)} tokens, {mean:,.0f} per row ({rows}{failed})"
 
 
 def describe_machine(hardware: Hardware, is_here: bool, num_nodes: int) -> str:
@@ -227,7 +227,7 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
     if config.budget_usd is None:
         return []
     hours = format_duration(config.budget_usd / usd_per_h * 3600)
-    return [("budget", f"{format_usd(config.budget_usd)} pays these engines for {hours}")]
+    return [("budget", f"{format_usd(config.budget_usd)} pays for {hours} of these engines")]
 
 
 def describe_memory(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from peagle.catalog.targets import name_of
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.profiles.watch import needed_at
+from peagle.profiles.watch import break_even_at
 from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
@@ -37,11 +37,11 @@ class RunMetrics:
                 "peagle_run_expected_end_timestamp_seconds",
             )
         )
-        needed = needed_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
+        needed = break_even_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
         if needed is not None:
             create_metric("peagle_break_even_acceptance_length", **self._labels).set(needed)
 
-    def committed(self, usage: UnitUsage) -> None:
+    def record_committed(self, usage: UnitUsage) -> None:
         """Record a committed unit."""
         self._usage.work(usage)
         for outcome, num_rows in (("ok", usage.num_rows), ("failed", usage.num_failed_rows)):

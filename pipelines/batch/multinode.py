@@ -1,7 +1,8 @@
 """Place, start and watch the ranks of an engine that are on other nodes.
 
-The engine's actor (`worker.py`) is the leader. It starts one follower, another actor, on every other node. All of them
-end together: Ray ends the followers with the process that started them, and the leader ends when any follower ends.
+The engine's actor (`worker.py`) is the leader. It starts a follower, also an actor, on every other node. They all
+end together: Ray ends the followers with the process that started them, and the leader ends when the first follower
+ends.
 vLLM's arguments are in `peagle/engine/arguments.py`.
 """
 
@@ -27,10 +28,10 @@ _LOGS = "the run's logs/ folder has a log of each node"
 
 
 class Follower:
-    """The ranks of an engine on a node other than the leader's.
+    """The ranks of an engine on one node other than the leader's.
 
     Args:
-        session_id: session id of the engine, which names the log.
+        session_id: session id of the engine, used in the log's name.
         number: number of the node within the engine, from 1.
     """
 
@@ -61,8 +62,8 @@ class Follower:
                 raise with_root_cause(error, self._log.read_text(errors="replace")) from error
 
 
-class FollowerGroup:
-    """The followers of the engine that this actor leads. Creating this object starts them.
+class Followers:
+    """The followers of the engine that this actor leads. The constructor starts them.
 
     If a follower ends while the engine starts, the start is aborted, because vLLM would wait for the follower.
 
@@ -85,13 +86,13 @@ class FollowerGroup:
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def started(self, die: Callable[[str], object]) -> None:
+    def set_started(self, die: Callable[[str], object]) -> None:
         """Record that the engine has started. From now on, `die` is called with the reason if a follower ends."""
         self._die = die
         self._has_started.set()
 
     def release(self) -> None:
-        """Ignore the ends of followers from now on, because the engine shuts down normally."""
+        """Stop reacting to the end of followers, because the engine shuts down normally."""
         self._die = lambda _: None
 
     def _watch(self) -> None:
@@ -115,25 +116,25 @@ class FollowerGroup:
         return EngineError(message, hint=_LOGS)
 
 
-def _actors(resources: Mapping[str, float], count: int) -> list[Any]:
+def _actors(resources_per_node: Mapping[str, float], count: int) -> list[Any]:
     """Wait for room on `count` other nodes, and return a `Follower` actor class for each."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = _group(resources, count)
+    group = _group(resources_per_node, count)
     while not group.wait(_REPORT_S):
-        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(resources)} free on each\n")
+        sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(resources_per_node)} free on each\n")
     return [
         ray.remote(Follower).options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU"),
+            num_cpus=resources_per_node["CPU"],
+            num_gpus=resources_per_node.get("GPU"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
         for index in range(count)
     ]
 
 
-def _group(resources: Mapping[str, float], count: int) -> Any:
+def _group(resources_per_node: Mapping[str, float], count: int) -> Any:
     """Return a placement group on nodes other than this one. It ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -144,7 +145,7 @@ def _group(resources: Mapping[str, float], count: int) -> Any:
         with contextlib.suppress(ValueError):  # the replaced process had no group yet
             remove_placement_group(get_placement_group(name))
     return placement_group(
-        [dict(resources)] * count,
+        [dict(resources_per_node)] * count,
         strategy="STRICT_SPREAD",
         name=name,
         bundle_label_selector=[{_NODE_ID: f"!{context.get_node_id()}"}] * count,

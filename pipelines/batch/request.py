@@ -18,8 +18,8 @@ _NOTICE_S = 2.0  # until the driver's next check, and until its stop signal arri
 BY_SIGNAL = "stopped by a signal"
 
 
-def ending_s(grace_s: float) -> float:
-    """Return the maximum number of seconds that shutting a run down takes."""
+def max_shutdown_s(grace_s: float) -> float:
+    """Return the maximum number of seconds that the shutdown of a run takes."""
     return grace_s + GIVE_UP_S + _NOTICE_S
 
 
@@ -36,7 +36,7 @@ class RunRequest:
 
     Attributes:
         command: the command line, for `run.json` and for the command that continues the run.
-        stop: stops the run when it is set, by the caller or by a signal.
+        stop: the run stops when this event is set, by the caller or by a signal.
         neighbours: other engines on the same nodes, or None.
         lender: provides running engines; None if the run starts its own.
         commits: model revisions that a new run must use, by hub id; an existing run keeps its own.
@@ -64,7 +64,7 @@ class RunRequest:
         return self.allowance.usd if self.allowance else self.limits.budget_usd
 
     def require_time(self) -> None:
-        """Check that the run may still wait for a cluster.
+        """Check that there is time left to wait for a cluster.
 
         Raises:
             StoppedEarly: the deadline is near, or the run was asked to stop.
@@ -78,14 +78,14 @@ class RunRequest:
         """Return the error of a command that is stopped while none of its engines runs."""
         return StoppedEarly(
             f"stopped before an engine was running: {message}",
-            hint=f"the same command continues: {resume_command(self.command, {})}",
+            hint=f"the same command continues the run: {resume_command(self.command, {})}",
         )
 
     @property
     def killed_message(self) -> str:
-        """The last message of a command that a second signal ends."""
-        again = resume_command(self.command, {})
-        return f"stopped immediately: running units are lost\n  the same command continues the run: {again}"
+        """The message printed when a second signal ends the command."""
+        command = resume_command(self.command, {})
+        return f"stopped immediately: running units are lost\n  the same command continues the run: {command}"
 
 
 def _limits_of(config: GenerateConfig) -> Limits:
@@ -93,5 +93,5 @@ def _limits_of(config: GenerateConfig) -> Limits:
         budget_usd=config.budget_usd,
         deadline_at=parse_deadline(config.deadline or "none", datetime.datetime.now()),
         max_failed_rows=None if config.max_failed_rows is None else MaxFailedRows.parse(config.max_failed_rows),
-        reserve_s=ending_s(config.grace_s),
+        reserve_s=max_shutdown_s(config.grace_s),
     )

@@ -38,9 +38,9 @@ from pipelines.batch.lender import Lender
 from pipelines.batch.request import RunRequest
 from pipelines.cluster.placement import Placement, place
 
-# Output tokens x bytes of weights for which compiling on a CPU takes as long as it saves: 60 s against 2.1 ms per token
-# of the embedded model (0.27 GB), which makes 78.2 output tokens/s compiled and 67.4 not (48 prompts of 128 tokens,
-# EAGLE-3 with K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
+# Output tokens x bytes of weights above which compiling on a CPU pays. It takes 60 s, and saves 2.1 ms per token of the
+# embedded model (0.27 GB): 78.2 instead of 67.4 output tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests,
+# `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
 _COMPILE_WORK = 8e12
 
 
@@ -53,7 +53,7 @@ class ResolvedRun:
         plan: the plan; stages on other nodes receive it without units (`for_stages`).
         engine: the engine, with model names that any node can resolve.
         placement: the resources of each engine.
-        slot_group: name of the group in which engines number their slots on a node; None for the run's own group.
+        slot_group: name of the group of engines that number their slots on a node together; None for the run's own.
         lender: None if the run starts its own engines.
     """
 
@@ -104,7 +104,7 @@ class ResolvedRun:
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts about each engine of the run, for the ledger."""
+        """The facts that the ledger records about each engine of the run."""
         drafter = self.spec.drafter
         return EngineFacts.priced(
             self.price,
@@ -147,7 +147,7 @@ class ResolvedRun:
         return self.engine.drafter_watch(self.hardware, self.spec.max_num_seqs)
 
     def describe(self) -> str:
-        """Return rows, model, hardware, drafter and price as text."""
+        """Describe rows, model, hardware, drafter and price."""
         drafter = self.spec.drafter
         name = f"{self.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         return (
@@ -275,7 +275,7 @@ def resolve_run_engine(
     """Resolve the engine of a run.
 
     Raises:
-        PeagleError: as `resolve`.
+        PeagleError: for the reasons of `resolve`.
     """
     if config.engine == "fake":
         return compose_fake_engine(config, hardware)
@@ -314,7 +314,7 @@ def place_engines(config: GenerateConfig, hardware: Hardware, num_nodes: int) ->
         accelerators_per_engine=config.accelerators_per_engine,
         num_nodes=num_nodes,
         nodes_per_engine=config.nodes_per_engine,
-        most_engines=config.engine_range.largest,
+        max_engines=config.engine_range.largest,
         accelerator_type=config.accelerator_type,
     )
 

@@ -25,7 +25,7 @@ from peagle.runs.prepare import plan_retry
 from peagle.runs.progress import RunProgress
 from peagle.runs.report import make_report
 from peagle.signals import signals_as_interrupts, stop_on_signal
-from pipelines.batch.decide import decide, planned_again
+from pipelines.batch.decide import decide, replan
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.request import BY_SIGNAL, RunRequest
 from pipelines.batch.resolve import ResolvedRun
@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         report: as in `report.json`.
-        export: the export; None if the requested format is the format of the units.
+        export: None if the units already have the requested format.
     """
 
     report: dict[str, Any]
@@ -103,13 +103,13 @@ def open_run(request: RunRequest, run: ResolvedRun, progress: RunProgress) -> It
         announce=progress.say,
     ) as lease:
         run.directory.hold(lease)
-        plan = begin_or_continue(request, run)
+        plan = create_or_continue(request, run)
         if request.config.retry_failed:
             plan = _retry(run.directory, plan, progress)
         yield replace(run, plan=plan)
 
 
-def begin_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
+def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
@@ -119,8 +119,10 @@ def begin_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     if not directory.exists and directory.create(manifest(request, run), run.plan):
         return run.plan
     # If another driver created the run, its plan may be split differently, and only the stored plan is valid.
-    before, current = directory.manifest(), planned_again(request, directory)
-    provenance.require_same(before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory))
+    before, current = directory.manifest(), replan(request, directory)
+    provenance.require_same_fingerprint(
+        before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory)
+    )
     # A batch keeps its price, although the endpoint's may have changed.
     if run.slot_group is None:
         require_same_price(
@@ -156,7 +158,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             "precision": run.precision.describe(),
             "concurrency": run.spec.max_num_seqs,
-            "break_even_acceptance_length": watch.needed if watch else None,
+            "break_even_acceptance_length": watch.break_even_length if watch else None,
             "baseline": asdict(baseline) if baseline else None,
             "num_engines": run.config.engine_range.fixed,
             "sampling": run.config.sampling(),
@@ -187,13 +189,13 @@ def execute(
 
     Raises:
         CapacityError: the engines do not fit on the cluster.
-        PeagleError: as `stream`.
+        PeagleError: for the reasons of `stream`.
     """
     directory = run.directory
     log = directory.logs / "driver.log"
     with contextlib.ExitStack() as stack:
-        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _draw(run))))
-        supervisor.require_room()
+        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _tag_draw(run))))
+        supervisor.require_within_limits()
         stack.enter_context(copy_log(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
@@ -204,7 +206,7 @@ def execute(
                 run.placement,
                 run.config.engine_range.smallest,
                 wait_s=run.config.cluster_wait_s,
-                check=supervisor.require_room,
+                check=supervisor.require_within_limits,
                 announce=progress.say,
             )
             ray.release_nodes()  # the engines request them from now on
@@ -212,7 +214,7 @@ def execute(
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
-def _draw(run: ResolvedRun) -> TagDraw | None:
+def _tag_draw(run: ResolvedRun) -> TagDraw | None:
     """Return the run's draw on an endpoint's tag budgets, or None."""
     config = run.config
     if config.draw_on is None:

@@ -1,6 +1,6 @@
-"""One engine process from admission to shutdown: its slot, its log and its heartbeats in the ledger.
+"""One engine process from its start to shutdown: its slot, its log and its heartbeats in the ledger.
 
-An actor that waits for admission takes no work and writes no session, so it is not charged.
+An actor that waits to be needed (`StartPolicy`) takes no work and writes no session, so it is not charged.
 """
 
 import contextlib
@@ -65,13 +65,13 @@ class Session:
 
     def end(self) -> None:
         """Write the last heartbeat of a normal shutdown."""
-        self.keep_log()
+        self.copy_log()
         with self._lock:
             self._ended.set()
             self._write(ended=True)
 
-    def keep_log(self) -> None:
-        """Copy the log to the run directory, if it is elsewhere."""
+    def copy_log(self) -> None:
+        """Copy the log to the run directory, unless it is there."""
         self._log_copy.update()
 
     def _keep_beating(self) -> None:
@@ -80,7 +80,7 @@ class Session:
             with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat includes what cannot be written now
                 self.beat()
             if time.monotonic() - copied_at >= COPY_S:
-                self.keep_log()
+                self.copy_log()
                 copied_at = time.monotonic()
 
     def _write(self, *, ended: bool) -> None:
@@ -101,8 +101,8 @@ _HEARTBEATS_PER_CHECK = 3.0  # an engine counts as dead after two missed heartbe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admission:
-    """Decides when an actor may load its engine.
+class StartPolicy:
+    """Decides when an actor loads its engine.
 
     Attributes:
         num_engines: minimum number of engines; below it, an actor loads its engine even for little work.
@@ -115,15 +115,15 @@ class Admission:
     sessions_before: frozenset[str]
     heartbeat_s: float
 
-    def wait(self, run: RunDirectory) -> None:
-        """Wait until an engine should be loaded."""
+    def wait_until_needed(self, run: RunDirectory) -> None:
+        """Wait until another engine should be loaded."""
         heartbeats = Heartbeats(self.sessions_before, heartbeat_s=self.heartbeat_s)
         while True:
             sessions = run.sessions()
             heartbeats.observe(sessions)
             num_alive = len(heartbeats.alive(sessions))
-            is_wanted = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
-            if is_wanted and run.stop.grace_s() is None:
+            is_needed = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
+            if is_needed and run.stop.grace_s() is None:
                 return
             time.sleep(_HEARTBEATS_PER_CHECK * self.heartbeat_s)
 
@@ -133,6 +133,6 @@ class Admission:
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:
-    """Return the estimated work of each unit, by unit number. Older plans have no estimate, so their rows count."""
+    """Return the estimated work of each unit, by unit number. Older plans have none, so their rows are counted."""
     work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
     return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -24,7 +24,7 @@ from peagle.runs.progress import RunProgress
 from peagle.runs.rows import encode_rows, require_storable, unfinished_unit
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.batch.session import Admission, work_by_unit
+from pipelines.batch.session import StartPolicy, work_by_unit
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineWorker
 from pipelines.cluster import ray as cluster
@@ -46,7 +46,7 @@ def stream(
         metrics: updated with committed units and with the supervisor's observations.
 
     Raises:
-        StoppedEarly, TooManyFailedRows, EngineError: decided by the supervisor.
+        StoppedEarly, TooManyFailedRows, EngineError: the supervisor ended the run.
         RunInUse: another driver has taken over.
         InputError: a planned unit could not be committed.
     """
@@ -71,7 +71,7 @@ def _watch(
     for usage in _until_stopped(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
-            metrics.committed(usage)
+            metrics.record_committed(usage)
         if time.monotonic() - observed_at < _POLL_S:
             continue
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
@@ -84,7 +84,9 @@ def _watch(
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
         if drafter_watch is not None:
-            for note in drafter_watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
+            for note in drafter_watch.new_warnings(
+                num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length
+            ):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
@@ -103,7 +105,7 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 
 
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts until the end, or until an error while a signal stops the run, which may have ended Ray, too."""
+    """Yield receipts. While a signal stops the run, an error ends them, because the signal may have ended Ray."""
     try:
         yield from receipts
     except PeagleError:
@@ -159,7 +161,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
                 max_tasks_in_flight_per_actor=calls + 1,
             ),
             **run.placement.options,
-            fn_constructor_args=(stage_run, _admission(run)),
+            fn_constructor_args=(stage_run, _start_policy(run)),
         )
     )
 
@@ -171,8 +173,8 @@ def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
         batch: one row, with the units as lines of JSON.
 
     Yields:
-        One row per unit, as soon as it is ready. If the run is being stopped, the next unit is yielded unprepared, and
-        is the last.
+        One row per unit, as soon as it is ready. If the run is being stopped, the next unit is yielded unprepared, as
+        the last one.
     """
     builder = run.request_builder()
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
@@ -182,12 +184,12 @@ def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
         yield encode_rows(prepare_unit(unit, run.plan.schema, builder))
 
 
-def _admission(run: ResolvedRun) -> Admission | None:
-    """Return the admission for a varying number of engines; with a fixed number, each loads immediately."""
+def _start_policy(run: ResolvedRun) -> StartPolicy | None:
+    """Return the start policy for a varying number of engines. With a fixed number, each loads immediately."""
     engines = run.config.engine_range
     if engines.fixed is not None:
         return None
-    return Admission(
+    return StartPolicy(
         num_engines=engines.smallest,
         work=work_by_unit(run.plan),
         sessions_before=frozenset(session.session_id for session in run.directory.sessions()),

@@ -83,7 +83,7 @@ class Supervisor:
 
     Args:
         request: the request of this attempt.
-        draw: the draw on the budgets of tags, or None.
+        draw: the run's draw on tag budgets, or None.
 
     Attributes:
         tally: totals of the whole run directory.
@@ -103,7 +103,7 @@ class Supervisor:
         self._crashes = CrashCounter(engines.largest)
         self._price = price
         self._limits = request.limits
-        # All engines that may start at the same time: a loading engine cannot be stopped before it has loaded.
+        # For all engines that may start at the same time, because a loading engine cannot be stopped.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
         self._is_stop_requested = False
@@ -117,8 +117,8 @@ class Supervisor:
             self.tally.add(usage, before=True)
             yield usage
 
-    def require_room(self) -> None:
-        """Refuse to start engines or wait for nodes after a limit or a stop.
+    def require_within_limits(self) -> None:
+        """Refuse to start engines or wait for nodes if a limit is reached or the run was stopped.
 
         Raises:
             StoppedEarly: no money or time is left, or a signal arrived.
@@ -162,7 +162,7 @@ class Supervisor:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the grace period of workers is over."""
+        """Whether workers have had enough time to stop, so that the driver does not wait any longer."""
         return time.monotonic() > self._give_up_at
 
     def error(self) -> PeagleError:
@@ -232,16 +232,16 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """Return a budget, rounded up, that finishes the run if remaining rows cost up to a fifth more than others."""
+        """Return a budget, rounded up, that suffices if remaining rows cost at most a fifth more than finished ones."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
-        rest = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
-        wanted = max(budget, self._spending.usd + 1.2 * rest) + 2 * self._limits.reserve_usd
-        step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
-        return math.ceil(wanted / step) * step
+        remaining_usd = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
+        suggested_usd = max(budget, self._spending.usd + 1.2 * remaining_usd) + 2 * self._limits.reserve_usd
+        step = 10.0 ** (math.floor(math.log10(suggested_usd)) - 1)
+        return math.ceil(suggested_usd / step) * step
 
     def _deadline_flags(self) -> dict[str, str | None]:
-        """Return the flag to resume with: no deadline if it was a fixed time, which has passed; a duration stays."""
+        """Return the flag to resume with: `none` replaces a fixed time, which has passed; a duration stays as it is."""
         text = self._run.config.deadline or "none"
         parsed_now = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if parsed_now == self._limits.deadline_at else {}
@@ -262,10 +262,10 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
     done = Situation(now=0.0, spent_usd=0.0, num_done_rows=num_done + num_failed, num_failed_rows=num_failed)
     if limit := reached(Limits(max_failed_rows=allowed), done):
-        again = resume_command(request.command, {"--retry-failed": None})
+        command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
-            hint=f"{_RETRY}: {again}; the report and the export were written",
+            hint=f"{_RETRY}: {command}; the report and the export were written",
         )
 
 

@@ -20,7 +20,7 @@ ENGINE_TIMEOUT_S = 1800.0
 large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
-_MAX_GAP_S = 5.0  # how much a gap between two observations may count as silence
+_MAX_GAP_S = 5.0  # seconds of silence that a gap between two observations counts as, at most
 _MIN_BLOCKED_S = 10.0  # a loop on a busy machine may respond late
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
@@ -68,10 +68,10 @@ class Watchdog:
         """Whether the run is being stopped, so that no more units are started."""
         return self._grace.is_stopping()
 
-    async def finished(self, work: "asyncio.Task[Any]") -> bool:
+    async def wait_for_unit(self, work: "asyncio.Task[Any]") -> bool:
         """Wait for the rows of a unit. If the grace period of a stop ends first, cancel them and return False.
 
-        A silent engine ends this process.
+        If the engine is silent for too long, this process ends.
         """
         while not (await asyncio.wait([work], timeout=POLL_S))[0]:
             if self._grace.is_over():
@@ -81,7 +81,7 @@ class Watchdog:
                 self._die(f"the engine has shown no sign of life for {self._limit_s:g} s (--engine-timeout-s)")
         return True
 
-    async def checked(self, check: Coroutine[Any, Any, SelfCheck]) -> SelfCheck:
+    async def wait_for_self_check(self, check: Coroutine[Any, Any, SelfCheck]) -> SelfCheck:
         """Wait for an engine's self-check.
 
         Raises:
@@ -137,7 +137,7 @@ class LoopWatch:
     engine's loading time does not count.
 
     Args:
-        limit_s: how long the loop may be blocked; less than ten seconds count as ten.
+        limit_s: how long the loop may be blocked; at least ten seconds.
         die: records a reason and ends the process. It may hang, since it may wait for a lock that the loop holds.
         leave: ends the process immediately, even if `die` hangs.
     """

@@ -26,10 +26,10 @@ from peagle.runs.rows import PreparedUnit, decode_rows, is_unfinished
 from peagle.runs.stopping import GraceClock
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
-from pipelines.batch.engine_start import say_end, start_engine
+from pipelines.batch.engine_start import log_exit, start_engine
 from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_in_engine
 from pipelines.batch.resolve import ResolvedRun
-from pipelines.batch.session import Admission, Session
+from pipelines.batch.session import Session, StartPolicy
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
 _POISONED = RowError(reason="engine_died", message="two engines crashed while they ran only this row")
@@ -42,19 +42,19 @@ class EngineWorker:
     that a finished request is replaced in the next step, unless rows have a time limit.
     """
 
-    def __init__(self, run: ResolvedRun, admission: Admission | None = None) -> None:
+    def __init__(self, run: ResolvedRun, start_policy: StartPolicy | None = None) -> None:
         self._config, self._base_sampling = run.config, dict(run.sampling.base)
         self._spec, self._model, self._drafter = run.spec, run.model.name, run.drafter.name
         self._directory = directory = run.directory
         self._keeps_inputs = directory.keeps_inputs
-        if admission is not None and not _is_replacement():
-            admission.wait(directory)
+        if start_policy is not None and not _is_replacement():
+            start_policy.wait_until_needed(directory)
         grace = GraceClock(directory.stop.reader())
         self._session = Session(run)
         try:
             started = start_engine(run, self._session)
         finally:
-            self._session.keep_log()
+            self._session.copy_log()
         self._engine, self._checkable, self._followers = started.engine, started.checkable, started.followers
         self._session.meter.ready(started.compile_s)
         self._session.beat()
@@ -75,7 +75,7 @@ class EngineWorker:
         self._check: asyncio.Task[None] | None = None
         atexit.register(self._close)
         if self._followers is not None:
-            self._followers.started(self._die)
+            self._followers.set_started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; if the run is being stopped, return immediately."""
@@ -96,7 +96,7 @@ class EngineWorker:
             prepared.refuse(index, _POISONED)
         await asyncio.to_thread(notes.write, Note())
         work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
-        if not await self._watchdog.finished(work):
+        if not await self._watchdog.wait_for_unit(work):
             self._rows.end(unit)
             notes.discard()
             yield _receipt(None)
@@ -119,7 +119,7 @@ class EngineWorker:
         """
         if self._checkable is None:
             return
-        result = await self._watchdog.checked(self_check(self._checkable, self._spec, hardware.detect()))
+        result = await self._watchdog.wait_for_self_check(self_check(self._checkable, self._spec, hardware.detect()))
         self._session.self_check = result.to_json()
         self._session.start_warnings += [result.describe()] * (result.outcome == "skipped")
         await asyncio.to_thread(self._session.beat)
@@ -222,9 +222,9 @@ class EngineWorker:
         self._session.end()
         self._engine.shutdown()
 
-    def _die(self, why: str) -> NoReturn:
+    def _die(self, reason: str) -> NoReturn:
         """Record the rows in the engine and end this process, which Ray replaces."""
-        say_end(why)
+        log_exit(reason)
         self._rows.mark_suspected(alone=self._lock.is_exclusive)
         self._session.end()
         self._leave()

@@ -222,7 +222,7 @@ class UsageMetrics:
         _add(self._accepted, stats.num_accepted_tokens)
         _add(self._lookup, stats.num_lookup_tokens)
         _add(self._dropped, stats.num_dropped_tokens)
-        pairs = zip(stats.accepted_per_position, stats.verified_by_position, strict=True)
+        pairs = zip(stats.accepted_per_position, stats.verified_counts, strict=True)
         for position, (num_accepted, num_verified) in enumerate(pairs):
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))

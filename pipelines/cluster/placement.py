@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def resources_per_node(self) -> dict[str, float]:
-        """The resources that an engine reserves on each of its nodes, as a bundle of a placement group."""
+        """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
@@ -98,7 +98,7 @@ def place(
     accelerators_per_engine: int,
     num_nodes: int,
     nodes_per_engine: int = 1,
-    most_engines: int = 0,
+    max_engines: int = 0,
     accelerator_type: str | None = None,
     ask_for_fewer: str = "use at most --engines {}",
 ) -> Placement:
@@ -108,7 +108,7 @@ def place(
 
     Args:
         num_nodes: number of nodes with engines (`num_engine_nodes`).
-        most_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
+        max_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
         accelerator_type: the type that engines need; None for any.
         ask_for_fewer: the hint if there are too many engines; {} is replaced by the number that fits.
 
@@ -126,7 +126,7 @@ def place(
     per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
     ranks_on_node = accelerators_per_engine // nodes_per_engine
     fit = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
-    per_node = max(per_node, min(math.ceil(most_engines * nodes_per_engine / num_nodes), fit))
+    per_node = max(per_node, min(math.ceil(max_engines * nodes_per_engine / num_nodes), fit))
     if hardware.platform == "cuda":
         return on_accelerators(
             accelerators_per_engine,

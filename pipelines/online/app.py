@@ -162,7 +162,7 @@ def _placement(
     return place(
         hardware,
         num_engines=num_replicas + fewest,
-        most_engines=num_replicas + most,
+        max_engines=num_replicas + most,
         accelerators_per_engine=size_of(options),
         num_nodes=num_nodes,
         ask_for_fewer=_CAPACITY_HINT,

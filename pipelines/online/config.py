@@ -19,7 +19,7 @@ from peagle.planning.config import parse_duration_s
 from peagle.private import user_path
 from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
-from pipelines.batch.config import NUMBER_OR_RANGE, FakeEngineOptions, FolderKey
+from pipelines.batch.config import NUMBER_OR_RANGE, FakeEngineOptions, FolderOption
 
 ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
@@ -159,7 +159,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
         ge=1,
         description="largest answer in MiB of JSON, estimated from its choices, tokens and log-probabilities",
     )
-    batches: FolderKey | None = Field(
+    batches: FolderOption | None = Field(
         None, description="folder of /v1/files and /v1/batches, local or s3://BUCKET/FOLDER; default: no batches"
     )
     batches_at_once: int = Field(1, ge=1, description="batches that have engines at the same time; others wait")

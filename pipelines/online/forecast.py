@@ -105,7 +105,7 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
     )
 
 
-def resolved_defaults(config: ServeConfig) -> ResolvedDefaults:
+def resolve_unset_options(config: ServeConfig) -> ResolvedDefaults:
     """Return the values of options that the configuration does not set.
 
     With several models, names are prefixed by the model: "plain.drafter".

@@ -18,8 +18,8 @@ import numpy as np
 
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
-from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
-from peagle.speculation import note
+from peagle.profiles.watch import DrafterWatch, break_even_at, reliable_length
+from peagle.speculation import drafter_warning
 from pipelines.online.cost import CostView, request_totals
 from pipelines.online.totals import Sums, Totals
 
@@ -91,7 +91,7 @@ class LiveView:
         notes = []
         for model, figures in by_model.items():
             length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
-            if text := note(length, break_even=self._break_even_length(model, figures)):
+            if text := drafter_warning(length, break_even=self._break_even_length(model, figures)):
                 notes.append(f"{model}: {text}")
         return {
             "ends_at_s": last * STEP_S,
@@ -111,7 +111,7 @@ class LiveView:
         return {model: length for model, length in lengths.items() if length is not None}
 
     def _break_even_length(self, model: str, figures: Mapping[str, Any]) -> float | None:
-        return needed_at(self._break_even.get(model, {}), figures["requests_at_once"])
+        return break_even_at(self._break_even.get(model, {}), figures["requests_at_once"])
 
     def on_attach(self, totals: Totals) -> None:
         for request in totals.recent(self._now() - MAX_WINDOW_S):
@@ -200,7 +200,7 @@ def watch_drafters(
             continue
         for name in watches.keys() & by_model.keys():
             figures = by_model[name]
-            for warning in watches[name].new(
+            for warning in watches[name].new_warnings(
                 num_drafts=figures["num_drafts"],
                 acceptance_length=figures["acceptance_length"],
                 concurrency=figures["requests_at_once"],

@@ -20,14 +20,14 @@ from peagle.catalog.cards import load_catalog
 from peagle.catalog.local import localize
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample
-from peagle.drafter.decontamination import NAMED
+from peagle.drafter.decontamination import NAMED_SETS
 from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors, write_shard
 from peagle.drafter.head import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
-from peagle.drafter.training import ProcessGroup, saved_at
+from peagle.drafter.training import ProcessGroup, checkpoint_mtime_ns
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
 from peagle.storage import storage_path
@@ -53,7 +53,7 @@ def extract_on_actors(
     cluster.require_workers(num_actors, on_gpu=_on_gpu(job))
     try:
         for row in _dataset(job, missing, reference, num_actors).iter_rows():
-            writer.take(row["shard"], row["checksum"])
+            writer.add_written(row["shard"], row["checksum"])
             progress(writer.num_written, writer.num_shards)
     except (PeagleError, BrokenPipeError):  # BrokenPipeError: nobody reads this process's output any more
         raise
@@ -121,14 +121,14 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             spending = stack.enter_context(
                 training_spending(config, inspect(), listener.say, on_gpu=on_gpu, num_devices=config.workers)
             )
-            prepared = prepare(config, listener, extract=spending.counting(on_actors))
+            prepared = prepare(config, listener, extract=spending.recording(on_actors))
             spending.start()
             with _Follower(prepared.folder.resolve(), listener, spending):
                 diverged = _run(prepared)
         if diverged is not None:
-            spending.drop()
+            spending.record_lost()
         result = finish_from_checkpoint(prepared, diverged)
-        spending.keep()
+        spending.record_saved()
         return result
 
 
@@ -139,7 +139,10 @@ def _run(prepared: Prepared) -> DivergedError | None:
     config = prepared.config
     trainer = TorchTrainer(
         _work,
-        train_loop_config={"settings": _for_workers(config).model_dump(mode="json"), "identity": prepared.identity},
+        train_loop_config={
+            "settings": _for_workers(config).model_dump(mode="json"),
+            "fingerprint": prepared.fingerprint,
+        },
         scaling_config=ScalingConfig(
             num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker={"CPU": 1}
         ),
@@ -196,7 +199,7 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
             ],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),
-            "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],
+            "exclude": [name if name in NAMED_SETS else str(Path(name).resolve()) for name in config.exclude],
             "init": config.init if config.init in INITS else str(Path(config.init).resolve()),
             "workers": 1,
         }
@@ -213,8 +216,8 @@ def _target_for_workers(config: TrainConfig) -> str:
 def _work(loop_config: dict[str, Any]) -> DivergedError | None:
     """Train as one worker, with the inputs that the driver prepared.
 
-    The identity of the training is the driver's, with paths as typed, so that a training with one worker can be resumed
-    with several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it was raised.
+    The fingerprint is the driver's, with paths as typed, so that a training run with one worker can be resumed with
+    several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it was raised.
     """
     keep_private()
     # The feature store is complete. If this node cannot access it, opening it fails.
@@ -223,7 +226,7 @@ def _work(loop_config: dict[str, Any]) -> DivergedError | None:
     workers = ProcessGroup(prepared.device)
     head = prepared.new_head()
     try:
-        train_prepared(prepared, head, workers=workers, identity=loop_config["identity"], progress=lambda _: None)
+        train_prepared(prepared, head, workers=workers, fingerprint=loop_config["fingerprint"], progress=lambda _: None)
     except DivergedError as error:
         return error
     return None
@@ -247,7 +250,7 @@ class _Follower:
 
     def __enter__(self) -> None:
         self._metrics = Metrics(self.folder)
-        self._seen, self._saved_at = self._metrics.num_bytes, saved_at(self.folder)
+        self._seen, self._checkpoint_mtime_ns = self._metrics.num_bytes, checkpoint_mtime_ns(self.folder)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -262,11 +265,11 @@ class _Follower:
 
     def _report(self) -> None:
         """Report new steps. After a restart, the steps since the checkpoint are reported again."""
-        before, self._saved_at = self._saved_at, saved_at(self.folder)
+        before, self._checkpoint_mtime_ns = self._checkpoint_mtime_ns, checkpoint_mtime_ns(self.folder)
         if self._metrics.num_bytes < self._seen:
-            self.spending.drop()  # workers crashed, and new ones resume from the checkpoint
-        elif self._saved_at != before:
-            self.spending.keep()
+            self.spending.record_lost()  # workers crashed, and new ones resume from the checkpoint
+        elif self._checkpoint_mtime_ns != before:
+            self.spending.record_saved()
         self.spending.beat()
         steps, self._seen = self._metrics.read(self._seen)
         for step in steps:

@@ -14,11 +14,11 @@ from peagle.catalog.targets import context_tokens
 from peagle.corpus.rows import Row
 from peagle.drafter.config import DECODING_MODES, TrainConfig
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
-from peagle.drafter.prompts import part_by_hash
+from peagle.drafter.prompts import split_by_hash
 from peagle.drafter.target import Target, load_target
 from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.errors import InputError
-from peagle.files import write_atomic, writing
+from peagle.files import converted_write_errors, write_atomic
 from peagle.plain_json import to_json
 from peagle.runs.directory import RunDirectory
 from peagle.runs.progress import RunProgress
@@ -37,14 +37,14 @@ def regenerate(
     rows = read_prompts(config, progress.say)
     dead_letters = []
     for mode, prompts in zip(
-        DECODING_MODES, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True
+        DECODING_MODES, split_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True
     ):
         if prompts:
             progress.say(f"responses: {len(prompts):,} {mode}")
-            corpus = _write(prompts, config.answers(mode))
+            corpus = _write(prompts, config.responses_folder(mode))
             run_config = _run_config(config, mode, corpus, target, MESSAGES in prompts[0], engine)
             generate(RunRequest(config=run_config, command=command), progress)
-            dead_letters += list(RunDirectory(config.answers(mode)).dead_letters())
+            dead_letters += list(RunDirectory(config.responses_folder(mode)).dead_letters())
     if dead_letters:
         first_error = dead_letters[0]["message"]
         progress.say(f"{len(dead_letters)} of {len(rows):,} prompts have no response; the first error: {first_error}")
@@ -63,7 +63,7 @@ def _run_config(
         "model": config.model,
         "drafter": "none",
         "input": str(corpus),
-        "output": config.answers(mode),
+        "output": config.responses_folder(mode),
         "max_tokens": config.max_response_tokens,
         "max_model_len": min(config.max_document_tokens, context_tokens(target.model)),
         "engine": engine,
@@ -77,7 +77,7 @@ def _run_config(
 
 def _write(rows: Sequence[Row], run: Path) -> Path:
     corpus = run.with_suffix(".jsonl")
-    with writing(corpus, hint="free some space, or use another --output"):
+    with converted_write_errors(corpus, hint="free some space, or use another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(corpus, "".join(to_json(row) + "\n" for row in rows).encode())
     return corpus

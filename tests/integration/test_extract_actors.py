@@ -10,7 +10,7 @@ from peagle.drafter.features import (
     FeatureJob,
     FeatureSpec,
     FeatureStore,
-    extract,
+    extract_here,
     samples_fingerprint,
     target_fingerprint,
 )
@@ -43,7 +43,7 @@ def contents(folder):
 
 @pytest.mark.soak
 def test_two_actors_write_the_same_shards_as_one_process(job, target, tmp_path):
-    extract(job(tmp_path / "one-process"), lambda done, total: None)
+    extract_here(job(tmp_path / "one-process"), lambda done, total: None)
     seen = []
     together = job(tmp_path / "together")
     extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2, device="cpu")

@@ -37,7 +37,7 @@ def answer(config, console=None):
 
 
 def rows_of(config, mode):
-    return ds.dataset(config.answers(mode) / "data", format="parquet").to_table().to_pylist()
+    return ds.dataset(config.responses_folder(mode) / "data", format="parquet").to_table().to_pylist()
 
 
 def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
@@ -49,7 +49,7 @@ def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
     ids = [row["id"] for rows in rows_by_mode.values() for row in rows]
     assert sorted(ids) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
     assert all(len(rows) >= 3 for rows in rows_by_mode.values())
-    runs = {mode: RunDirectory(config.answers(mode)).manifest()["config"] for mode in rows_by_mode}
+    runs = {mode: RunDirectory(config.responses_folder(mode)).manifest()["config"] for mode in rows_by_mode}
     assert {mode: (run["temperature"], run["top_p"], run["seed"], run["drafter"]) for mode, run in runs.items()} == {
         "greedy": (0.0, 1.0, None, "none"),
         "sampled": (0.8, 0.95, None, "none"),
@@ -65,7 +65,7 @@ def test_killed_response_run_continues_and_finished_one_is_kept(config):
     config = config()
     answer(config)
     expected = [row["response"] for row in rows_of(config, "sampled")]
-    greedy, sampled = (RunDirectory(config.answers(way)) for way in ("greedy", "sampled"))
+    greedy, sampled = (RunDirectory(config.responses_folder(way)) for way in ("greedy", "sampled"))
     last_unit = max(sampled.committed())
     sampled.unit_path(last_unit).unlink()  # as if the run was killed before this commit
     answer(config)
@@ -81,7 +81,7 @@ def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
     with output_file.open("w") as stream:
         answer(config, Console(file=stream, width=200))
     assert "2 of 3 prompts have no response; the first error: the prompt has 3018 tokens" in output_file.read_text()
-    assert config.response_sources == [str(config.answers("greedy"))]
+    assert config.response_sources == [str(config.responses_folder("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 
 

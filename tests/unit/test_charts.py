@@ -6,7 +6,9 @@ import pytest
 from peagle.charts import HEIGHT, Axes, drawing, grid_step, line_chart, standalone, text
 
 SVG = "{http://www.w3.org/2000/svg}"
-AXES = Axes(name="speed", x_name="requests", y_name="tokens/s", x_prefix="concurrency ", decimals=0, is_even=True)
+AXES = Axes(
+    name="speed", x_name="requests", y_name="tokens/s", x_prefix="concurrency ", decimals=0, is_evenly_spaced=True
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import yaml
 from jobs import cli
 from jobs.configurations import read_configuration
 from peagle.economics.price_options import machine_for, resolve_price
-from pipelines.batch.request import ending_s
+from pipelines.batch.request import max_shutdown_s
 from pipelines.cluster.placement import num_parts_on, on_accelerators
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_jobs_have_path_and_grace_period(cluster, job):
         exported = commands[-1].partition("set -a; ")[2].partition("; set +a")[0].split("; ")
         assert "PATH=/home/ubuntu/peagle/.venv/bin:$PATH" in exported
         (stop_s,) = (word.partition("=")[2] for word in exported if word.startswith("RAY_JOB_STOP_WAIT_TIME_S"))
-        assert float(stop_s) > ending_s(job.grace_s)
+        assert float(stop_s) > max_shutdown_s(job.grace_s)
 
 
 def test_instance_credentials_are_not_reachable_from_containers(node_configs):

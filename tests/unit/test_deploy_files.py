@@ -8,7 +8,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.request import ending_s
+from pipelines.batch.request import max_shutdown_s
 from pipelines.cluster.ray import NODE_ENVIRONMENT
 from pipelines.online.config import ServeConfig
 from pipelines.online.serve import proxy
@@ -30,7 +30,7 @@ def test_ray_env_matches_peagle_serve():
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
     stop_s = float(variables.pop("RAY_JOB_STOP_WAIT_TIME_S"))
-    assert stop_s > ending_s(GenerateConfig.model_fields["grace_s"].default)
+    assert stop_s > max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
     assert variables == {"RAY_AUTH_MODE": "token", **NODE_ENVIRONMENT, **proxy.ENVIRONMENT}
 
 

@@ -83,7 +83,7 @@ def test_break_even():
         engine(EngineOptions(precision="bf16", verify="auto")).break_even(CPU) == {}
     )  # it only verifies drafts that pay
     assert engine().break_even(CPU) == card.steps[0].break_even("eagle3", 3)
-    assert engine().drafter_watch(CPU, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
+    assert engine().drafter_watch(CPU, 8).break_even_length == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
     assert engine(EngineOptions(precision="float32")).break_even(CPU) == {}
     assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(CPU) == {}
@@ -114,7 +114,7 @@ def test_draft_lookup():
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
     assert not compose_engine(EngineOptions(draft_lookup="on"), CPU, MODEL, NO_HEAD).spec.drafter
-    with pytest.raises(ValueError, match="draft_lookup needs a head"):
+    with pytest.raises(ValueError, match="draft_lookup requires a head"):
         EngineOptions(draft_lookup="on", drafter="none")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peagle.errors import DrafterError
-from peagle.fp8 import FP8, dequantize, quantization_config, quantize, weight_error, why_kept
+from peagle.fp8 import FP8, dequantize, quantization_config, quantize, reason_to_keep, weight_error
 
 MAX_ROUNDING_ERROR = 2**-4  # relative: half of the distance between E4M3 values, 2^-3 with 3 mantissa bits
 
@@ -69,7 +69,7 @@ def test_non_finite_weights_are_refused(bad: float) -> None:
     ],
 )
 def test_why_kept(name: str, shape: tuple[int, ...], reason: str | None) -> None:
-    why = why_kept(name, torch.zeros(shape), keep=())
+    why = reason_to_keep(name, torch.zeros(shape), keep=())
     assert why is None if reason is None else reason in str(why)
 
 
@@ -83,7 +83,7 @@ HEAD = {
 
 
 def kept_layers(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
-    return {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep))}
+    return {name: why for name, tensor in tensors.items() if (why := reason_to_keep(name, tensor, keep))}
 
 
 def schemes(config: dict[str, Any]) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import pytest
 from peagle.speculation import (
     SpeculationStats,
     break_even_acceptance_length,
-    note,
+    drafter_warning,
 )
 
 
@@ -28,7 +28,7 @@ def test_statistics_without_drafts():
     assert none.acceptance_length is None
     assert none.draft_acceptance_rate is None
     assert none.acceptance_rates == ()
-    assert note(none.acceptance_length, break_even=1.5) is None
+    assert drafter_warning(none.acceptance_length, break_even=1.5) is None
 
 
 def test_from_histogram():

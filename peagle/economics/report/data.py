@@ -116,7 +116,9 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
     if account.num_failed_rows:
         notes.append(f"{account.num_failed_rows:,} rows failed; see failed/.")
     notes += [
-        speculation.note(account.speculation.acceptance_length, break_even=info.break_even_acceptance_length),
+        speculation.drafter_warning(
+            account.speculation.acceptance_length, break_even=info.break_even_acceptance_length
+        ),
         speculation.sources_note(account.speculation),
     ]
     if shares["lost"] > LARGE_WASTE:

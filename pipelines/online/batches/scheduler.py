@@ -22,7 +22,7 @@ from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs.directory import RunDirectory
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.request import ending_s
+from pipelines.batch.request import max_shutdown_s
 from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.records import Batch, BatchProgress, Status
 from pipelines.online.batches.settings import BatchModel, BatchSettings
@@ -204,7 +204,7 @@ def estimate(
     ]
     if not tokens_usd or not started:
         return None
-    ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
+    ending = max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
     must_load = not batch_model.lent_slots
     each_usd = max(
         (must_load * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s

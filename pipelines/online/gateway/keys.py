@@ -27,9 +27,9 @@ from peagle.economics.shared_budgets import (
 )
 from peagle.economics.tags import TagOptions
 from peagle.errors import ConfigError
-from peagle.files import changing, make_folder, write_atomic
+from peagle.files import locked_for_update, make_folder, write_atomic
 from peagle.private import SECRET_MODE
-from peagle.records import read_list, record_of
+from peagle.records import read_list, validate_record
 
 T = TypeVar("T")
 _RELOAD_S = 1.0
@@ -186,7 +186,7 @@ def edit_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
         try:
             if create:
                 make_folder(path.parent)
-            stack.enter_context(changing(path))
+            stack.enter_context(locked_for_update(path))
         except OSError as error:
             raise ConfigError(f"keys {path}: cannot be written: {error}") from error
         records = list(read_keys(path))
@@ -233,7 +233,7 @@ class KeyRing:
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:
-    record = record_of(KeyRecord, values, where=where)
+    record = validate_record(KeyRecord, values, where=where)
     if record.name == LOCAL_NAME:  # the key would own the files and usage of requests without a key
         raise ConfigError(
             f"{where}: name: {LOCAL_NAME!r} is reserved for requests without a key", hint="choose another name"

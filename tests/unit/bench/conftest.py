@@ -50,7 +50,7 @@ def record(
     speculation=None,
     **changes,
 ):
-    """A request of 21 tokens in two seconds with 10 drafts; 6, 3 and 1 are accepted by position."""
+    """Return the record of a pass with one request: 21 tokens in 2 s; 6, 3 and 1 of 10 drafts accepted by position."""
     values: dict[str, Any] = {
         "start_s": 20.0, "num_refused": 0, "peak_memory_gib": 1.5, "measured_at": "2026-11-21T10:00:00Z",
     }  # fmt: skip

@@ -65,8 +65,8 @@ def head(tmp_path):
 
 @pytest.fixture
 def run(target, tmp_path, write_jsonl):
-    def run(start, **keys):
-        values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
+    def run(start, **options):
+        values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | options
         config = EvaluateConfig(model=str(target), **values)
         report, folder = evaluate(config, MeasurementListener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
@@ -144,7 +144,7 @@ def test_cell_metrics_match_hand_calculation():
 
 
 class FailingStarter(Starter):
-    """Its second engine fails."""
+    """Starts engines, of which the second fails."""
 
     def __init__(self, error):
         super().__init__()
@@ -184,7 +184,7 @@ def test_an_interrupt_leaves_a_report(run, head, tmp_path):
 
 def test_acceptance_without_drafts_per_request(run, head):
     class WithoutRequestDrafts(FakeEngine):
-        """Like vLLM 0.24: drafts are counted, but not per request."""
+        """Like vLLM 0.24: counts drafts, but not per request."""
 
         async def generate(self, *args):
             from dataclasses import replace
@@ -203,17 +203,17 @@ def test_acceptance_without_drafts_per_request(run, head):
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "message"),
+    ("options", "error", "message"),
     [
         ({"drafter": "no/such/head"}, DrafterError, "no such drafter"),
         ({"drafter": "auto"}, DrafterError, "resolves to no drafter"),
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
-def test_invalid_options_are_refused_before_an_engine_starts(keys, error, message, run, tmp_path, head):
+def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, run, tmp_path, head):
     start = Starter()
     with pytest.raises(error, match=message):
-        run(start, **{"drafter": str(head()), **keys})
+        run(start, **{"drafter": str(head()), **options})
     assert start.specs == []
     assert not (tmp_path / "out").exists()
 
@@ -238,7 +238,7 @@ def cell(k, stats, drafter="mine", **changes):
 
 
 def at_k(k, drafter="mine"):
-    """A cell in which half of the drafts are accepted at each position."""
+    """Return a cell in which each position accepts half of the drafts that the previous one accepted."""
     accepted = tuple(16 >> (i + 1) for i in range(k))
     stats = drafts(16, *accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)

@@ -7,10 +7,10 @@ from peagle.bench.config import (
     BenchConfig,
     EvaluateConfig,
     as_benchmark,
-    parse_synthetic,
+    parse_synthetic_acceptance,
     rates_for,
-    rates_of_length,
-    rates_of_lengths,
+    rates_from_length,
+    rates_from_lengths_by_k,
     whole_numbers,
 )
 from peagle.drafter.config import TrainConfig
@@ -33,7 +33,7 @@ def test_output_must_be_on_disk(command):
         command(output="s3://bucket/mine")
 
 
-def test_as_benchmark_copies_only_stated_options():
+def test_as_benchmark_copies_only_options_that_the_user_set():
     config = TuneConfig(model="mine", usd_per_hour=2, max_tokens=9, output="runs/tuned", precision="fp8")
     benchmark = as_benchmark(config, precision="bf16", concurrency=[2])
     assert (benchmark.model, benchmark.usd_per_hour, benchmark.max_tokens) == ("mine", 2, 9)
@@ -60,7 +60,7 @@ def test_meaningless_text_has_the_full_length():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"methods": "none,eagle"}, "is not one of none, peagle, eagle3, dflash, dspark, ngram, suffix"),
         ({"num_speculative_tokens": "0"}, "K must be whole numbers"),
@@ -74,9 +74,9 @@ def test_meaningless_text_has_the_full_length():
         ({"synthetic_acceptance": "0.5,0.7"}, "non-increasing rates"),
     ],
 )
-def test_contradictory_options_are_refused(keys, message):
+def test_contradictory_options_are_refused(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        BenchConfig(**keys)
+        BenchConfig(**options)
 
 
 def test_catalog_heads_imply_their_method():
@@ -86,11 +86,11 @@ def test_catalog_heads_imply_their_method():
 
 @pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
 def test_rates_add_up_to_the_length(length, k):
-    assert 1 + sum(rates_of_length(length, k)[:k]) == pytest.approx(length)
+    assert 1 + sum(rates_from_length(length, k)[:k]) == pytest.approx(length)
 
 
 def test_the_most_specific_entry_wins():
-    entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
+    entries = parse_synthetic_acceptance(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
     assert rates_for("peagle", 1, entries) == (0.9,)
     assert rates_for("peagle", 2, entries) == (0.8, 0.5)
     assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
@@ -98,7 +98,7 @@ def test_the_most_specific_entry_wins():
 
 def test_published_lengths_are_interpolated():
     # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
-    entries = parse_synthetic(["peagle=4:4.30,10:6.66,18:7.51"])
+    entries = parse_synthetic_acceptance(["peagle=4:4.30,10:6.66,18:7.51"])
     lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
     assert lengths == pytest.approx({3: 3.475, 4: 4.30, 7: 5.48, 10: 6.66, 11: 6.76625, 18: 7.51}, abs=1e-4)
     with pytest.raises(ConfigError, match="18 rates, but K is 19"):
@@ -108,7 +108,7 @@ def test_published_lengths_are_interpolated():
 @pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
 def test_impossible_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match="impossible"):
-        rates_of_lengths(lengths)
+        rates_from_lengths_by_k(lengths)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_impossible_lengths_are_refused(lengths):
 )
 def test_too_few_rates_for_k_are_refused(entry, k, message):
     with pytest.raises(ConfigError, match=message):
-        rates_for("peagle", k, parse_synthetic([entry]))
+        rates_for("peagle", k, parse_synthetic_acceptance([entry]))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_too_few_rates_for_k_are_refused(entry, k, message):
 )
 def test_invalid_entries_are_refused(entries):
     with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
-        parse_synthetic(entries)
+        parse_synthetic_acceptance(entries)

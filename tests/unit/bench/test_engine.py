@@ -11,7 +11,7 @@ from usage_records import drafts
 from peagle import hardware
 from peagle.bench import engine
 from peagle.bench import engine as bench_engine
-from peagle.bench.engine import difference, memory_reader, run_loop, tree_rss_gib, with_engine
+from peagle.bench.engine import drafts_between, memory_reader, run_pass, tree_rss_gib, with_engine
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import RequestRefused
@@ -21,7 +21,7 @@ from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
 
 
-def failing(*lines):
+def failing_start(*lines):
     def start(*_):
         for line in lines:
             os.write(2, f"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] {line}\n".encode())
@@ -37,19 +37,22 @@ def failing(*lines):
         ([], "vLLM did not start: see above"),
     ],
 )
-def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
+def test_the_cause_is_read_from_the_log_of_this_start(lines, message, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # a start sets it; monkeypatch restores it
     log = tmp_path / "none-k0.log"
     for start, expected in (
-        (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
-        (failing(*lines), message),
+        (
+            failing_start("ValueError: the KV cache is too small"),
+            "vLLM did not start: ValueError: the KV cache is too small",
+        ),
+        (failing_start(*lines), message),
     ):
         with pytest.raises(EngineError) as failed:
             with_engine(
                 EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("the engine did not start")
             )
         assert failed.value.message == expected
-    assert "KV cache" in log.read_text(), "earlier prints are kept"
+    assert "KV cache" in log.read_text(), "the log of the earlier start is kept"
 
 
 def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
@@ -69,14 +72,14 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
         os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
         return Fake(FakeTraits(is_wrong=is_wrong))
 
-    def outcome():
+    def start_and_check():
         return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)
 
     is_wrong = False
-    assert outcome().outcome == "passed"
+    assert start_and_check().outcome == "passed"
     is_wrong = True
     with pytest.raises(EngineError, match="failed its self-check"):
-        outcome()
+        start_and_check()
     assert [check.outcome for check in checks] == ["passed", "failed"], "a failed engine is shut down, too"
     stderr = capfd.readouterr().err
     assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + stderr
@@ -155,8 +158,8 @@ class RecordingEngine(FakeEngine):
 
 def run(engine, concurrency=2, num_warm_up=1):
     progress: list[tuple[int, int]] = []
-    loop = asyncio.run(
-        run_loop(
+    result = asyncio.run(
+        run_pass(
             engine,
             PROMPTS,
             sampling=SAMPLING,
@@ -165,33 +168,35 @@ def run(engine, concurrency=2, num_warm_up=1):
             num_warm_up=num_warm_up,
         )
     )
-    return loop, progress
+    return result, progress
 
 
-def test_the_loop_keeps_the_concurrency():
+def test_a_pass_keeps_the_concurrency():
     engine = RecordingEngine()
-    loop, progress = run(engine, concurrency=3)
+    result, progress = run(engine, concurrency=3)
     assert engine.max_running == 3
     assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
-    assert len(loop.responses) == 6
+    assert len(result.responses) == 6
     assert progress == [(i, 6) for i in range(1, 7)]
 
 
 def test_the_warm_up_is_not_measured():
     engine = RecordingEngine()
-    loop, _ = run(engine, concurrency=4, num_warm_up=4)
+    result, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
-    assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
+    assert result.drafted == sum(
+        (g.speculation for g in result.responses if g.speculation), start=SpeculationStats.empty()
+    )
 
 
 def test_a_refused_request_has_no_answer():
-    loop, progress = run(RecordingEngine(refused="2"))
-    assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
-    assert loop.generations[2] is None
+    result, progress = run(RecordingEngine(refused="2"))
+    assert [answer is None for answer in result.answers] == [False, False, True, False, False, False]
+    assert result.generations[2] is None
     assert progress[-1] == (6, 6)
 
 
-def test_difference_of_two_readings():
-    assert difference(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
-    assert difference(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
-    assert difference(None, drafts(1, 1)) is None
+def test_drafts_between_two_readings():
+    assert drafts_between(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
+    assert drafts_between(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
+    assert drafts_between(None, drafts(1, 1)) is None

@@ -52,20 +52,20 @@ def test_time_left():
         record(concurrency=1, wall_s=12.0),
         record(concurrency=4, wall_s=4.0),
     ]
-    assert time_left_s(records, remaining, is_up=False) == 2 * 20 + 2 * (11 + 4)
-    assert time_left_s(records, remaining, is_up=True) == 20 + 2 * (11 + 4)
+    assert time_left_s(records, remaining, is_running=False) == 2 * 20 + 2 * (11 + 4)
+    assert time_left_s(records, remaining, is_running=True) == 20 + 2 * (11 + 4)
     assert (
-        time_left_s(records[:2], remaining, is_up=False) == 2 * 20 + 4 * 11
+        time_left_s(records[:2], remaining, is_running=False) == 2 * 20 + 4 * 11
     )  # concurrency 4 has not been measured yet
-    assert time_left_s([], remaining, is_up=False) is None
-    assert time_left_s(records, [], is_up=True) == 0
+    assert time_left_s([], remaining, is_running=False) is None
+    assert time_left_s(records, [], is_running=True) == 0
 
 
 CPU, GPU = cpu(), gpu(num_accelerators=2)
 
 
-def plan(target, hardware=CPU, **keys):
-    config = BenchConfig(**{"model": str(target), "methods": "none", **keys})
+def plan(target, hardware=CPU, **options):
+    config = BenchConfig(**{"model": str(target), "methods": "none", **options})
     return make_plan(config, hardware, resolve_model(str(target)))
 
 
@@ -86,13 +86,13 @@ def test_a_head_of_another_method_is_refused(target, head):
 
 
 def test_synthetic_acceptance_reaches_every_drafter(target, head):
-    keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    planned = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    options = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
+    planned = plan(target, GPU, **options, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
     assert [setup.drafter.synthetic_rates for setup in planned if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
     with pytest.raises(ConfigError, match="has no value for n-gram K=2"):
-        plan(target, GPU, **keys, synthetic_acceptance="peagle=2.5")
+        plan(target, GPU, **options, synthetic_acceptance="peagle=2.5")
     with pytest.raises(ConfigError, match="crashes on a CPU with --synthetic-acceptance"):
-        plan(target, CPU, **keys, synthetic_acceptance="2.5")
+        plan(target, CPU, **options, synthetic_acceptance="2.5")
 
 
 def test_engine_size_and_prefix_caching(target):
@@ -102,11 +102,16 @@ def test_engine_size_and_prefix_caching(target):
 
 
 def test_token_slots_must_leave_room_for_prompts(target, head):
-    keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
-    planned = plan(target, **keys, max_num_batched_tokens=512)
+    options = {
+        "methods": "none,peagle",
+        "drafter": f"peagle={head()}",
+        "num_speculative_tokens": "2",
+        "concurrency": "8",
+    }
+    planned = plan(target, **options, max_num_batched_tokens=512)
     assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in planned.setups] == [512, 512]
     with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
-        plan(target, **keys, max_num_batched_tokens=32)
+        plan(target, **options, max_num_batched_tokens=32)
 
 
 def test_price_of_one_engines_devices(target):
@@ -141,17 +146,17 @@ def test_file_names_of_an_engine():
 
 def test_engine_options_reach_engines_and_fingerprint(target, head):
     dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
-    keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
+    options = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
     engine_options: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
     engine_options |= {"engine_args": {"block_size": 32}}
-    planned = plan(target, GPU, **keys, **engine_options, kv_cache_precision="fp8")
+    planned = plan(target, GPU, **options, **engine_options, kv_cache_precision="fp8")
     arguments = [engine_args(setup.spec, GPU) for setup in planned.setups]
     assert [(values["block_size"], values["kv_cache_dtype"]) for values in arguments] == [(32, "fp8"), (32, "fp8")]
     assert planned.setups[1].drafter is not None
     assert planned.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
     assert engine_options.items() <= planned.fingerprint(dataset).items()
-    assert not engine_options.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
+    assert not engine_options.options() & plan(target, GPU, **options).fingerprint(dataset).options()
 
 
 def test_conflicting_engine_args_are_refused(target):
@@ -159,7 +164,7 @@ def test_conflicting_engine_args_are_refused(target):
         plan(target, engine_args="load_format=dummy")
 
 
-def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch):
+def test_two_commands_cannot_create_a_folder_with_different_fingerprints(tmp_path, monkeypatch):
     original = module.make_folder
 
     def make_folder(path):

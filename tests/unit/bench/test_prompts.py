@@ -17,8 +17,8 @@ from peagle.tuning.config import TuneConfig
 from peagle.tuning.run import tune
 
 
-def load(max_model_len=4096, **keys):
-    config = EvaluateConfig(**keys)
+def load(max_model_len=4096, **options):
+    config = EvaluateConfig(**options)
     rows = read_dataset(config)
     return build_dataset(config, rows, ByteTokenizer(), max_model_len, category_column=config.category_column)
 
@@ -47,7 +47,7 @@ def test_rows_without_a_prompt_are_counted_by_reason(write_jsonl):
     assert dataset.rejected == {"invalid_prompt": 1, "prompt_too_long": 1}
 
 
-def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl):
+def test_other_rows_or_a_limit_change_the_fingerprint(write_jsonl):
     first, second = [str(write_jsonl([{"prompt": "a"}, {"prompt": p}], f"{p}.jsonl")) for p in "bc"]
     loaded = [load(dataset=first), load(dataset=second), load(dataset=first, limit=1)]
     assert len({dataset.fingerprint for dataset in loaded}) == 3
@@ -59,7 +59,7 @@ def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl):
         ([], "the file is empty"),
         ([""], "has no rows"),
         ([{"text": "a"}], "no column 'prompt' or 'messages'"),
-        ([{"prompt": 3}], "no row yields a prompt; the first: column 'prompt' must be text, not int"),
+        ([{"prompt": 3}], "no row yields a prompt; the first one: column 'prompt' must be text, not int"),
         (["{"], "not valid JSON"),
     ],
 )
@@ -86,14 +86,14 @@ class TokenizerLoaded(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    ("measure", "config", "keys"),
+    ("measure", "config", "options"),
     [
         (bench, BenchConfig, {"methods": "none", "usd_per_hour": 1}),
         (tune, TuneConfig, {"methods": "none", "usd_per_hour": 1}),
         (evaluate, EvaluateConfig, {"drafter": ["org/head"]}),
     ],
 )
-def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, measure, config, keys):
+def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, measure, config, options):
     moving_hub.push("org/model", FIRST, TARGET)
     moving_hub.push("org/head", FIRST, HEAD | {"speculators_model_type": "peagle"})
 
@@ -102,7 +102,7 @@ def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, me
 
     with pytest.raises(TokenizerLoaded) as loaded:
         measure(
-            config(model="org/model", dataset=str(write_jsonl([{"prompt": "p"}])), **keys),
+            config(model="org/model", dataset=str(write_jsonl([{"prompt": "p"}])), **options),
             MeasurementListener(),
             tokenizer_of=tokenizer_of,
         )

@@ -4,7 +4,7 @@ import statistics
 import pytest
 from usage_records import drafts
 
-from peagle.bench.engine import Answer, Loop
+from peagle.bench.engine import Answer, PassResult
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.bench.record import (
@@ -14,7 +14,7 @@ from peagle.bench.record import (
     RequestTimes,
     by_category,
     make_record,
-    step_s,
+    mean_step_s,
     summarise,
 )
 from peagle.engine.fake import FakeEngine
@@ -55,12 +55,12 @@ def test_summary_of_passes():
 
 
 def test_step_time():
-    assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
-    assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
+    assert mean_step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
+    assert mean_step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
     # 4 of 20 tokens are accepted drafts: 16 steps, 5 of them with a draft.
-    assert step_s([record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
-    assert step_s([record(requests=[times(5, 1.0, None)])]) is None
-    assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
+    assert mean_step_s([record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
+    assert mean_step_s([record(requests=[times(5, 1.0, None)])]) is None
+    assert mean_step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
 
 
 def test_pass_record_round_trip():
@@ -85,14 +85,14 @@ def generation(speculation, num_output_tokens=5):
 
 
 def record_of(*generations, drafted):
-    loop = Loop(
+    pass_result = PassResult(
         answers=[Answer(generation=generation, elapsed_s=1.0) if generation else None for generation in generations],
         wall_s=1.0,
         drafted=drafted,
     )
     prompts = [BenchPrompt(token_ids=[1], category="a")] * len(generations)
     measured = Pass(setup=setup(), concurrency=1, repeat=0)
-    return make_record(measured, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
+    return make_record(measured, prompts, pass_result, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 
 
 def test_drafts_per_request_have_priority():

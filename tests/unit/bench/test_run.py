@@ -43,14 +43,14 @@ class Fake(FakeEngine):
 
     def __init__(self, k, *, error):
         super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=k)
-        self.widths: list[int] = []
+        self.concurrencies: list[int] = []
         self._running, self._error = 0, error
 
     async def generate(self, *args):
-        if self._error and self.widths.count(1) > 8:
+        if self._error and self.concurrencies.count(1) > 8:
             raise self._error("the vLLM engine process died")
         self._running += 1
-        self.widths.append(self._running)
+        self.concurrencies.append(self._running)
         try:
             return await super().generate(*args)
         finally:
@@ -62,12 +62,12 @@ class Fake(FakeEngine):
 
 @pytest.fixture
 def run(target, head, tmp_path, write_jsonl):
-    def run(start, messages=None, **keys):
+    def run(start, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
             "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
-        } | keys  # fmt: skip
+        } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
         report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
@@ -83,10 +83,10 @@ def test_engine_costs_are_in_the_ledger(run, tmp_path):
     num_responses = sum(cell["num_responses"] for cell in report["cells"])
     assert (spend.num_requests, len(ledger.sessions)) == (num_responses, 5)
     assert all(session.ended for session in ledger.sessions)
-    life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
+    lifetime_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
     # Unix times are exact to a quarter of a microsecond, and these engines run for less than a second.
-    assert total_usd == pytest.approx(life_s * 0.001, abs=1e-8)
+    assert total_usd == pytest.approx(lifetime_s * 0.001, abs=1e-8)
     busy_s = sum(session.busy_s for session in ledger.sessions)
     assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
     assert spend.lost_usd == pytest.approx(0.0)
@@ -110,7 +110,7 @@ def test_rounds_and_figures_of_a_benchmark(run):
     start = Starter()
     report = run(start)
     assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 is the last of the first round and the first of the second
-    assert all(engine.is_down and max(engine.widths) == 3 for engine in start.engines)
+    assert all(engine.is_down and max(engine.concurrencies) == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (method, k, c, 2) for method, k in (("none", 0), ("peagle", 2), ("peagle", 4)) for c in (1, 3)
@@ -143,7 +143,7 @@ def test_a_stopped_benchmark_resumes(run, tmp_path):
     assert sorted(name.split("-k")[1] for name in finished_cells) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
     report = run(resumed)
     assert resumed.ks == [2, 4, 2, 0]
-    assert len(resumed.engines[0].widths) == 3 + 6  # warm-up and prompts of the remaining concurrency 3
+    assert len(resumed.engines[0].concurrencies) == 3 + 6  # warm-up and prompts of the remaining concurrency 3
     assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in finished_cells.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
@@ -205,7 +205,7 @@ def test_methods_k_and_repeats_can_be_added(run):
     run(Starter(), num_speculative_tokens="2")
     report = run(extended, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
     assert [spec.drafter.method if spec.drafter else "none" for spec in extended.specs] == ["none", "peagle", "ngram"]
-    assert [len(engine.widths) for engine in extended.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
+    assert [len(engine.concurrencies) for engine in extended.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
     assert {cell["repeats"] for cell in report["cells"]} == {3}
 
 
@@ -258,10 +258,10 @@ def test_progress_has_the_remaining_time(run):
 def test_synthetic_acceptance_identifies_an_engine(run, head, monkeypatch):
     monkeypatch.setattr("peagle.hardware.detect", gpu)
     heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
-    keys: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
+    options: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
     first, added, other, retry = Starter(), Starter(), Starter(), Starter()
-    run(first, synthetic_acceptance=["peagle=2"], **keys)
-    both = keys | {"methods": "none,eagle3,peagle", "drafter": heads}
+    run(first, synthetic_acceptance=["peagle=2"], **options)
+    both = options | {"methods": "none,eagle3,peagle", "drafter": heads}
     report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **both)
     assert [spec.drafter and spec.drafter.method for spec in added.specs] == ["eagle3"]
     assert [setup["synthetic_rates"] for setup in report["setups"]] == [None, [0.5, 0.0], [1.0, 0.0]]
@@ -273,9 +273,9 @@ def test_synthetic_acceptance_identifies_an_engine(run, head, monkeypatch):
         run(retry, **both)
 
 
-def test_speeds_without_times_per_request(run):
+def test_speeds_if_the_engine_reports_no_times_per_request(run):
     class WithoutRequestTimes(FakeEngine):
-        """Drafts are counted, but not per request; no times."""
+        """Counts drafts, but not per request, and reports no times."""
 
         async def generate(self, *args):
             from dataclasses import replace

@@ -66,7 +66,7 @@ def vocabulary(store):
 
 @pytest.fixture
 def full_disk():
-    """Limit files to 4 KiB, so that writes fail as on a full disk."""
+    """Return a context manager that limits files to 4 KiB, so that writes fail as on a full disk."""
 
     @contextmanager
     def limit():

@@ -3,12 +3,12 @@ import torch
 import torch.nn.functional as F
 
 from peagle.drafter.attention import (
-    BLOCK_ROWS,
+    MIN_BLOCK_ROWS,
     AttentionPlan,
     PaddedPlan,
     document_attention,
-    parallel_plan,
-    sequential_plan,
+    parallel_attention_plan,
+    sequential_attention_plan,
 )
 from peagle.drafter.batch import attention_mask, sample_rows
 
@@ -21,11 +21,11 @@ def documents():
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
-    assert int((documents[0].depth_S == 3).sum()) > 2 * BLOCK_ROWS
+    assert int((documents[0].depth_S == 3).sum()) > 2 * MIN_BLOCK_ROWS
     return documents
 
 
-def _reference(documents, query, key, value):
+def _full_mask_attention(documents, query, key, value):
     masks = [attention_mask(rows, rows) for rows in documents]
     mask = torch.block_diag(*masks).bool()
     groups = HEADS // KV_HEADS
@@ -52,8 +52,8 @@ def to_form(request):
 def test_parallel_attention_equals_one_full_mask(documents, to_form):
     total = sum(map(len, documents))
     query, key, value = _tensors(total + PADDING)
-    output, _ = document_attention(None, query, key, value, to_form(parallel_plan(documents)))
-    torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
+    output, _ = document_attention(None, query, key, value, to_form(parallel_attention_plan(documents)))
+    torch.testing.assert_close(output[:, :total], _full_mask_attention(documents, query, key, value))
     assert output.shape[1] == total + PADDING
     assert not output[:, total:].any()
 
@@ -61,16 +61,16 @@ def test_parallel_attention_equals_one_full_mask(documents, to_form):
 def test_parallel_gradients_equal_one_full_mask(documents, to_form):
     total = sum(map(len, documents))
     tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
-    output, _ = document_attention(None, *tensors, to_form(parallel_plan(documents)))
+    output, _ = document_attention(None, *tensors, to_form(parallel_attention_plan(documents)))
     torch.testing.assert_close(
-        _gradients(output, tensors), _gradients(_reference(documents, *tensors).contiguous(), tensors)
+        _gradients(output, tensors), _gradients(_full_mask_attention(documents, *tensors).contiguous(), tensors)
     )
 
 
 def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
-    plan = to_form(parallel_plan(documents))
+    plan = to_form(parallel_attention_plan(documents))
     bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # the form for CPUs computes gradients in float32
     gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
     for gradient, other in zip(gradients, exact, strict=True):
@@ -84,9 +84,9 @@ def test_sequential_gradients_reach_earlier_depths(documents, to_form):
     rows = torch.nonzero(depth_S == 2).flatten()
     cached = torch.cat([torch.nonzero(depth_S == depth).flatten() for depth in range(3)])
     query, key, value = tensors
-    plan = to_form(sequential_plan(documents, 2))
+    plan = to_form(sequential_attention_plan(documents, 2))
     output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
-    expected = _reference(documents, query, key, value)[:, rows]
+    expected = _full_mask_attention(documents, query, key, value)[:, rows]
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
 
 
@@ -95,18 +95,18 @@ def test_no_block_is_saved_for_the_gradient():
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
     saved_sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
-        document_attention(None, query, key, value, parallel_plan([rows]))
+        document_attention(None, query, key, value, parallel_attention_plan([rows]))
     assert sum(saved_sizes) == query.numel() + key.numel() + value.numel()
 
 
 def test_sequential_attention_equals_one_full_mask(documents, to_form):
     query, key, value = _tensors(sum(map(len, documents)))
-    expected = _reference(documents, query, key, value)
+    expected = _full_mask_attention(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
     by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
     for depth, rows in enumerate(by_depth):
         cached = torch.cat(by_depth[: depth + 1])
-        plan = to_form(sequential_plan(documents, depth))
+        plan = to_form(sequential_attention_plan(documents, depth))
         output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
         torch.testing.assert_close(output, expected[:, rows])
 
@@ -114,5 +114,5 @@ def test_sequential_attention_equals_one_full_mask(documents, to_form):
 @pytest.mark.parametrize(("num_tokens", "plan_type"), [(400, PaddedPlan), (40_000, AttentionPlan)])
 def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, plan_type):
     rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
-    assert type(parallel_plan([rows]).to("meta")) is plan_type
-    assert type(parallel_plan([rows]).to("cpu")) is AttentionPlan
+    assert type(parallel_attention_plan([rows]).to("meta")) is plan_type
+    assert type(parallel_attention_plan([rows]).to("cpu")) is AttentionPlan

@@ -5,7 +5,7 @@ from peagle.drafter.batch import attention_mask, sample_rows
 MASK = torch.tensor([False] * 10 + [True] * 50)
 
 
-def test_docstring_example():
+def test_docstring_example_of_sample_rows():
     rows = sample_rows(torch.tensor([False, False, True, True, True]), num_depths=3, ratio=1.0)
     assert rows.anchor_S.tolist() == [0, 1, 2, 3, 4, 2, 2, 3]
     assert rows.depth_S.tolist() == [0, 0, 0, 0, 0, 1, 2, 1]
@@ -21,7 +21,7 @@ def test_chains_are_nested_and_shrink_by_the_ratio():
         assert round(50 * 0.8**depth) - depth <= len(anchors[depth]) <= round(50 * 0.8**depth)
 
 
-def test_mask_equals_that_of_speculators():
+def test_attention_mask_equals_that_of_speculators():
     from speculators.models.peagle.attention import create_peagle_mask_mod
 
     rows = sample_rows(MASK, num_depths=4, ratio=0.8, generator=torch.Generator().manual_seed(0))

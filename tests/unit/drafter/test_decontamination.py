@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from peagle.drafter.decontamination import NgramIndex, decontaminate, humaneval_references, index_of
+from peagle.drafter.decontamination import NgramIndex, build_index, decontaminate, humaneval_references
 from peagle.errors import ConfigError
 
 REFERENCE = "Check if in given list of numbers, are any two numbers closer to each other than given threshold."
@@ -22,7 +22,7 @@ def test_a_reformatted_copy_is_found():
     assert checked.dropped[0].overlap == "check if in given list of numbers are any two"
 
 
-def test_one_word_less_is_not_an_overlap():
+def test_one_word_fewer_is_not_an_overlap():
     nine_words = "check if in given list of numbers are any"
     assert index_with(REFERENCE).overlap(nine_words) is None
     assert index_with(REFERENCE).overlap(f"{nine_words} two") == f"{nine_words} two"
@@ -52,16 +52,16 @@ TEXT = "one two three four five six seven eight nine ten"
 )
 def test_all_text_of_a_row_is_excluded(row, write_jsonl):
     file = str(write_jsonl([row]))
-    index = index_of(["humaneval", file])
+    index = build_index(["humaneval", file])
     assert index.overlap(f"zero {TEXT} eleven") == TEXT
-    assert index.set_of(TEXT) == file
+    assert index.evaluation_set_of(TEXT) == file
 
 
 def test_system_messages_are_not_excluded(write_jsonl):
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT.upper() + " more"}]
-    assert index_of([str(write_jsonl([{"messages": messages[1:]}]))]).overlap(TEXT) == TEXT
+    assert build_index([str(write_jsonl([{"messages": messages[1:]}]))]).overlap(TEXT) == TEXT
     messages[1]["content"] = "another question of ten words than the system message has"
-    assert index_of([str(write_jsonl([{"messages": messages}]))]).overlap(TEXT) is None
+    assert build_index([str(write_jsonl([{"messages": messages}]))]).overlap(TEXT) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_system_messages_are_not_excluded(write_jsonl):
 )
 def test_invalid_evaluation_sets_are_refused(names, message):
     with pytest.raises(ConfigError, match=message):
-        index_of(names)
+        build_index(names)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_invalid_evaluation_sets_are_refused(names, message):
 )
 def test_an_evaluation_set_without_long_texts_is_refused(rows, message, write_jsonl):
     with pytest.raises(ConfigError, match=message):
-        index_of([str(write_jsonl(rows))])
+        build_index([str(write_jsonl(rows))])

@@ -22,7 +22,7 @@ from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
 def _reference_states(model, token_ids, layers):
-    """Run the layers one by one."""
+    """Return the aux and last states, computed layer by layer."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
     positions = torch.arange(len(token_ids))[None]
@@ -76,11 +76,11 @@ def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monke
 def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
-    with pytest.raises(ConfigError, match="has features with different target"):
+    with pytest.raises(ConfigError, match="contains features with a different target"):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
-def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, monkeypatch):
+def test_too_little_disk_space_is_refused_before_the_extraction(tmp_path, model, samples, spec, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=rf"{spec.bytes_per_token:,} bytes each(?s:.*)--on-the-fly"):
         extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
@@ -158,7 +158,7 @@ def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_identically(
+def test_a_resumed_training_run_reads_ahead_identically(
     target, bf16_model, samples, spec, vocabulary, tmp_path, steps_before
 ):
     def computed():
@@ -189,11 +189,11 @@ def _shard(*lengths):
 def test_shards_of_other_processes_are_added_in_any_order(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=2)
     checksums = [write_shard(tmp_path, number, _shard(3 + number)) for number in range(2)]
-    writer.take(1, checksums[1])
+    writer.add_written(1, checksums[1])
     assert (writer.has(0), writer.has(1), writer.num_written, writer.num_shards) == (False, True, 1, 2)
     with pytest.raises(InputError, match="1 of 2 shards"):
         FeatureStore(tmp_path)
-    writer.take(0, checksums[0])
+    writer.add_written(0, checksums[0])
     assert list(json.loads((tmp_path / "index.json").read_text())["shards"].values()) == checksums
     store = FeatureStore(tmp_path, verify=True)
     assert [store.num_tokens(i) for i in range(2)] == [3, 4]
@@ -204,10 +204,10 @@ def test_a_different_or_missing_shard_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     checksum = write_shard(tmp_path / "elsewhere", 0, _shard(3))
     with pytest.raises(PeagleError, match="wrote\n  every node must have access to this folder"):
-        writer.take(0, checksum)
+        writer.add_written(0, checksum)
     write_shard(tmp_path / "here", 0, _shard(4))
     with pytest.raises(PeagleError, match="different from the file that a worker wrote"):
-        writer.take(0, checksum)
+        writer.add_written(0, checksum)
     assert writer.num_written == 0
 
 
@@ -215,7 +215,7 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     writer.add(0, _shard(3))
     (tmp_path / "shard-00001.0123.partial").write_bytes(b"cut off")
-    writer.clear()
+    writer.remove_partial_files()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
 
 
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_shard_is_found_and_repaired(tmp_path):
+def test_a_damaged_shard_is_detected_and_extracted_again(tmp_path):
     StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
     file = tmp_path / "shard-00000.safetensors"
     damaged = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""The head's loss against the forward pass of `speculators`."""
+"""Losses and drafts of heads, compared with the forward pass of `speculators`."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def _batch(documents):
 
 
 def _library_loss(head, document, monkeypatch, **options):
-    """The loss of `speculators` with plain SDPA attention."""
+    """Return the loss of `speculators`, with plain SDPA attention."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
     from torch.nn.attention.flex_attention import create_mask
@@ -127,7 +127,7 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
+def test_a_row_is_accepted_only_if_its_chain_is_correct_so_far(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for model in (head, eagle3):
@@ -139,7 +139,7 @@ def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
             drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
             target_ids = (model.verifier_norm(batch.last_PH) @ model.verifier_lm_head.weight.T).argmax(-1)
             outcome = batch_loss(model, batch, num_depths=NUM_DEPTHS)
-        is_correct = (drafts == target_ids[batch.target_R[: batch.num_loss_rows]]).tolist()
+        is_correct = (drafts == target_ids[batch.position_R[: batch.num_loss_rows]]).tolist()
         positions = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
         is_correct_at = dict(zip(positions, is_correct, strict=True))
         expected = [
@@ -155,12 +155,12 @@ def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
 
 
 @pytest.fixture
-def two_layers(target, spec, vocabulary):
+def two_layer_head(target, spec, vocabulary):
     return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_layers=2), vocabulary).eval()
 
 
 def _draft_in_one_pass(head, document, num_known, k):
-    """One pass over the tokens up to `num_known` and K-1 mask tokens."""
+    """Draft in one pass over the tokens up to `num_known` and K-1 mask tokens."""
     tokens = document.token_ids_T[1 : num_known + 1]
     states = head.fc(document.aux_TAH[:num_known].float())
     token_ids = torch.cat([tokens, torch.full((k - 1,), head.mask_token_id)])
@@ -177,18 +177,18 @@ def _draft_in_one_pass(head, document, num_known, k):
 
 
 @torch.no_grad()
-def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
+def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layer_head, store):
     document = store[1]
-    drafted = drafted_tokens(two_layers, document, 4)
+    drafted = drafted_tokens(two_layer_head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
-    implementation = two_layers.config.transformer_layer_config._attn_implementation
+    implementation = two_layer_head.config.transformer_layer_config._attn_implementation
     for num_known in range(start, len(document.token_ids_T)):
-        assert drafted[num_known - 1].tolist() == _draft_in_one_pass(two_layers, document, num_known, 4), num_known
+        assert drafted[num_known - 1].tolist() == _draft_in_one_pass(two_layer_head, document, num_known, 4), num_known
     assert implementation == "peagle_documents"
 
 
 def _draft_sequentially(head, document, num_known, k):
-    """EAGLE-3 drafting without a cache."""
+    """Draft one token after another, as EAGLE-3 does, but without a cache."""
     head.config.transformer_layer_config._attn_implementation = "eager"
     token_ids, drafted = document.token_ids_T[1 : num_known + 1], []
     states = head.fc(document.aux_TAH[:num_known].float())
@@ -227,13 +227,13 @@ def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypa
     assert max(chunk_sizes) == 7
 
 
-def test_docstring_example():
+def test_docstring_example_of_count_accepted():
     drafted = torch.tensor([[6, 7], [7, 8], [8, 0], [0, 0]])
     assert count_accepted([4, 5, 6, 7, 8], drafted, start=1) == [2]
 
 
-def test_the_statistics_count_each_step_once(two_layers, store):
-    stats = estimate_acceptance(two_layers, store, range(len(store)), num_speculative_tokens=3)
+def test_the_statistics_count_each_step_once(two_layer_head, store):
+    stats = estimate_acceptance(two_layer_head, store, range(len(store)), num_speculative_tokens=3)
     responses = sum(int(store[i].loss_mask_T.sum()) for i in range(len(store)))
     assert 0 < stats.num_drafts <= responses - len(store)
     assert stats.num_draft_tokens == 3 * stats.num_drafts

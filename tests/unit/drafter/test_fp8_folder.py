@@ -123,7 +123,7 @@ def test_an_existing_output_is_refused(tmp_path, head):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, head, full_disk):
+def test_a_full_disk_leaves_no_output(tmp_path, head, full_disk):
     with full_disk(), pytest.raises(CapacityError, match=r"fp8: cannot be written: .*\n  free some space"):
         quantize_head(head, tmp_path / "fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["head"]

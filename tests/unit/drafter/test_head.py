@@ -11,7 +11,7 @@ from saved_heads import load_head
 from peagle.catalog.shipped_heads import HEADS_FOLDER
 from peagle.drafter.batch import make_batch, sample_rows
 from peagle.drafter.forward import head_states
-from peagle.drafter.head import HeadSpec, build_head, init_for, save_head
+from peagle.drafter.head import HeadSpec, build_head, possible_init, save_head
 from peagle.drafter.target import read_architecture
 from peagle.drafter.vocabulary import DraftVocabulary, vocabulary_of_head
 from peagle.errors import ConfigError
@@ -186,9 +186,9 @@ def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
     trained = _trained(_head(target, spec, vocabulary, **shape))
-    trained_unfrozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
-    assert trained_unfrozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
-    assert {"fc.weight", "mask_hidden"} <= trained - trained_unfrozen
+    trained_above_frozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
+    assert trained_above_frozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
+    assert {"fc.weight", "mask_hidden"} <= trained - trained_above_frozen
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
 )
 def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, messages):
     folder, announced = foreign_target(model_type), []
-    assert init_for(folder, read_architecture(folder), _SHAPE, announced.append) == init
+    assert possible_init(folder, read_architecture(folder), _SHAPE, announced.append) == init
     assert len(announced) == len(messages)
     assert all(part in sentence for part, sentence in zip(messages, announced, strict=True))
 

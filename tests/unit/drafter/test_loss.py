@@ -57,7 +57,7 @@ def test_confidence_equals_the_plain_computation(num_rows):
     torch.testing.assert_close(greedy_confidence(hidden, weight, targets, position), expected)
 
 
-CONFIDENCES = torch.tensor([0.9, 0.5, 0.2, 0.7])  # of one chain, by depth
+CONFIDENCES = torch.tensor([0.9, 0.5, 0.2, 0.7])  # of the rows of one chain, by depth
 DPACE = Weighting(dpace=True)
 
 
@@ -79,7 +79,7 @@ def _batch(store, anchor, num_depths):
 
 
 def _chain_weights(batch, anchor, weighting):
-    """D-PACE's weights of the chain by depth."""
+    """Return the D-PACE weights of the chain that starts at `anchor`, by depth."""
     rows = batch.row_R[: batch.num_loss_rows]
     in_chain = batch.anchor_S[rows] == anchor
     confidence = torch.full((len(batch.row_R),), 0.1)

@@ -37,7 +37,7 @@ def test_metrics_reader_continues_after_a_truncation(tmp_path):
     for number in (1, 2, 3):
         metrics.append(replace(STEP, step=number))
     _, seen = metrics.read()
-    metrics.cut(seen // 3)
+    metrics.truncate(seen // 3)
     assert metrics.read(seen) == ([], seen // 3)
     repeated = replace(STEP, step=2)
     metrics.append(repeated)

@@ -95,7 +95,7 @@ def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monk
     assert not any("--verifier" in sentence for sentence in recorder.messages)
 
 
-def test_a_stopped_training_resumes_without_extraction(chat_target, responses, tmp_path):
+def test_a_stopped_training_run_resumes_without_another_extraction(chat_target, responses, tmp_path):
     stopped = RecordingListener()
     config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
@@ -127,20 +127,20 @@ def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     assert total.attributed_usd > 0
     assert total.loading_usd > 0
     assert total.lost_usd == pytest.approx(0, abs=1e-12)
-    life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
-    assert life_s <= elapsed_s
-    assert total.attributed_usd + total.loading_usd == pytest.approx(life_s * 3.6 / 3600, rel=1e-3)
+    lifetime_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
+    assert lifetime_s <= elapsed_s
+    assert total.attributed_usd + total.loading_usd == pytest.approx(lifetime_s * 3.6 / 3600, rel=1e-3)
 
 
-def _not_finite(*arguments, **options):
+def _loss_that_is_not_finite(*arguments, **options):
     outcome = batch_loss(*arguments, **options)
     return replace(outcome, loss=outcome.loss * float("nan"))
 
 
-def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
+def test_a_diverged_training_run_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
     config, head = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
+        patch.setattr("peagle.drafter.training.batch_loss", _loss_that_is_not_finite)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
             train_head(config, Listener())
         assert not head.exists()
@@ -148,7 +148,7 @@ def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, t
     last_weights = (head / "model.safetensors").read_bytes()
     shutil.rmtree(head)
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
+        patch.setattr("peagle.drafter.training.batch_loss", _loss_that_is_not_finite)
         with pytest.raises(DivergedError, match=rf"step 1: the loss is not finite; .*\n  .* --init {head}, lower"):
             train_head(config, Listener())
     assert (head / "model.safetensors").read_bytes() == last_weights
@@ -180,7 +180,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat
 
 def test_responses_without_a_document_are_refused_with_the_first_reason(chat_target, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
-    with pytest.raises(InputError, match="no row yields a document; the first: no response"):
+    with pytest.raises(InputError, match="no row yields a document; the first one: no response"):
         train_head(_config(chat_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 

@@ -8,7 +8,7 @@ import pytest
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.prompt_sources import read_prompts, read_responses, share_out
-from peagle.drafter.prompts import FORMS, source_materials
+from peagle.drafter.prompts import CODE_WORDINGS, source_materials
 from peagle.errors import InputError
 from peagle.storage import atomic_file, write_atomic
 
@@ -33,7 +33,7 @@ def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
 
 def test_a_limit_is_divided_among_sources(write_jsonl):
     own_file = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
-    num_available = len(source_materials("package:json")) * len(FORMS)
+    num_available = len(source_materials("package:json")) * len(CODE_WORDINGS)
     for limit, num_json, num_mine in ((40, 20, 20), (num_available + 49, num_available - 1, 50)):
         messages: list[str] = []
         ids = [row["id"] for row in _read("package:json", own_file, limit=limit, exclude="none", messages=messages)]

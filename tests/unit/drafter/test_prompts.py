@@ -5,16 +5,16 @@ from functools import partial
 import pytest
 
 from peagle.drafter.prompts import (
-    FORMS,
+    CODE_WORDINGS,
     Content,
     Snippet,
     content_materials,
     folder_snippets,
     generate_prompts,
     num_available,
-    part_by_hash,
     prose,
     source_materials,
+    split_by_hash,
 )
 from peagle.errors import ConfigError
 
@@ -26,7 +26,7 @@ SNIPPETS = [
 
 def test_every_snippet_occurs_before_any_repeats():
     prompts = list(generate_prompts(SNIPPETS))
-    assert len(prompts) == len(SNIPPETS) * len(FORMS)
+    assert len(prompts) == len(SNIPPETS) * len(CODE_WORDINGS)
     assert len({p.id for p in prompts}) == len(prompts)
     for start in range(0, len(prompts), len(SNIPPETS)):
         assert {p.name for p in prompts[start : start + len(SNIPPETS)]} == {"area", "scale"}
@@ -48,11 +48,11 @@ def test_unknown_prompt_sources_are_refused(source):
 
 def test_held_out_content_is_disjoint():
     trained, held_out = (source_materials(source) for source in ("content", "content:held-out"))
-    kinds = [
+    categories = [
         {prompt.category for prompt in generate_prompts(materials, source="content")}
         for materials in (trained, held_out)
     ]
-    assert (len(kinds[0]) >= 9, len(kinds[1]) >= 6, kinds[0] & kinds[1]) == (True, True, set())
+    assert (len(categories[0]) >= 9, len(categories[1]) >= 6, categories[0] & categories[1]) == (True, True, set())
     assert {material.text for material in trained}.isdisjoint(material.text for material in held_out)
 
 
@@ -67,7 +67,7 @@ def test_all_wordings_of_all_materials_occur():
 MODULE = '''
 import os
 
-raise RuntimeError("a module that is imported does this")
+raise RuntimeError("this module was imported")
 
 def area(width: int, height: int = 2) -> int:
     """The area of a rectangle of integer sides.
@@ -136,7 +136,7 @@ def test_braces_in_text_are_kept():
     assert {category for category, _ in wordings} == {"explanation", "writing", "ideas"}
 
 
-split_rows = partial(part_by_hash, text=lambda row: row["id"])
+split_rows = partial(split_by_hash, text=lambda row: row["id"])
 
 
 def test_split_depends_only_on_ids():

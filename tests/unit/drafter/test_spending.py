@@ -28,7 +28,7 @@ def test_every_second_is_loading_saved_or_lost(tmp_path, clock):
     clock.now += 5
     killed.start()
     clock.now += 100
-    killed.keep()
+    killed.record_saved()
     clock.now += 30
     killed.beat()  # the last heartbeat before it is killed
     clock.now += 1000
@@ -36,7 +36,7 @@ def test_every_second_is_loading_saved_or_lost(tmp_path, clock):
         clock.now += 7
         second.start()
         clock.now += 60
-        second.keep()
+        second.record_saved()
     total = total_spend(tmp_path)
     assert (total.attributed_usd, total.loading_usd, total.idle_usd, total.lost_usd) == pytest.approx((160, 12, 0, 30))
     assert total.num_requests == total.num_output_tokens == 0
@@ -47,9 +47,9 @@ def test_unsaved_work_is_lost(tmp_path, clock):
     with contextlib.suppress(KeyboardInterrupt), attempt(tmp_path, clock) as spending:
         spending.start()
         clock.now += 10
-        spending.drop()
+        spending.record_lost()
         clock.now += 20
-        spending.keep()
+        spending.record_saved()
         clock.now += 40
         raise KeyboardInterrupt
     total = total_spend(tmp_path)
@@ -67,7 +67,7 @@ def test_shards_are_recorded_when_stored(tmp_path, clock):
         raise OSError(job)
 
     with pytest.raises(OSError, match="the job"), attempt(tmp_path, clock) as spending:
-        spending.counting(extract)("the job", lambda done, total: reported.append((done, total)))
+        spending.recording(extract)("the job", lambda done, total: reported.append((done, total)))
     total = total_spend(tmp_path)
     assert (total.attributed_usd, total.lost_usd) == pytest.approx((6, 3))
     assert reported == [(1, 3), (2, 3)]
@@ -77,18 +77,18 @@ def test_a_clock_set_back_counts_no_time_twice(tmp_path, clock):
     with attempt(tmp_path, clock) as spending:
         spending.start()
         clock.now += 10
-        spending.keep()
+        spending.record_saved()
         clock.now -= 3600
-        spending.keep()
+        spending.record_saved()
     assert total_spend(tmp_path).attributed_usd == pytest.approx(10)
 
 
-def engine_facts(tmp_path, messages, **keys):
-    config = TrainConfig(prompts=["stdlib"], output=tmp_path, **keys)
+def engine_facts(tmp_path, messages, **options):
+    config = TrainConfig(prompts=["stdlib"], output=tmp_path, **options)
     return training_spending(config, CPU, messages.append, on_gpu=False, num_devices=4)._facts
 
 
-def test_price_of_a_training(tmp_path):
+def test_price_of_a_training_run(tmp_path):
     messages: list[str] = []
     with_price = engine_facts(tmp_path, messages, usd_per_hour=3.6, tags={"team": "x"})
     assert (with_price.usd_per_device_s, with_price.price_basis, with_price.tags) == (
@@ -109,4 +109,4 @@ def test_price_of_a_training(tmp_path):
     other_hardware = engine_facts(tmp_path, messages, instance_type="p5.48xlarge")
     assert other_hardware.usd_per_device_s == 0
     assert "unknown" in messages[0]
-    assert "per accelerator, but it runs on a vcpu" in messages[1]
+    assert "per accelerator, but training runs on a vcpu" in messages[1]

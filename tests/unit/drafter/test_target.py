@@ -89,8 +89,8 @@ def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
     assert load(folder).tokenizer.eos_token_id == 95
 
 
-def _split(target, folder, prefix, *without):
-    """Rename the target's weights and split them into two files."""
+def _split_weights(target, folder, prefix, *without):
+    """Save the target's weights in two files, with another prefix, except names that end with one of `without`."""
     weights = load_file(target / "model.safetensors")
     renamed = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
     renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)
@@ -102,7 +102,7 @@ def _split(target, folder, prefix, *without):
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
 def test_weights_are_found_with_any_prefix(tmp_path, target, prefix):
-    weights, expected = _split(target, tmp_path, prefix), load_file(target / "model.safetensors")
+    weights, expected = _split_weights(target, tmp_path, prefix), load_file(target / "model.safetensors")
     torch.testing.assert_close(weights.final_norm(), expected["model.norm.weight"].float())
     name = "layers.3.mlp.up_proj.weight"
     torch.testing.assert_close(weights[name], expected[f"model.{name}"])
@@ -113,7 +113,7 @@ def test_weights_are_found_with_any_prefix(tmp_path, target, prefix):
 
 def test_missing_embeddings_are_refused(tmp_path, target):
     with pytest.raises(ConfigError, match=r"have no embed_tokens\.weight of 96 x 32"):
-        _split(target, tmp_path, "model.", "model.embed_tokens.weight")
+        _split_weights(target, tmp_path, "model.", "model.embed_tokens.weight")
 
 
 def test_a_missing_lm_head_is_refused(tmp_path, target):
@@ -125,7 +125,7 @@ def test_a_missing_lm_head_is_refused(tmp_path, target):
 
 def test_a_missing_norm_is_refused(tmp_path, target):
     with pytest.raises(ConfigError, match=r"have no model\.norm\.weight"):
-        _split(target, tmp_path, "model.", "model.norm.weight").final_norm()
+        _split_weights(target, tmp_path, "model.", "model.norm.weight").final_norm()
 
 
 @pytest.mark.parametrize("model_type", FOREIGN)
@@ -228,7 +228,7 @@ def test_unsupported_architectures_are_refused(tmp_path, config, message):
     assert refused.value.hint == SUPPORTED or "cannot read" in message
 
 
-def test_other_final_norms_are_refused(tmp_path):
+def test_final_norms_other_than_rmsnorm_are_refused(tmp_path):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     config = {"model_type": "olmo", **sizes, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -51,8 +51,8 @@ def head(make_head):
     return make_head()
 
 
-def _train(head, store, folder, config=CONFIG, **more):
-    return train(head, store, range(len(store)), config, folder, fingerprint={"head": "x"}, **more)
+def _train(head, store, folder, config=CONFIG, **options):
+    return train(head, store, range(len(store)), config, folder, fingerprint={"head": "x"}, **options)
 
 
 def _curve(folder):
@@ -86,7 +86,7 @@ def test_workers_start_with_the_first_workers_weights(head, make_head, store, tm
 
 
 @pytest.mark.parametrize("killed_after", [1, 5])
-def test_a_killed_training_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after):
+def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after):
     fresh, resumed = make_head(), make_head()
     _train(head, store, tmp_path / "whole")
     every_step = replace(CONFIG, checkpoint_every_s=1e-9)
@@ -150,10 +150,10 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, t
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
-    poisoned = (tmp_path / "checkpoint.pt").read_bytes()
+    damaged = (tmp_path / "checkpoint.pt").read_bytes()
     with pytest.raises(DivergedError, match=r"step 1: the loss is not finite; documents row \d, row \d"):
         _train(head, store, tmp_path, name_of="row {}".format)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == poisoned != good
+    assert (tmp_path / "checkpoint.pt").read_bytes() == damaged != good
 
 
 def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
@@ -175,7 +175,7 @@ def test_the_learning_rate_rises_and_falls():
     assert config.learning_rate_at(110) == pytest.approx(0.1)
 
 
-NAMES = {
+SHAPES = {
     "layers.0.mlp.up_proj.weight": (24, 16),
     "lm_head.weight": (32, 16),
     "embed_tokens.weight": (32, 16),
@@ -188,10 +188,10 @@ LEARNING_RATE = 1e-3
 @pytest.fixture
 def parameters():
     torch.manual_seed(0)
-    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in NAMES.items()}
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
 
 
-def step(parameters, optimizer, learning_rate=LEARNING_RATE):
+def take_step(parameters, optimizer, learning_rate=LEARNING_RATE):
     """Take a step with a random gradient and return how far each parameter moved."""
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
@@ -203,7 +203,7 @@ def step(parameters, optimizer, learning_rate=LEARNING_RATE):
     return {name: before[name] - parameter.detach() for name, parameter in parameters.items()}
 
 
-def make(parameters, **changes):
+def make_optimizer(parameters, **changes):
     return HeadOptimizer(parameters, TrainingConfig(num_steps=1, weight_decay=0.0, **changes))
 
 
@@ -213,7 +213,9 @@ def condition_number(matrix):
 
 
 def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
-    moved = step(parameters, make(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0))
+    moved = take_step(
+        parameters, make_optimizer(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0)
+    )
     muon_update = moved.pop("layers.0.mlp.up_proj.weight")
     assert condition_number(muon_update) < 3 < condition_number(torch.randn(24, 16))
     for name, delta in moved.items():  # AdamW's first step is the gradient's sign
@@ -222,18 +224,18 @@ def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_optimizer_state_round_trip(parameters, optimizer):
-    first = make(parameters, optimizer=optimizer)
-    step(parameters, first)
+    first = make_optimizer(parameters, optimizer=optimizer)
+    take_step(parameters, first)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
-    second = make(copies, optimizer=optimizer)
+    second = make_optimizer(copies, optimizer=optimizer)
     second.load_state_dict(copy.deepcopy(first.state_dict()))  # a copy, as after saving and loading
     torch.manual_seed(1)
-    moved = step(parameters, first)
+    moved = take_step(parameters, first)
     torch.manual_seed(1)
-    assert all(torch.equal(delta, moved[name]) for name, delta in step(copies, second).items())
+    assert all(torch.equal(delta, moved[name]) for name, delta in take_step(copies, second).items())
 
 
-def test_older_checkpoints_resume(tmp_path):
+def test_checkpoints_of_older_versions_can_be_resumed(tmp_path):
     checkpoint = Checkpoint(
         step=1,
         weights={},
@@ -311,15 +313,15 @@ def test_gradients_of_parts_add_up(target, spec, vocabulary, document, rows, alg
         assert difference < 1e-9, name
 
 
-def test_parts_have_each_loss_row_once(document, rows):
+def test_parts_contain_each_row_with_a_loss_once(document, rows):
     parts = partition_rows(rows, 4)
-    counted: list[tuple[int, int]] = []
+    loss_rows: list[tuple[int, int]] = []
     for part in parts:
-        counts = part.anchor_S >= part.first_anchor
-        counted += zip(part.anchor_S[counts].tolist(), part.depth_S[counts].tolist(), strict=True)
-    assert sorted(counted) == sorted(zip(rows.anchor_S.tolist(), rows.depth_S.tolist(), strict=True))
-    own = [int((part.anchor_S >= part.first_anchor).sum()) for part in parts]
-    assert max(own) - min(own) <= 2 * NUM_DEPTHS
+        has_loss = part.anchor_S >= part.first_anchor
+        loss_rows += zip(part.anchor_S[has_loss].tolist(), part.depth_S[has_loss].tolist(), strict=True)
+    assert sorted(loss_rows) == sorted(zip(rows.anchor_S.tolist(), rows.depth_S.tolist(), strict=True))
+    num_loss_rows = [int((part.anchor_S >= part.first_anchor).sum()) for part in parts]
+    assert max(num_loss_rows) - min(num_loss_rows) <= 2 * NUM_DEPTHS
     assert all(len(part) < len(rows) for part in parts)
 
 

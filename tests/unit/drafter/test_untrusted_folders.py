@@ -24,12 +24,12 @@ class _PickleWithCode:
 
 @pytest.fixture
 def marker(tmp_path):
-    """The folder that the code creates when it runs."""
+    """The folder that the untrusted code creates if it runs."""
     return tmp_path / "it-ran"
 
 
 @pytest.fixture
-def with_code(chat_target, marker, tmp_path):
+def target_with_code(chat_target, marker, tmp_path):
     """A target with custom code."""
     folder = shutil.copytree(chat_target, tmp_path / "with-code")
     (folder / "own.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Own: pass\n")
@@ -43,7 +43,7 @@ def with_code(chat_target, marker, tmp_path):
 
 
 @pytest.fixture
-def with_pickle(chat_target, marker, tmp_path):
+def target_with_pickle(chat_target, marker, tmp_path):
     folder = shutil.copytree(chat_target, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_PickleWithCode(marker)))
@@ -51,7 +51,7 @@ def with_pickle(chat_target, marker, tmp_path):
 
 
 @pytest.mark.parametrize("read", [load_tokenizer, read_architecture, lambda folder: load_reader(folder, (0, 1), "cpu")])
-@pytest.mark.parametrize("kind", ["with_code", "with_pickle"])
+@pytest.mark.parametrize("kind", ["target_with_code", "target_with_pickle"])
 def test_code_in_a_target_is_not_executed(request, marker, kind, read):
     folder = request.getfixturevalue(kind)
     try:
@@ -64,13 +64,13 @@ def test_code_in_a_target_is_not_executed(request, marker, kind, read):
     assert "[y/N]" not in message  # transformers' prompt for permission
 
 
-def test_pickled_target_weights_are_refused(with_pickle, marker):
+def test_pickled_target_weights_are_refused(target_with_pickle, marker):
     with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsupported|safetensors"):
-        load_reader(with_pickle, (0, 1), "cpu")
+        load_reader(target_with_pickle, (0, 1), "cpu")
     assert not marker.exists()
 
 
-def test_pickled_heads_are_refused(with_pickle, marker):
+def test_pickled_heads_are_refused(target_with_pickle, marker):
     with pytest.raises(PeagleError, match="safetensors"):
-        read_shapes(with_pickle)
+        read_shapes(target_with_pickle)
     assert not marker.exists()

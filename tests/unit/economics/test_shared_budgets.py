@@ -14,7 +14,7 @@ from peagle.economics.shared_budgets import (
     write_draw,
 )
 from peagle.errors import ConfigError
-from peagle.records import record_of
+from peagle.records import validate_record
 
 MIDNIGHT = datetime(2026, 11, 30, tzinfo=UTC).timestamp()
 DAY = int(MIDNIGHT // 86_400)
@@ -29,11 +29,11 @@ def test_budgets_round_trip(tmp_path):
     assert [(budget.name, budget.budget_usd, budget.budget_every) for budget in read_budgets(path)] == [
         ("team=search", 7.0, "week")
     ]
-    assert record_of(SharedBudget, {"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
-    assert record_of(SharedBudget, {"name": "endpoint", "budget_usd": 1}, where="it").account == "*"
+    assert validate_record(SharedBudget, {"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
+    assert validate_record(SharedBudget, {"name": "endpoint", "budget_usd": 1}, where="it").account == "*"
     for values in ({"name": "search", "budget_usd": 1}, {"name": "team=search", "budget_usd": 0}, 3):
         with pytest.raises(ConfigError):
-            record_of(SharedBudget, values, where="it")
+            validate_record(SharedBudget, values, where="it")
 
 
 @pytest.mark.parametrize("text", ["{}", "[{}]", "nothing"])

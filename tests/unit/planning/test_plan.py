@@ -79,7 +79,7 @@ def test_sensitivity_names_exceeded_limits(plan):
     text = text_plan(result)
     assert "not possible" in text
     assert "exceeds the latency limits" in text
-    assert "Below an acceptance length of 1.45 the choice is beyond a limit that was given." in text
+    assert "Below an acceptance length of 1.45, the choice exceeds a given limit." in text
     loose = plan(max_tpot_ms=30)
     assert loose["least_acceptance_length"] is None or loose["least_acceptance_length"] < 1.1
     assert {row["beyond"] for row in loose["sensitivity"] if row["factor"] >= 0.9} == {None}
@@ -133,7 +133,7 @@ def test_an_engine_larger_than_its_machine_is_refused(plan, sweep, report):
     stated = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
     result = plan(measured=[report(price=stated, hardware=hardware)], tokens=360_000, within=None)
     assert result["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)
-    with pytest.raises(ConfigError, match=r"box-2 has 2 devices, and an engine of sweep\.json holds 4"):
+    with pytest.raises(ConfigError, match=r"box-2 has 2 devices, but an engine of sweep\.json uses 4"):
         plan(measured=[sweep(devices_per_engine=4, instance_type="box-8")], instance_types="box-2")
 
 
@@ -210,7 +210,7 @@ def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
         ({"devices_per_engine": -1}, r"sweep.json: devices per engine must be an integer of at least 1, got -1"),
         ({"devices_per_engine": True}, "devices per engine must be an integer of at least 1, got True"),
         ({"start_s": float("inf")}, "start_s: Input should be a finite number"),
-        ({"start_s": None}, "has no start time of an engine"),
+        ({"start_s": None}, "does not say how long an engine takes to start"),
     ],
 )
 def test_invalid_sweeps_are_refused(changes, message, sweep, plan):

@@ -18,7 +18,7 @@ def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
 def test_baseline_of_cells_by_concurrency(cells):
     assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
     timed = [
-        cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.drafts else 1), "spread": 0.04})
+        cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.has_drafter else 1), "spread": 0.04})
         for cell in cells
         if (cell.method, cell.concurrency) != ("none", 1)
     ]

@@ -52,7 +52,7 @@ def test_other_files_are_not_profiles(text, message, tmp_path):
         (lambda d: d.update(peagle_profile=2), "peagle_profile: Input should be 1"),
         (lambda d: d.pop("tuned"), "tuned: Field required"),
         (lambda d: d["engine"].update(max_seqs=3), "engine has the unknown key 'max_seqs' .*max_num_seqs"),
-        (lambda d: d["engine"].pop("drafter"), "engine lacks drafter"),
+        (lambda d: d["engine"].pop("drafter"), "engine must have drafter"),
         (lambda d: d["engine"].update(num_speculative_tokens=9), "no measurement of the chosen engine"),
         (lambda d: d.update(measurements=[]), "measurements"),
         (lambda d: d["measurements"][0].update(k=0), "k must be 0 with method none"),

@@ -40,11 +40,11 @@ def test_a_run_uses_the_profile(resolve_with_profile):
 
 def test_a_losing_drafter_has_one_warning(resolve_with_profile):
     watch = resolve_with_profile().drafter_watch()
-    assert watch.needed == pytest.approx(1.28)  # 1.6 x 40 / 50
-    assert watch.new(num_drafts=100, acceptance_length=1.1) == []
-    (warning,) = watch.new(num_drafts=1000, acceptance_length=1.1)
+    assert watch.break_even_length == pytest.approx(1.28)  # 1.6 x 40 / 50
+    assert watch.new_warnings(num_drafts=100, acceptance_length=1.1) == []
+    (warning,) = watch.new_warnings(num_drafts=1000, acceptance_length=1.1)
     assert "--drafter none" in warning
-    assert watch.new(num_drafts=2000, acceptance_length=1.1) == []
+    assert watch.new_warnings(num_drafts=2000, acceptance_length=1.1) == []
 
 
 def test_other_weights_have_a_note(resolve_with_profile, file):

@@ -77,7 +77,7 @@ def test_endpoint_ledgers_have_the_same_notes(month):
 def test_training_includes_its_response_runs(month):
     config = TrainConfig(prompts=["stdlib"], output=month / "heads")
     for mode in DECODING_MODES:
-        write_nightly(config.answers(mode))
+        write_nightly(config.responses_folder(mode))
     response_runs = ["heads/responses/greedy", "heads/responses/sampled"]
     before = find_ledgers(["heads"])
     assert [ledger.run for ledger in before.ledgers] == response_runs

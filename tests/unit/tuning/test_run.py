@@ -81,7 +81,7 @@ def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
     assert "times the best without speculation" in profile.decision
     assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
     assert profile.chosen.head_fingerprint == folder_fingerprint(tmp_path / "head")
-    assert {cell.head_fingerprint for cell in profile.measurements if not cell.drafts} == {None}
+    assert {cell.head_fingerprint for cell in profile.measurements if not cell.has_drafter} == {None}
     assert len(profile.measurements) == 6
     assert profile.tuned.concurrency == 3
     assert profile.target.name == str(tmp_path / "target") or profile.target.revision

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from peagle.tuning.search import FINAL_PASSES, Candidate, Score, Search, Turn
+from peagle.tuning.search import FINAL_PASSES, Candidate, CandidatePass, Score, Search
 
 START_S, PASS_S = 60.0, 10.0
 ENGINES = ("none", "k3", "k5", "k7")
@@ -16,12 +16,12 @@ class SimulatedSpeeds:
 
     def __init__(self, speed, *, budget_s=1000000000.0, noise=None, excess=lambda candidate: 0.0, broken=()):
         self.speed, self.noise, self.excess, self.broken = speed, noise or {}, excess, broken
-        self.turns: list[Turn] = []
+        self.finished: list[CandidatePass] = []
         self.starts: list[str] = []
         self.search = Search(grid(), score=self.score, budget_s=budget_s)
 
     def score(self, candidate, num_passes):
-        num = sum(turn.candidate == candidate for turn in self.turns)
+        num = sum(planned.candidate == candidate for planned in self.finished)
         if not num:
             return None
         noise = self.noise.get(candidate, 0.0) / min(num, num_passes or num)
@@ -30,28 +30,28 @@ class SimulatedSpeeds:
         )
 
     def run(self):
-        search, up = self.search, None
-        while (turn := search.next(up)) is not None:
-            if turn.candidate.engine != up:
-                up = turn.candidate.engine
+        search, running = self.search, None
+        while (planned := search.next(running)) is not None:
+            if planned.candidate.engine != running:
+                running = planned.candidate.engine
                 search.spent_s += START_S
-                self.starts.append(up)
-                if up in self.broken:
-                    search.fail(up, "out of memory")
-                    up = None
+                self.starts.append(running)
+                if running in self.broken:
+                    search.fail(running, "out of memory")
+                    running = None
                     continue
             search.spent_s += PASS_S
-            self.turns.append(turn)
-            search.add(turn, start_s=START_S, pass_s=PASS_S)
+            self.finished.append(planned)
+            search.add(planned, start_s=START_S, pass_s=PASS_S)
         return search.best()
 
     @property
     def passes(self):
-        return Counter(turn.candidate for turn in self.turns)
+        return Counter(planned.candidate for planned in self.finished)
 
 
 def candidate(engine, concurrency):
-    return Candidate(engine=engine, concurrency=concurrency, drafts=engine != "none")
+    return Candidate(engine=engine, concurrency=concurrency, has_drafter=engine != "none")
 
 
 def grid():
@@ -76,7 +76,7 @@ def test_one_start_serves_all_concurrencies():
     simulated = SimulatedSpeeds(speed_of)
     simulated.run()
     assert simulated.starts[:4] == list(ENGINES)
-    engines = [engine for engine, _ in itertools.groupby(turn.candidate.engine for turn in simulated.turns)]
+    engines = [engine for engine, _ in itertools.groupby(planned.candidate.engine for planned in simulated.finished)]
     assert simulated.starts == engines
 
 
@@ -97,7 +97,7 @@ def test_a_drafter_must_win_by_two_percent():
 
     best = SimulatedSpeeds(equal_speed).run()
     assert best is not None
-    assert not best.drafts
+    assert not best.has_drafter
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
@@ -106,7 +106,7 @@ def test_the_budget_is_kept(budget_s):
     simulated.run()
     # Only the first engine may exceed the budget, because nothing has been measured yet.
     assert simulated.search.spent_s <= budget_s or len(simulated.starts) == 1
-    assert simulated.turns
+    assert simulated.finished
 
 
 def test_candidates_within_limits_have_priority():

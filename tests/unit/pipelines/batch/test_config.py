@@ -72,8 +72,8 @@ def test_unrepresentable_deadline_is_refused(deadline):
     ("keys", "message"),
     [
         ({"nodes_per_engine": 0}, "greater than or equal to 1"),
-        ({"nodes_per_engine": 2}, r"nodes_per_engine 2 does not divide the 1 rank\(s\)"),
-        ({"nodes_per_engine": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "does not divide the 6 rank"),
+        ({"nodes_per_engine": 2}, "nodes_per_engine 2 does not divide the number of ranks"),
+        ({"nodes_per_engine": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "pipeline_parallel_size = 6"),
         ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engine": "fake"}, "fake, which has no ranks"),
         ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "use a fixed number"),
     ],

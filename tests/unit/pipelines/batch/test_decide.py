@@ -6,7 +6,7 @@ from pipelines.batch import decide as module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.decide import hardware_for
 from pipelines.batch.request import RunRequest
-from pipelines.batch.run import begin_or_continue
+from pipelines.batch.run import create_or_continue
 
 
 def request_of(config):
@@ -72,7 +72,7 @@ def test_run_describes_its_price(resolved_run):
 
 def test_run_from_cpus_does_not_wait_for_accelerators(resolved_run):
     request, run = resolved_run()
-    begin_or_continue(request, run)
+    create_or_continue(request, run)
     config = run.config.model_copy(update={"accelerator_type": "H100"})
     with pytest.raises(ConfigError, match=r"was started on .*accelerator_type H100 cannot continue it"):
         hardware_for(request_of(config), run.directory, print)

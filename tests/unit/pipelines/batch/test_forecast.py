@@ -5,9 +5,9 @@ import pytest
 from peagle.errors import CapacityError, ConfigError, InputError
 from pipelines.batch import forecast as module
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.forecast import forecast, resolved_defaults
+from pipelines.batch.forecast import forecast, resolve_unset_options
 from pipelines.batch.request import RunRequest
-from pipelines.batch.run import begin_or_continue
+from pipelines.batch.run import create_or_continue
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_forecast_for_this_machine(make_forecast):
     result, lines = make_forecast(usd_per_hour=None)
     assert (result.is_here, result.num_rows_left, result.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
-    assert lines["prompts"] == "260 tokens, 13 a row (all rows)"
+    assert lines["prompts"] == "260 tokens, 13 per row (all rows)"
     assert lines["answers"] == "at most 1,000 tokens in all"
     assert lines["drafter"].startswith("none (")
     assert lines["price"].endswith("; assumed)")
@@ -44,7 +44,7 @@ def test_forecast_for_other_machines(make_forecast):
     assert "of 71.7 GiB (weights " in lines["memory"]
     assert lines["price"] == "$55.04 per hour for 8 H100 (p5.48xlarge, on-demand, aws us-east-1; stated)"
     assert lines["engines cost"] == "$110.08 an hour"
-    assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
+    assert lines["budget"] == "$220.16 pays for 2 h 0 min of these engines"
 
 
 def test_forecast_does_not_contact_the_cluster(make_forecast, monkeypatch):
@@ -61,10 +61,10 @@ def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
     )
     result, lines = make_forecast(usd_per_hour=36.0)
     share = result.run.placement.num_devices / result.run.price.num_devices
-    assert result.most_s == 100
+    assert result.max_generation_s == 100
     assert result.to_dict()["most_usd"] == pytest.approx(1.0 * share)
     assert lines["expected"].startswith("at most 1 min 40 s and $")
-    assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
+    assert lines["expected"].endswith("10 tokens/s per engine with 8 concurrent requests (measured, a test)")
 
 
 def test_forecast_is_json(make_forecast):
@@ -73,7 +73,7 @@ def test_forecast_is_json(make_forecast):
 
 def test_forecast_of_an_existing_run(resolved_run):
     request, run = resolved_run()
-    begin_or_continue(request, run)
+    create_or_continue(request, run)
     result = forecast(request, print)
     assert dict(result.lines())["run"] == f"{run.directory}: continues, 12 rows left"
     assert run.directory.committed() == set()
@@ -90,7 +90,7 @@ def test_forecast_refuses_invalid_runs(make_forecast, tmp_path, write_jsonl):
 
 def test_defaults_are_resolved_with_reasons(chat_target, tmp_path):
     config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(chat_target), precision="bf16")
-    result = resolved_defaults(config)
+    result = resolve_unset_options(config)
     assert result["drafter"][0] == "none"
     assert result["drafter"][1].startswith("catalog: ")
     assert result["max_num_seqs"] == (8, "default on cpu")

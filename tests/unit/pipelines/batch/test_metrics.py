@@ -46,8 +46,8 @@ def beat(life_s):
 
 def test_metrics_of_committed_units(ray_metrics, make):
     run = make()
-    run.committed(unit(3, 1))
-    run.committed(unit(4))
+    run.record_committed(unit(3, 1))
+    run.record_committed(unit(4))
     assert ray_metrics["peagle_rows_total", *MODEL, "ok"] == 7
     assert ray_metrics["peagle_rows_total", *MODEL, "failed"] == 1
     assert ray_metrics["peagle_output_tokens_total", *MODEL] == 60
@@ -87,7 +87,7 @@ def test_no_gauges_for_missing_limits(ray_metrics, make):
 
 
 def test_batch_metrics_use_the_served_name(ray_metrics, make):
-    make("mine").committed(unit(1))
+    make("mine").record_committed(unit(1))
     assert ("peagle_rows_total", "mine", "fake", "ok") in ray_metrics
 
 

@@ -13,10 +13,10 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.directory import RunDirectory
 from pipelines.batch import multinode
-from pipelines.batch.multinode import Follower, FollowerGroup
+from pipelines.batch.multinode import Follower, Followers
 
 WAIT_S = 20
-NODE_RESOURCES = {"CPU": 1.0}
+RESOURCES_PER_NODE = {"CPU": 1.0}
 
 
 def engine_run(run_dir="run"):
@@ -24,7 +24,7 @@ def engine_run(run_dir="run"):
         directory=RunDirectory(run_dir),
         slots_name="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
-        placement=SimpleNamespace(num_engines_on_node=1, resources_per_node=NODE_RESOURCES),
+        placement=SimpleNamespace(num_engines_on_node=1, resources_per_node=RESOURCES_PER_NODE),
     )
 
 
@@ -32,10 +32,10 @@ class Cluster:
     """Two fake follower actors. `end` ends the second one; `killed` counts kills of the leader's child processes."""
 
     def __init__(self, monkeypatch):
-        self.joined, self.killed, self.groups = [], threading.Semaphore(0), []
+        self.joined, self.killed, self.started_followers = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
-        monkeypatch.setattr(multinode, "_actors", lambda resources, count: actors[:count])
+        monkeypatch.setattr(multinode, "_actors", lambda resources_per_node, count: actors[:count])
         monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.1")
         monkeypatch.setattr(multinode, "_POLL_S", 0.01)
         monkeypatch.setattr("ray.wait", self._wait)
@@ -50,16 +50,16 @@ class Cluster:
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
 
     def lead(self):
-        self.groups.append(FollowerGroup(engine_run(), "session"))
-        return self.groups[-1]
+        self.started_followers.append(Followers(engine_run(), "session"))
+        return self.started_followers[-1]
 
     def join(self):
-        """End the watching threads, which would otherwise call the real `ray.get` and connect to a running cluster."""
+        """End the watching threads, which would otherwise call the real `ray.get` and connect to a Ray cluster."""
         self._has_ended.set()
-        for group in self.groups:
-            group.started(lambda _: None)
+        for followers in self.started_followers:
+            followers.set_started(lambda _: None)
             for thread in threading.enumerate():
-                if getattr(thread, "_target", None) == group._watch:
+                if getattr(thread, "_target", None) == followers._watch:
                     thread.join(WAIT_S)
 
     def end(self, error=None):
@@ -102,7 +102,7 @@ def test_followers_get_the_leaders_address(cluster):
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
     errors = queue.Queue()
     followers = cluster.lead()
-    followers.started(errors.put)
+    followers.set_started(errors.put)
     assert followers.failure is None
     cluster.end(error)
     assert errors.get(timeout=WAIT_S).startswith(message)
@@ -120,7 +120,7 @@ def test_start_is_aborted_when_a_follower_ends(cluster):
 def test_released_followers_do_not_end_the_engine(cluster):
     calls = []
     followers = cluster.lead()
-    followers.started(calls.append)
+    followers.set_started(calls.append)
     followers.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == followers._watch)
     cluster.end()
@@ -139,9 +139,9 @@ def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced
     monkeypatch.setattr(module, "get_placement_group", lambda name: f"group {name}")
     monkeypatch.setattr(module, "remove_placement_group", removed.append)
     monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))
-    bundles, keys = multinode._group(NODE_RESOURCES, 2)
+    bundles, keys = multinode._group(RESOURCES_PER_NODE, 2)
     assert removed == (["group peagle-a1"] if is_replaced else [])
-    assert bundles == [NODE_RESOURCES, NODE_RESOURCES]
+    assert bundles == [RESOURCES_PER_NODE, RESOURCES_PER_NODE]
     assert (keys["strategy"], keys["name"]) == ("STRICT_SPREAD", "peagle-a1")
     assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
 

@@ -25,7 +25,7 @@ def test_deadline_is_fixed_at_the_start(monkeypatch, make_request):
     monkeypatch.setattr(request_module.time, "time", lambda: soon.timestamp() + 1)
     with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as stopped:
         request.require_time()
-    assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
+    assert stopped.value.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
 def test_stop_ends_the_wait_for_a_cluster(make_request):

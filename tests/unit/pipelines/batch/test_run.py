@@ -16,7 +16,7 @@ from pipelines.batch import decide as decide_module
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
-from pipelines.batch.run import begin_or_continue
+from pipelines.batch.run import create_or_continue
 from pipelines.cluster import ray
 
 COMMAND = ["peagle", "generate"]
@@ -32,27 +32,27 @@ def started(config, **others):
 
 def test_stored_plan_replaces_a_concurrent_one(resolved_run):
     (request, second), (_, first) = resolved_run(rows_per_unit=5), resolved_run(rows_per_unit=2)
-    assert begin_or_continue(request, first) == first.plan
-    opened = begin_or_continue(request, second)
+    assert create_or_continue(request, first) == first.plan
+    opened = create_or_continue(request, second)
     assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
     assert opened == second.directory.plan() == first.plan
 
 
 def test_served_name_is_stored(resolved_run):
-    begin_or_continue(*resolved_run(served_name="plain"))
+    create_or_continue(*resolved_run(served_name="plain"))
     request, other = resolved_run(served_name="other")
-    begin_or_continue(request, other)
+    create_or_continue(request, other)
     assert other.directory.manifest()["served_name"] == "plain"
 
 
 def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
     request, run = resolved_run()
     old_plan = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))  # version 1
-    assert begin_or_continue(request, replace(run, plan=old_plan)) == old_plan
-    assert begin_or_continue(request, run) == old_plan
+    assert create_or_continue(request, replace(run, plan=old_plan)) == old_plan
+    assert create_or_continue(request, run) == old_plan
     (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*corpus\.content"):
-        begin_or_continue(request, run)
+        create_or_continue(request, run)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def run_without_accelerators(resolved_run, monkeypatch):
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
     )  # fmt: skip
     request, first = resolved_run(hardware=h100, accelerator_type="H100", rows_per_unit=12)
-    begin_or_continue(request, first)
+    create_or_continue(request, first)
     run = first.directory
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
@@ -120,7 +120,7 @@ def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
-    assert stopped.value.hint == "the same command continues: peagle generate"
+    assert stopped.value.hint == "the same command continues the run: peagle generate"
 
 
 def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
@@ -130,11 +130,11 @@ def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
 
 def test_price_of_a_run_cannot_change(resolved_run):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
-        begin_or_continue(*resolved_run(**keys))
+        create_or_continue(*resolved_run(**keys))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
-        begin_or_continue(*resolved_run(usd_per_hour=2))
+        create_or_continue(*resolved_run(usd_per_hour=2))
     request, batch = resolved_run(usd_per_hour=2)
-    begin_or_continue(request, replace(batch, slot_group="endpoint"))  # a batch has the price of its endpoint
+    create_or_continue(request, replace(batch, slot_group="endpoint"))  # a batch has the price of its endpoint
 
 
 @pytest.fixture

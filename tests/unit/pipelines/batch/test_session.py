@@ -11,7 +11,7 @@ from peagle.corpus.rows import Span
 from peagle.runs.liveness import Heartbeats
 from peagle.runs.plan import Plan, WorkUnit
 from pipelines.batch import session
-from pipelines.batch.session import Admission, work_by_unit
+from pipelines.batch.session import StartPolicy, work_by_unit
 
 SESSION = engine_session("now", load_s=60.0, busy_s=100.0, num_output_tokens=1, ended=False)
 BEFORE = replace(SESSION, session_id="before")
@@ -44,9 +44,9 @@ def sleeps(monkeypatch):
 
 
 def wait(run, *, num_engines=1, num_units=12, work=None):
-    Admission(
+    StartPolicy(
         num_engines=num_engines, work=work or (1,) * num_units, sessions_before=frozenset({"before"}), heartbeat_s=5.0
-    ).wait(run)
+    ).wait_until_needed(run)
 
 
 def test_engines_below_the_minimum_load(sleeps):

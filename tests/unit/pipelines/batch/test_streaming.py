@@ -24,7 +24,7 @@ class Directory:
     stop = SimpleNamespace(clear=lambda: None)
 
 
-METRICS = SimpleNamespace(committed=lambda _: None, update=lambda *_: None)
+METRICS = SimpleNamespace(record_committed=lambda _: None, update=lambda *_: None)
 
 
 class Supervisor:

@@ -60,7 +60,7 @@ def test_start_warnings_are_reported_once(start):
 
 def test_run_within_limits_continues(start):
     run, supervisor = start(budget_usd=100, deadline="2h", max_failed_rows="2")
-    supervisor.require_room()
+    supervisor.require_within_limits()
     supervisor.observe()
     assert supervisor.ending is None
     assert run.stop.grace_s() is None
@@ -110,7 +110,7 @@ def test_rows_left_are_counted_from_commits(start):
 def test_budget_counts_earlier_attempts(start):
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:
-        supervisor.require_room()
+        supervisor.require_within_limits()
     assert "the budget of $0.00100 is reached" in stopped.value.message
     arguments = stopped.value.hint.split()
     assert arguments[-2] == "--budget-usd"
@@ -121,21 +121,21 @@ def test_budget_counts_earlier_attempts(start):
 def test_passed_timestamp_is_not_in_the_resume_command(start):
     _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
     with pytest.raises(StoppedEarly, match="the deadline 20") as stopped:
-        supervisor.require_room()
+        supervisor.require_within_limits()
     assert stopped.value.hint.endswith("--output runs/a --deadline none")
 
 
 def test_duration_deadline_restarts(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
     with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as stopped:
-        supervisor.require_room()
+        supervisor.require_within_limits()
     assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
 
 
 def test_too_many_dead_letters(start):
     _, supervisor = start(max_failed_rows="1")
     with pytest.raises(TooManyFailedRows) as stopped:
-        supervisor.require_room()
+        supervisor.require_within_limits()
     assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in stopped.value.message
     assert "2 refused; for example row 000000001: too odd" in stopped.value.message
     assert stopped.value.hint.endswith("--output runs/a --retry-failed")
@@ -166,7 +166,7 @@ def test_crashes_count_across_hosts(start):
 def test_budget_can_grow(start):
     allowance = Allowance(usd=100)
     _, supervisor = start(budget_usd=0.001, allowance=allowance)
-    supervisor.require_room()
+    supervisor.require_within_limits()
     supervisor.observe()
     assert supervisor.ending is None
     allowance.usd = 0.002
@@ -220,10 +220,10 @@ def test_crashes_with_progress_do_not_end_the_run(start):
 
 def test_stop_ends_the_wait_for_engines(start):
     _, supervisor = start()
-    supervisor.require_room()
+    supervisor.require_within_limits()
     supervisor._request.stop.set()
     with pytest.raises(StoppedEarly, match="1 of 4 units committed: stopped by a signal"):
-        supervisor.require_room()
+        supervisor.require_within_limits()
 
 
 class Draw:

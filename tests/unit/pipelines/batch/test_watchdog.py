@@ -206,7 +206,7 @@ def finished(watchdog_, delay_s):
     async def scene():
         cancelled = []
         work = asyncio.create_task(after(delay_s, cancelled))
-        is_finished = await watchdog_.finished(work)
+        is_finished = await watchdog_.wait_for_unit(work)
         await asyncio.sleep(0)
         return is_finished, bool(cancelled)
 
@@ -232,6 +232,6 @@ def test_silent_engine_ends_its_process(watch):
 
 
 def test_silent_self_check_is_an_error(watch):
-    assert asyncio.run(watch().checked(after(0.3))) == "done"
+    assert asyncio.run(watch().wait_for_self_check(after(0.3))) == "done"
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.1 s"):
-        asyncio.run(watch(works=False).checked(after(30)))
+        asyncio.run(watch(works=False).wait_for_self_check(after(30)))

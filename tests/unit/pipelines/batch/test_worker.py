@@ -267,7 +267,7 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
         raise EngineError("vLLM did not start: its core ended")
 
     followers = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
-    monkeypatch.setattr(engine_start, "FollowerGroup", lambda run, session_id: followers)
+    monkeypatch.setattr(engine_start, "Followers", lambda run, session_id: followers)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
     run_scene = scene()
     engine_worker = run_scene.worker(FakeEngine())

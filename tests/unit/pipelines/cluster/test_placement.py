@@ -48,7 +48,7 @@ def test_hyper_threads_do_not_count_as_cores():
     threads = replace(cpu_node(8), core_ids=(0, 2, 4, 6))
     with pytest.raises(CapacityError, match=r"5 engines need a CPU core each; 1 node\(s\) have 4(.|\n)*--engines 4"):
         place(threads, num_engines=5, accelerators_per_engine=1, num_nodes=1)
-    shared = place(threads, num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    shared = place(threads, num_engines=1, accelerators_per_engine=1, num_nodes=1, max_engines=8)
     assert (shared.num_engines_on_node, shared.num_devices) == (4, 2)
     quota = replace(threads, is_cpu_quota=True)
     assert place(quota, num_engines=5, accelerators_per_engine=1, num_nodes=1).num_engines_on_node == 5
@@ -60,9 +60,9 @@ def test_gpu_engine_reserves_its_accelerators():
 
 
 def test_node_is_shared_by_later_engines():
-    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
+    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, max_engines=8)
     assert (few.num_engines_on_node, few.num_devices) == (4, 1)
-    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
+    two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, max_engines=8)
     assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
 
 
@@ -91,7 +91,7 @@ def test_engines_are_divided_among_present_and_future_nodes(nodes, num_accelerat
     node = gpu_node(num_accelerators)
     num_nodes = num_engine_nodes(nodes, node, num_engines=num_engines)
     assert num_nodes == expected
-    placement = place(node, num_engines=num_engines, accelerators_per_engine=1, num_nodes=num_nodes, most_engines=64)
+    placement = place(node, num_engines=num_engines, accelerators_per_engine=1, num_nodes=num_nodes, max_engines=64)
     check_capacity(EngineSpec(model="org/model"), node, num_engines_on_node=placement.num_engines_on_node)
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
-from pipelines.online.forecast import forecast, resolved_defaults
+from pipelines.online.forecast import forecast, resolve_unset_options
 from pipelines.online.sagemaker import SageMakerConfig
 
 
@@ -37,7 +37,7 @@ def test_forecast_for_other_machines(tmp_path, chat_target):
     assert (result.is_here, result.num_nodes) == (False, 3)
     assert result.usd_per_h(is_maximum=True) == pytest.approx(3 * 3.36312)
     assert [model["name"] for model in result.to_dict()["models"]] == ["a", "b"]
-    rows = resolved_defaults(ServeConfig(state=tmp_path / "state", **keys))
+    rows = resolve_unset_options(ServeConfig(state=tmp_path / "state", **keys))
     assert rows["b.max_num_seqs"] == (256, "default on cuda")
     assert rows["b.precision"][1].startswith("price table: 1 x RTX PRO 6000")
     assert "instance_type" not in rows

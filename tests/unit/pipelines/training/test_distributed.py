@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.features import extract
 from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
@@ -48,7 +47,7 @@ def test_steps_are_reported_when_a_resume_truncates_and_extends_the_file(tmp_pat
     assert steps == [2]
 
     with _Follower(tmp_path, listener, RecordedSpend()):
-        metrics.cut(metrics.num_bytes // 2)
+        metrics.truncate(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(step(number, train_s))
     assert steps == [2, 3, 4]
@@ -73,7 +72,7 @@ def test_work_is_counted_with_checkpoints_and_lost_with_truncated_steps(tmp_path
     with _Follower(tmp_path, Listener(), spent):
         (tmp_path / "checkpoint.pt").touch()
     with _Follower(tmp_path, Listener(), spent):
-        metrics.cut(0)
+        metrics.truncate(0)
     assert spent.records == ["kept", "lost"]
 
 
@@ -210,7 +209,7 @@ def test_cluster_hardware_determines_the_training_device(
 
     def extract_here(job, progress, *, device, **_):
         seen.append(device)
-        extract(job, progress)
+        extract_here(job, progress)
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
