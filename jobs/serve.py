@@ -1,7 +1,6 @@
 """`peagle serve`: run the endpoint on this machine or on the cluster of RAY_ADDRESS."""
 
 import argparse
-import importlib
 import os
 import sys
 import threading
@@ -128,11 +127,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
-        # `bind` needs Ray Serve's module for LLMs, whose import takes seconds: import it while Ray starts. The packages
-        # above it are imported first, so that this thread never sees them half imported.
-
-        threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True).start()
-        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
+        # `bind` needs this module, whose import takes about as long as the start of Ray.
+        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST, preload="ray.serve.llm"):
             if is_remote:
                 hardware = inspect()
                 served = resolve(config, hardware, num_nodes=cluster.num_nodes(hardware), announce=print)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -42,7 +43,9 @@ def is_remote() -> bool:
 
 
 @contextlib.contextmanager
-def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> Iterator[None]:
+def ray_cluster(
+    *, metrics_port: int | None = None, if_lost: str = IF_LOST, preload: str | None = None
+) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
     A process that has already joined a cluster keeps using it. A SIGTERM handler that was set before stays in place.
@@ -50,6 +53,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     Args:
         metrics_port: port of Ray's Prometheus exporter; None means a free port on the loopback address.
         if_lost: the hint of `RayDied`: what is lost, and how to continue.
+        preload: a module to import in a thread while Ray starts.
 
     Raises:
         CapacityError: the cluster did not start, or cannot be joined.
@@ -72,6 +76,8 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     _set_up_environment(has_metrics_port=metrics_port is not None)
     import ray
 
+    if preload is not None:
+        threading.Thread(target=importlib.import_module, args=(preload,), daemon=True).start()
     remote = is_remote()
     handler = signal.getsignal(signal.SIGTERM)
     keep_off_standard_output()
