@@ -156,7 +156,7 @@ def test_engine_options_reach_engines_and_fingerprint(target, head):
     assert planned.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
     assert engine_options.items() <= planned.fingerprint(dataset).items()
-    assert not engine_options.options() & plan(target, GPU, **options).fingerprint(dataset).options()
+    assert not engine_options.keys() & plan(target, GPU, **options).fingerprint(dataset).keys()
 
 
 def test_conflicting_engine_args_are_refused(target):

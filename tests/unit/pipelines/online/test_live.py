@@ -159,12 +159,14 @@ def watched(*reports):
             raise by_model
         return {"by_model": by_model}
 
-    def new(**metrics):
+    def new_warnings(**metrics):
         received.append(metrics)
         return [f"check {len(received)}"]
 
     stopped = SimpleNamespace(wait=lambda timeout: not unread)
-    watch_drafters({"m": SimpleNamespace(new=new)}, SimpleNamespace(report=report), stopped, messages.append)
+    watch_drafters(
+        {"m": SimpleNamespace(new_warnings=new_warnings)}, SimpleNamespace(report=report), stopped, messages.append
+    )
     return messages, received
 
 

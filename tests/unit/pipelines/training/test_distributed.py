@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.features import extract_here
 from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
@@ -54,11 +55,11 @@ def test_steps_are_reported_when_a_resume_truncates_and_extends_the_file(tmp_pat
 
 
 class RecordedSpend:
-    """A training session that records whether its work was kept or lost."""
+    """A training session that records whether its work was saved or lost."""
 
     def __init__(self):
         self.records = []
-        self.keep, self.drop = lambda: self.records.append("kept"), lambda: self.records.append("lost")
+        self.record_saved, self.record_lost = lambda: self.records.append("saved"), lambda: self.records.append("lost")
 
     def beat(self):
         pass
@@ -73,7 +74,7 @@ def test_work_is_counted_with_checkpoints_and_lost_with_truncated_steps(tmp_path
         (tmp_path / "checkpoint.pt").touch()
     with _Follower(tmp_path, Listener(), spent):
         metrics.truncate(0)
-    assert spent.records == ["kept", "lost"]
+    assert spent.records == ["saved", "lost"]
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +208,7 @@ def test_cluster_hardware_determines_the_training_device(
         def fit(self):
             raise RuntimeError("no training in this test")
 
-    def extract_here(job, progress, *, device, **_):
+    def extract_on_this_machine(job, progress, *, device, **_):
         seen.append(device)
         extract_here(job, progress)
 
@@ -215,7 +216,7 @@ def test_cluster_hardware_determines_the_training_device(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
-    monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
+    monkeypatch.setattr(distributed, "extract_on_actors", extract_on_this_machine)
     config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
     with pytest.raises(PeagleError, match="the workers failed: no training in this test"):
         train_on_workers(config, Listener())
