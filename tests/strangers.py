@@ -40,8 +40,8 @@ def http_answer(host, port, path):
         return 0, b""
 
 
-def exposed_without_token(host, port):
-    """Return what a port exposes without the token: `metrics`, `token` (nothing), or `open` with the status."""
+def port_protection(host, port):
+    """Return `token` if the port requires the token, `metrics` if it serves only metrics, or `open` with the status."""
     metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
     if b"# HELP" in metrics[1]:
         return "metrics"

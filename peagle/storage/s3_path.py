@@ -37,7 +37,7 @@ class S3Path:
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         parts = key.strip("/").split("/")
         if not bucket or not all(parts) or {".", ".."} & set(parts):
-            raise ConfigError(f"{url!r} names no folder of a bucket", hint=f"use {SCHEME}BUCKET/FOLDER")
+            raise ConfigError(f"{url!r} does not name a folder in a bucket", hint=f"use {SCHEME}BUCKET/FOLDER")
         return cls(bucket, "/".join(parts))
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from pipelines.cluster.terminal import keep_off_standard_output, own_groups
 from pipelines.cluster.vitals import Vitals, joined_parts, local_parts
 
 _POLL_S = 5.0
-NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
+NO_RAY = "make sure that the cluster is up and this machine is not overloaded, then run the same command again"
 _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "see docs/security.md"

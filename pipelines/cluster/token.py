@@ -110,7 +110,7 @@ def _is_open(address: str) -> bool:
                 return False
             raise CapacityError(
                 f"cannot determine whether the Ray cluster at {address} requires a token: {error.code().name}",
-                hint="make sure that the cluster is up; the same command tries again",
+                hint="make sure that the cluster is up; then run the same command again",
             ) from error
     return True
 

@@ -11,7 +11,7 @@ from tests.chaos.processes import kill
 from tests.faults.clients import OUTCOMES, Clients, ask, vanish
 from tests.faults.endpoint import Endpoint, Size
 
-VANISHING = "clients that vanish"
+CLIENTS_DISCONNECT = "clients that vanish"
 _ALLOWED = OUTCOMES[:3]
 # The proxy has the clients' sockets, so killing it also breaks connections.
 _ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
@@ -63,7 +63,7 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
     max_generated = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
-        "fault": VANISHING,
+        "fault": CLIENTS_DISCONNECT,
         "num_requests": num_clients,
         "outcomes": dict.fromkeys(OUTCOMES, 0),
         "cut": sum(record.outcome == "cut" for record in records),

@@ -13,7 +13,7 @@ def situation(**changes):
 
 
 @pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
+def test_budget_reserves_the_cost_of_shutdown(spent_usd, stops):
     limit_reached = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
     assert (limit_reached is not None) == stops
     if limit_reached:
@@ -23,7 +23,7 @@ def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
-def test_deadline_reserves_the_time_of_ending(now, stops):
+def test_deadline_reserves_time_for_shutdown(now, stops):
     limit_reached = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
     assert (limit_reached and limit_reached.limit) == ("deadline" if stops else None)
 
