@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from peagle.catalog.cards import load_catalog
 from peagle.economics.price_options import PriceOptions, hardware_of
-from peagle.economics.prices import Offer, PriceTable, choices
+from peagle.economics.prices import Offer, PriceTable, price_lines
 from peagle.engine.keys import TargetOptions
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes
 from peagle.engine.spec import EngineSpec
@@ -47,7 +47,7 @@ def offer_of(keys: PriceOptions) -> Offer:
     if keys.instance_type is None:
         raise ConfigError(
             "the configuration has no instance_type: it determines the size and price of the machines",
-            hint="\n    ".join(["use one of", *choices(table.offers, keys.market)]),
+            hint="\n    ".join(["use one of", *price_lines(table.offers, keys.market)]),
         )
     offers = [
         offer

@@ -75,7 +75,9 @@ class TrainingSpending:
                 busy_s=self._seen_at - self._kept_at,
             )
             with writing(self._folder, hint=_FULL):
-                append_request(self._folder, self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage))
+                append_request(
+                    self._folder, self._facts.unbilled_request(f"{self._session_id}-{self._num_kept}", usage)
+                )
             self._kept_at = self._seen_at
 
     def drop(self) -> None:

@@ -52,7 +52,7 @@ class Baseline:
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
-        """Return the step times at a concurrency: interpolated within the measured range, with the larger error.
+        """Return the step times at a concurrency, interpolated if it is in the measured range, with the larger error.
 
         >>> steps = (Step(concurrency=1, step_s=0.03, plain_step_s=0.02), Step(concurrency=3, step_s=0.05,
         ...     plain_step_s=0.02))
@@ -78,7 +78,7 @@ class Baseline:
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """Parse `to_text`; return None for an empty text."""
+        """Parse the result of `to_text`; return None for an empty text."""
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod
@@ -97,7 +97,7 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """Return the error of a ratio: half the spread of each side, added. Returns None if a spread is unknown.
+    """Return the relative error of a ratio: half the sum of both spreads, or None if a spread is unknown.
 
     >>> ratio_error([0.04, 0.06])
     0.05

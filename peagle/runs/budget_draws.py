@@ -20,10 +20,10 @@ from peagle.economics.shared_budgets import (
     ByDay,
     Draw,
     SharedBudget,
-    drawn,
     period_of,
     read_budgets,
     read_draws,
+    sum_draws,
     tag_accounts,
     write_draw,
 )
@@ -90,7 +90,7 @@ class TagDraw:
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
                 self._requests[account][group.day] += work.usd
-        self._runs, self._held = drawn(draw for draw in read_draws(self._ledger) if draw.run != self._draw.run)
+        self._runs, self._held = sum_draws(draw for draw in read_draws(self._ledger) if draw.run != self._draw.run)
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
-from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_at_time
+from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_session_at, read_sessions
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineFacts, EngineSession, Work, session_at
+from peagle.economics.usage import EngineFacts, EngineSession, Work, interpolate_session
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
@@ -175,7 +175,7 @@ def _endpoint(name: str, state: StoragePath) -> Ledger:
     work = read_work(ledger)  # before the sessions, so that every request has a session
 
     def at_time(session: EngineSession, moment: float) -> EngineSession:
-        return session_at_time(ledger, session, moment)
+        return read_session_at(ledger, session, moment)
 
     return Ledger(run=name, sessions=read_sessions(ledger), work=work, session_at=at_time)
 
@@ -212,5 +212,8 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[group] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(
-        run=name, sessions=sessions, work=work, session_at=lambda session, moment: session_at(moment, None, session)
+        run=name,
+        sessions=sessions,
+        work=work,
+        session_at=lambda session, moment: interpolate_session(moment, None, session),
     )

@@ -62,7 +62,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
     times, price = UnitTimes(), Price.from_dict(manifest["price"])
-    total = account(times.keep(run.usages()), _read_late(run), price)
+    total = account(times.record(run.usages()), _read_late(run), price)
     sessions = run.sessions()
     information = {
         **manifest["run"],

@@ -128,7 +128,7 @@ def begin_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
             run.price,
             run.hardware,
             before=Price.from_dict(before["price"]),
-            keys_before=before["config"],
+            recorded_options=before["config"],
             machine=machine_of(before["run"]["hardware"]),
         )
     directory.open()

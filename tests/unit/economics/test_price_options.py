@@ -88,7 +88,7 @@ def require_continuable(before, first, keys, now):
         resolve_price(keys, now),
         now,
         before=resolve_price(before, first),
-        keys_before=before.model_dump(mode="json"),
+        recorded_options=before.model_dump(mode="json"),
         machine=machine_of(first.to_dict()),
     )
 
@@ -127,8 +127,8 @@ def test_a_run_does_not_continue_at_another_price(before, first, keys, now):
 
 def test_a_changed_price_table_does_not_change_a_run():
     old, now = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8), resolve_price(H100_SPOT, gpus(8))
-    keys_before = H100_SPOT.model_dump(mode="json", exclude_none=True)
-    require_same_price(H100_SPOT, now, gpus(8), before=old, keys_before=keys_before, machine="8 x H100")
+    recorded_options = H100_SPOT.model_dump(mode="json", exclude_none=True)
+    require_same_price(H100_SPOT, now, gpus(8), before=old, recorded_options=recorded_options, machine="8 x H100")
 
 
 # --- hardware that an instance type or accelerator names

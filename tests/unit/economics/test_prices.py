@@ -7,9 +7,9 @@ from peagle.economics.prices import (
     DEFAULT_CPU_INSTANCE,
     Price,
     PriceTable,
-    choices,
     default_instance,
     is_accelerator,
+    price_lines,
 )
 from peagle.errors import PriceError
 
@@ -173,10 +173,10 @@ def test_an_accelerator_with_several_instance_types(table, device_name, listed, 
 
 
 def test_choices_list_devices_price_and_provider(table):
-    lines = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "on_demand")]
+    lines = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
     assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only
-    spot = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "spot")]
+    spot = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "spot")]
     assert "p5en.48xlarge 8 x H200 $11.76 to $18.57/h spot aws" in spot
     assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
 

@@ -22,7 +22,7 @@ from peagle.economics.spending import (
     node_charges,
 )
 from peagle.economics.statement import statement
-from peagle.economics.usage import Work, session_at
+from peagle.economics.usage import Work, interpolate_session
 from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
@@ -35,7 +35,7 @@ def session(session_id="s", **values):
     return engine_session(session_id, **defaults | values)
 
 
-def ledger(sessions, work, at=lambda session, moment: session_at(moment, None, session)):
+def ledger(sessions, work, at=lambda session, moment: interpolate_session(moment, None, session)):
     return Ledger(run="r", sessions=sessions, work=work, session_at=at)
 
 

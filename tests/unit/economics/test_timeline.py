@@ -20,7 +20,7 @@ def unit(name, start, end, *, tokens=100, busy_s=None):
 
 def make_timeline(units, sessions):
     times = UnitTimes()
-    total = account(times.keep(units), sessions, PRICE)
+    total = account(times.record(units), sessions, PRICE)
     return total, times.timeline(sessions, PRICE)
 
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
-from peagle.economics.ledger import sessions_bytes
+from peagle.economics.ledger import sessions_to_parquet
 from peagle.runs.audit import Finding, audit_files
 from peagle.runs.lease import hold_lease
 from peagle.runs.plan import Retry, plan_to_bytes
@@ -186,7 +186,7 @@ def test_ledger_must_have_every_engine(finished):
     copy = finished.ledger / "session-merged-1.parquet"
     shutil.copy(path, copy)
     assert kinds(finished) == [], "its files are being merged"
-    copy.write_bytes(sessions_bytes([replace(session, ended=False, num_output_tokens=2)]))
+    copy.write_bytes(sessions_to_parquet([replace(session, ended=False, num_output_tokens=2)]))
     assert single_finding(finished).message == "engine process engine is recorded twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
