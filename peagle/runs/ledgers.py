@@ -45,7 +45,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         PeagleError: a file is damaged.
     """
     runs, states, others = _find_folders(sources)
-    endpoints = [_endpoint(name, folder) for name, folder in states.items()]
+    endpoints = [_endpoint_ledger(name, folder) for name, folder in states.items()]
     billed = {group.session_id for ledger in endpoints for group in ledger.work}
     unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
@@ -62,11 +62,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
                 incomparable.append(name)
     if incomparable:
         notes.append(
-            f"{len(incomparable)} runs used different hardware or precision from the baseline: {incomparable[0]}, ..."
+            f"{len(incomparable)} runs used other hardware or precision than the baseline: {incomparable[0]}, ..."
         )
     ledgers = [_with_benchmark(ledger, benchmark) for ledger in endpoints]
     ledgers += [
-        _with_benchmark(_bulk(name, run), None if name in incomparable else benchmark) for name, run in unbilled.items()
+        _with_benchmark(_run_ledger(name, run), None if name in incomparable else benchmark)
+        for name, run in unbilled.items()
     ]
     names_by_label: defaultdict[str, list[str]] = defaultdict(list)
     for ledger in ledgers:
@@ -170,7 +171,7 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
     return str(command[2]) if command[:2] == ["POST", "/v1/batches"] and len(command) > 2 else None
 
 
-def _endpoint(name: str, state: StoragePath) -> Ledger:
+def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
     work = read_work(ledger)  # before the sessions, so that every request has a session
 
@@ -180,7 +181,7 @@ def _endpoint(name: str, state: StoragePath) -> Ledger:
     return Ledger(run=name, sessions=read_sessions(ledger), work=work, session_at=at_time)
 
 
-def _bulk(name: str, run: RunDirectory) -> Ledger:
+def _run_ledger(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
     concurrency = about.get("concurrency") or 0  # units do not record their own

@@ -12,8 +12,8 @@ from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, Retry, WorkUnit
 from peagle.runs.rows import PreparedUnit, prepare
 
-_MOST_SAMPLED_ROWS = 200
-_MOST_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
+_MAX_SAMPLED_ROWS = 200
+_MAX_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
 
 
 def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
@@ -60,9 +60,9 @@ class CorpusSample:
 def sample_corpus(plan: Plan, builder: RequestBuilder) -> CorpusSample:
     """Prepare the first rows of some units, spread evenly over the corpus."""
     units = [unit for unit in plan.units if unit.supersedes is None]
-    if plan.num_rows > _MOST_SAMPLED_ROWS:
-        units = units[:: math.ceil(len(units) / _MOST_SAMPLED_UNITS)]
-        rows_per_unit = math.ceil(_MOST_SAMPLED_ROWS / len(units))
+    if plan.num_rows > _MAX_SAMPLED_ROWS:
+        units = units[:: math.ceil(len(units) / _MAX_SAMPLED_UNITS)]
+        rows_per_unit = math.ceil(_MAX_SAMPLED_ROWS / len(units))
         units = [replace(unit, rows=tuple(range(min(rows_per_unit, unit.num_rows)))) for unit in units]
     num_sampled, num_prompt_tokens, num_output_tokens = 0, 0, 0
     letters: list[dict[str, Any]] = []

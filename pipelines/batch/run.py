@@ -247,4 +247,4 @@ def _export(run: ResolvedRun) -> Export | None:
     output_format = run.config.output_format
     if output_format == "auto":
         output_format = "openai-batch" if run.plan.is_batch else "parquet"
-    return None if output_format == "parquet" else export(run.directory, output_format, again=False)
+    return None if output_format == "parquet" else export(run.directory, output_format, force=False)

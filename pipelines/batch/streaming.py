@@ -17,7 +17,7 @@ from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
 from peagle.engine.startup import format_start_warning
 from peagle.errors import EngineError, PeagleError, StoppedEarly
-from peagle.runs.lease import taken_over
+from peagle.runs.lease import taken_over_error
 from peagle.runs.plan import WorkUnit, chunks, longest_first, unit_from_json, unit_to_json
 from peagle.runs.prepare import prepare_unit
 from peagle.runs.progress import RunProgress
@@ -76,7 +76,7 @@ def _watch(
             continue
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
-            raise taken_over(run.directory.root)
+            raise taken_over_error(run.directory.root)
         observed_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
         metrics.update(supervisor.tally, supervisor.sessions)

@@ -68,7 +68,7 @@ class EngineWorker:
             self._engine.signs_of_life,
             limit_s=run.config.engine_timeout_s,
             grace=grace,
-            is_busy=self._rows.any,
+            is_busy=self._rows.has_rows,
             die=self._die,
             leave=self._leave,
         )

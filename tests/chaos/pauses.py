@@ -227,7 +227,7 @@ def _wrong_export(run: RunDirectory, rows: list[str], failed: list[str]) -> Iter
             yield f"export/jsonl/{name} has the rows {result}, not {ids}"
     before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
     description = json.loads((folder / "export.json").read_bytes())
-    if description["commits"] != export(run, "jsonl", again=True).commits:
+    if description["commits"] != export(run, "jsonl", force=True).commits:
         yield "export/jsonl/export.json describes other units"
     if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
         yield "export/jsonl was of an earlier state of the run"

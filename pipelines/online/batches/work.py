@@ -143,7 +143,7 @@ class Stop:
 
 def collect(task: Task, reason: Reason | None) -> Result:
     directory = RunDirectory(task.run)
-    exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
+    exported = export(directory, "openai-batch", partial=True, force=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
     output_bytes = exported.files["output.jsonl"] if exported and exported.num_rows else 0
     return Result(

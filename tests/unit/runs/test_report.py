@@ -58,7 +58,7 @@ def plan(num_units, num_retries=0):
 def test_result_is_repeated_if_the_run_changed_meanwhile(reads, times):
     calls = []
     run = SimpleNamespace(plan=lambda: reads[0][0], committed=lambda: reads.pop(0)[1])
-    report.until_settled(run, lambda: calls.append(1))
+    report.retry_if_changed(run, lambda: calls.append(1))
     assert len(calls) == times
 
 

@@ -12,7 +12,7 @@ from peagle.errors import InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
-from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
+from peagle.runs.columns import OUTPUT_SCHEMA, internal_names, names_in_file
 from peagle.runs.directory import RunDirectory, read_rows
 from peagle.runs.plan import WorkUnit
 from peagle.runs.rows import (
@@ -122,13 +122,13 @@ def test_output_columns_give_way_in_any_case(inputs, outputs):
     assert stored[: len(inputs) + 2] == [*inputs, *outputs]
     assert len({name.casefold() for name in stored}) == len(stored)
     file = pa.schema([(name, pa.string()) for name in stored])
-    assert plain_names(file)[len(inputs) :] == OUTPUT_SCHEMA.names
+    assert internal_names(file)[len(inputs) :] == OUTPUT_SCHEMA.names
 
 
 def test_names_in_older_files():
     stored = names_in_file(["id", "input_id", "a"], keeps_inputs=False)
     assert stored == ["input_id", "input_input_id", "a", *OUTPUT_SCHEMA.names]
-    assert plain_names(pa.schema([(name, pa.string()) for name in stored])) == stored
+    assert internal_names(pa.schema([(name, pa.string()) for name in stored])) == stored
 
 
 def test_encoded_unit_round_trip():

@@ -43,7 +43,7 @@ def test_finished_run_is_clean(finished):
     audit = audit_run(finished)
     assert (audit.findings, audit.notes, audit.is_finished) == ([], [], True)
     assert (audit.num_units, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == (4, 6, 1, 0)
-    assert audit.rows_of == {0: 2, 1: 2, 2: 2, 3: 0}
+    assert audit.rows_by_unit == {0: 2, 1: 2, 2: 2, 3: 0}
     assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished.usages())
 
 

@@ -13,7 +13,7 @@ from peagle.errors import ConfigError
 from peagle.runs import regeneration as module
 from peagle.runs.audit import audit
 from peagle.runs.prepare import plan_retry
-from peagle.runs.regeneration import choose, require_target
+from peagle.runs.regeneration import require_target, sample_rows
 from pipelines.cluster.node import start_only_engine
 
 
@@ -80,13 +80,13 @@ def test_rows_without_their_input_are_skipped(finished, tmp_path):
 
 
 def test_sample_is_seeded_without_repetition():
-    rows_of = {0: 3, 4: 0, 7: 5}
-    first = choose(rows_of, 4, seed=1)
-    assert first == choose(rows_of, 4, seed=1)
-    assert first != choose(rows_of, 4, seed=2)
+    rows_by_unit = {0: 3, 4: 0, 7: 5}
+    first = sample_rows(rows_by_unit, 4, seed=1)
+    assert first == sample_rows(rows_by_unit, 4, seed=1)
+    assert first != sample_rows(rows_by_unit, 4, seed=2)
     assert sum(map(len, first.values())) == 4
-    assert choose(rows_of, 100, seed=1) == {0: [0, 1, 2], 7: [0, 1, 2, 3, 4]}
-    assert choose({}, 4, seed=1) == {}
+    assert sample_rows(rows_by_unit, 100, seed=1) == {0: [0, 1, 2], 7: [0, 1, 2, 3, 4]}
+    assert sample_rows({}, 4, seed=1) == {}
 
 
 class CoinTossEngine:
