@@ -71,10 +71,10 @@ def _num_shares(num_engines: int) -> int:
     return _SLOWNESS * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 
 
-def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
+def concurrent_units(cut: Cut, max_num_seqs: int) -> int:
     """Return how many units an engine must work on simultaneously, so that even the smallest units keep it full.
 
-    >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 1)), 8)
+    >>> concurrent_units(Cut(rows_per_unit=256), 256), concurrent_units(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)
     """
     return math.ceil(_FILL * max_num_seqs / (cut.small[-1] if cut.small else cut.rows_per_unit)) + 1

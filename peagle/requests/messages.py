@@ -122,10 +122,10 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def convert_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """Convert messages of `parse_messages` to the form that the template expects."""
     converted = [dict(message) for message in messages]
-    if takes_parts(template):
+    if expects_parts(template):
         for message in converted:
             if isinstance(text := message["content"], str) and message["role"] != "tool":
                 message["content"] = [{"type": "text", "text": text}] if text else []
@@ -139,12 +139,12 @@ def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[d
 
 
 @functools.lru_cache(maxsize=32)
-def takes_parts(template: str) -> bool:
+def expects_parts(template: str) -> bool:
     """Return whether the template iterates over the parts of a content.
 
-    >>> takes_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
+    >>> expects_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     True
-    >>> takes_parts("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    >>> expects_parts("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     False
     """
     try:

@@ -18,7 +18,7 @@ from peagle.bench.engine import Start
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.rows import WorkEstimate
-from peagle.corpus.scan import find, scan
+from peagle.corpus.scan import find_files, scan
 from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
 from peagle.engine.response_parser import has_parser
 from peagle.errors import ConfigError, InputError, PeagleError
@@ -388,7 +388,9 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
 
 def _is_configured_corpus_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
+        files = find_files(
+            config["input"], config["input_format"], outside=config["output"], announce=lambda note: None
+        )
         return _input_difference(files, plan, limit) is None
     except InputError:
         return False

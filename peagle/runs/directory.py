@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.extensions import plain
+from peagle.corpus.extensions import cast_to_plain
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
@@ -385,7 +385,7 @@ def read_rows(
             names = dict(zip(stored, stored if as_stored else internal_names(parquet.schema_arrow), strict=True))
             read = [name for name in stored if columns is None or names[name] in columns]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
-                yield plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
+                yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
 

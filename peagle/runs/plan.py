@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from peagle.corpus.cutting import Cut, auto_cut, enough_rows
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.rows import Span, WorkEstimate
-from peagle.corpus.scan import count_rows, find, scan
+from peagle.corpus.scan import count_rows, find_files, scan
 from peagle.parquet_table import read_table
 
 _SMALL_UNITS = b"peagle.small_units"
@@ -169,7 +169,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         like: an earlier fingerprint (`corpus.scan`).
     """
     notes: list[str] = []
-    files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
+    files = find_files(config.input, config.input_format, outside=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     if cut is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.scan import read
+from peagle.corpus.scan import read_span
 from peagle.requests.builder import RequestBuilder
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, Retry, WorkUnit
@@ -18,7 +18,7 @@ _MAX_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is 
 
 def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
     """Read one unit, apply its template and tokenise it. The result is for `PreparedUnit`."""
-    rows = list(read(unit.span))
+    rows = list(read_span(unit.span))
     if unit.rows is not None:
         rows = [rows[index] for index in unit.rows]
     return prepare(unit, rows, schema, builder)

@@ -17,7 +17,7 @@ from peagle import hardware
 from peagle.bench.engine import Start, with_engine
 from peagle.catalog.local import tokenizer_of
 from peagle.catalog.targets import resolve_model
-from peagle.corpus.scan import read
+from peagle.corpus.scan import read_span
 from peagle.engine.interface import CompletionOutput, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
 from peagle.engine.response_parser import PARSER_KEYS, ResponseParser, has_parser
@@ -172,7 +172,7 @@ def _samples(
 ) -> list[RowAudit | _Sample]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
-        source = list(read(unit.span))
+        source = list(read_span(unit.span))
     except InputError as error:
         return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
     outcomes: list[RowAudit | _Sample] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.cutting import calls_per_engine
+from peagle.corpus.cutting import concurrent_units
 from peagle.economics.usage import UnitUsage
 from peagle.engine.startup import format_start_warning
 from peagle.errors import EngineError, PeagleError, StoppedEarly
@@ -131,7 +131,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
     cluster.use_one_block_per_row()
     cluster.scale_actors_with_queue()
     pieces = chunks(longest_first(units))
-    calls = min(len(units), calls_per_engine(run.plan.cut, run.num_slots))
+    calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
     stage_run = run.for_stages()
     return (

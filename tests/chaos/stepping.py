@@ -144,13 +144,13 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 
 def _replace_ray(refused: frozenset[int]) -> None:
     """Make the driver run its stages in this process, with a short lease."""
-    take_lease = lease._take
+    take_lease = lease._acquire
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
     streaming._dataset = _InProcess
     session.redirect_output = lambda _: None
-    lease._take = lambda root, _, *rest: take_lease(root, LEASE_S, *rest)
+    lease._acquire = lambda root, _, *rest: take_lease(root, LEASE_S, *rest)
     answer = FakeEngine.generate
 
     async def generate(self: FakeEngine, request_id: str, *rest: Any) -> Any:

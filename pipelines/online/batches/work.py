@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
-from peagle.corpus.lines import Lines, lines_of
+from peagle.corpus.lines import Lines, open_span
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
@@ -189,7 +189,7 @@ def _unexecuted(task: Task, directory: RunDirectory) -> Iterator[str]:
     committed = directory.committed()
     for unit in directory.plan().units:
         if unit.unit not in committed:
-            with lines_of(replace(unit.span, path=task.input)) as lines:
+            with open_span(replace(unit.span, path=task.input)) as lines:
                 yield from _custom_ids(lines)
 
 

@@ -131,7 +131,7 @@ def test_glob_with_only_the_runs_own_files(write, tmp_path):
 @pytest.mark.parametrize("glob", ["", "/*"])
 def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b"{}")
-    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not UTF-8"):
+    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not valid UTF-8"):
         discover(f"{tmp_path}{glob}")
 
 
@@ -156,7 +156,7 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
     bucket("prompts/a.parquet", path.read_bytes())
     disk_fingerprint, s3_fingerprint = (
-        corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
+        corpus.scan(corpus.find_files(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
         for uri in (str(path), "s3://bucket/prompts/a.parquet")
     )
     assert s3_fingerprint == disk_fingerprint
@@ -170,8 +170,8 @@ def test_s3_files_folders_and_globs(bucket):
         "s3://bucket/prompts/b.csv",
     ]
     assert [file.path for file in discover("s3://bucket/prompts/*.csv")] == ["s3://bucket/prompts/b.csv"]
-    spans, _, _ = corpus.scan(corpus.find("s3://bucket/prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
-    assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
+    spans, _, _ = corpus.scan(corpus.find_files("s3://bucket/prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
+    assert [row.columns["prompt"] for span in spans for row in corpus.read_span(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
         discover("s3://bucket/prompts/c.jsonl")
 
@@ -201,7 +201,7 @@ def test_existing_s3_key_is_not_a_glob(bucket):
         bucket(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
         assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [f"s3://bucket/prompts/{name}"]
-        assert [row.columns["prompt"] for row in corpus.read(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
+        assert [row.columns["prompt"] for row in corpus.read_span(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
     assert [file.path for file in discover("s3://bucket/prompts/set[1]")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
     assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
 
@@ -217,7 +217,7 @@ def test_s3_glob_excludes_the_runs_own_folder(bucket):
 
 
 def _only_span(uri):
-    (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())
+    (span,), _, _ = corpus.scan(corpus.find_files(uri), Cut(rows_per_unit=9), None, WorkEstimate())
     return span
 
 

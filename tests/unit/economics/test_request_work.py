@@ -31,7 +31,7 @@ def write(folder, lines=()):
 
 def read_by_line(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(request_work, "_columns", lambda piece: (_ for _ in ()).throw(ValueError))
+        patch.setattr(request_work, "_parse_columns", lambda piece: (_ for _ in ()).throw(ValueError))
         return read_work(folder)
 
 

@@ -115,7 +115,7 @@ def test_listing_is_paginated(s3):
         write_atomic(FOLDER / f"{number}", b"")
     s3.fail(503, method="GET", times=2)
     address = s3_client.Address("bucket", "run")
-    assert [path.name for path in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
+    assert [path.name for path in s3_client.store().entries(address, page_size=2)] == ["0", "1", "2", "3", "4"]
 
 
 def test_unchanged_objects_come_from_the_cache(s3):
