@@ -21,8 +21,7 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 
 NO_DRAFTS = SpeculationStats.empty()
-H100 = 6.88 / 3600
-"""USD per second."""
+H100_USD_PER_S = 6.88 / 3600
 
 
 def at(month, day, hour, minute=0):
@@ -50,7 +49,7 @@ STEPS = Baseline(
 SERVING = engine_session(
     "serving", device="accelerator", started_at=at(11, 3, 22), load_s=600.0, busy_s=5700.0, idle_s=8100.0,
     num_output_tokens=3_000_000, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge", provider="aws",
-    region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}', num_speculative_tokens=4,
+    region="us-east-1", usd_per_device_s=H100_USD_PER_S, tags='{"team": "search"}', num_speculative_tokens=4,
     market="on_demand", baseline=STEPS.to_text(),
 )  # fmt: skip
 AT_MIDNIGHT = replace(

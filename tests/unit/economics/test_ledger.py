@@ -32,7 +32,7 @@ def request(request_id, session_id="s"):
 
 
 @pytest.fixture
-def nearly_full():
+def limit_file_size():
     """Return a function that limits the size of files that this process writes; None removes the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def nearly_full():
 
 
 @pytest.mark.parametrize("room", [0, 100])
-def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
+def test_a_full_disk_loses_only_one_record(tmp_path, limit_file_size, room):
     append_request(tmp_path, request("1"))
     append_beat(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, last_seen_at=1180.0, busy_s=180.0))
@@ -50,10 +50,10 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
         (tmp_path / "requests-s.jsonl", append_request, request("2")),
         (tmp_path / "beats-s.jsonl", append_beat, SESSION),
     ):
-        nearly_full(path.stat().st_size + room)
+        limit_file_size(path.stat().st_size + room)
         with pytest.raises(OSError, match=r"No space left|File too large"):
             append(tmp_path, record)
-        nearly_full(None)
+        limit_file_size(None)
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
     assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1", "3"]

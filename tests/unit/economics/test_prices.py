@@ -172,7 +172,7 @@ def test_an_accelerator_with_several_instance_types(table, device_name, listed, 
     assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
 
 
-def test_choices_list_devices_price_and_provider(table):
+def test_price_lines_have_devices_price_and_provider(table):
     lines = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
     assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only

@@ -46,7 +46,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
     spend(ledger, 50.0, tags='{"team": "ads"}')
     spend(ledger, 50.0, day=date(2026, 10, 31))
     clock.now += 5
-    assert draw.reached(1.5, 0.5) is None, "one dollar is left after the $0.5 that ending the other run may cost"
+    assert draw.reached(1.5, 0.5) is None, "one dollar is left after the $0.5 that shutting down the other run may cost"
     assert draw.reached(1.5, 1.0) == (
         "the budget of $10 a month of team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
         "it resets on 2026-12-01"

@@ -127,8 +127,8 @@ def test_dead_letters_of_uncommitted_units_are_kept(run):
 
 def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
-    with hold(local) as lost:
-        local.hold(lost)
+    with hold(local) as lease:
+        local.hold(lease)
         other_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
         (local.root / ".lease" / "2.json").write_text(other_lease)
         leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
@@ -244,8 +244,8 @@ def remote(s3, one_unit_plan):
     return make_run("s3://bucket/runs/first", one_unit_plan)
 
 
-@pytest.mark.parametrize("fault", [500, 503, "cut", "lost"])
-def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, fault):
+@pytest.mark.parametrize("fault", [500, 503, "connection_cut", "response_lost"])
+def test_lost_store_responses_do_not_duplicate_a_commit(remote, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(fault, method="PUT", path="/data/", times=2)
     s3.fail(fault, method="PUT", path="/failed/")

@@ -21,12 +21,12 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.storage import atomic_file, s3_files, write_atomic
 
-NUM_UNITS, ROWS = 3, 2
+NUM_UNITS, ROWS_PER_UNIT = 3, 2
 
 
 def usage(unit):
     return unit_usage(
-        num_rows=ROWS,
+        num_rows=ROWS_PER_UNIT,
         num_failed_rows=int(unit == 1),
         num_prompt_tokens=8,
         num_output_tokens=6,
@@ -70,7 +70,7 @@ def make_run(root):
 
 def commit(run, unit, *, row=None, **columns):
     letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
-    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS)]
+    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS_PER_UNIT)]
     assert run.commit(unit, output(ids, **columns), usage(unit), letters)
 
 
@@ -212,8 +212,8 @@ def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
 def test_export_is_repeated_after_a_new_commit(whole_run):
     export(whole_run, "jsonl")
     whole_run.unit_path(1).unlink()
-    ids = [f"{3 + index:09d}" for index in range(ROWS)]
-    assert whole_run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
+    ids = [f"{3 + index:09d}" for index in range(ROWS_PER_UNIT)]
+    assert whole_run.commit(1, output(ids, x=["new"] * ROWS_PER_UNIT), replace(usage(1), session_id="again"), [])
     done = export(RunDirectory(whole_run.root), "jsonl", force=False)
     assert [row.get("x") for row in lines(whole_run, "jsonl")] == [None, None, "new", "new", None, None]
     assert done.num_failed_rows == 0

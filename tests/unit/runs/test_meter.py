@@ -41,7 +41,7 @@ def test_compile_time_is_limited_by_the_start(meter, clock):
     assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)
 
 
-def test_lent_meter_advances_with_billed_seconds():
+def test_meter_of_a_borrowed_engine_advances_with_billed_seconds():
     meter = BilledMeter()
     meter.start(1)
     meter.bill(2.0)

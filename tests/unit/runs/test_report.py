@@ -115,7 +115,7 @@ def test_statistics_of_rows(run):
     }  # fmt: skip
 
 
-def test_three_sample_rows_with_cut_texts(run):
+def test_three_sample_rows_with_truncated_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]

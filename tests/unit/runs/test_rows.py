@@ -117,7 +117,7 @@ def test_dead_letters_have_the_input_row(tmp_path):
         (["RESPONSE", "peagle_response"], ["id", "peagle_peagle_response"]),
     ],
 )
-def test_output_columns_give_way_in_any_case(inputs, outputs):
+def test_output_columns_are_renamed_if_taken_in_any_case(inputs, outputs):
     stored = names_in_file(inputs, keeps_inputs=True)
     assert stored[: len(inputs) + 2] == [*inputs, *outputs]
     assert len({name.casefold() for name in stored}) == len(stored)
