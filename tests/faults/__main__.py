@@ -15,7 +15,7 @@ from tests.chaos.ray_nodes import ROOT
 from tests.faults import report
 from tests.faults.arrivals import overload
 from tests.faults.endpoint import PARTS, Endpoint, Size, serving
-from tests.faults.scenes import CLIENTS_DISCONNECT, kill_part, vanish_under_way
+from tests.faults.scenes import CLIENTS_DISCONNECT, disconnect_clients, kill_part
 from tests.origin import say
 
 OVERLOAD = "overload"
@@ -43,12 +43,12 @@ async def _play(
     for fault in (name for name in (CLIENTS_DISCONNECT, *PARTS) if name in args.only):
         say(fault)
         if fault == CLIENTS_DISCONNECT:
-            results.append(await vanish_under_way(endpoint, size, num_clients=size.admitted))
+            results.append(await disconnect_clients(endpoint, size, num_clients=size.admitted))
         else:
             results.append(
                 await kill_part(
                     endpoint, size, fault, num_clients=args.clients, before_s=args.seconds, after_s=args.seconds,
-                    whole_s=args.start_s,
+                    max_recovery_s=args.start_s,
                 )
             )  # fmt: skip
         say(f"  {results[-1]}")

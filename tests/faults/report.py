@@ -23,7 +23,7 @@ def to_markdown(data: dict[str, Any]) -> str:
     parts = [f"# Faults of the endpoint under load: {data['date']}", origin_text(data), _METHOD]
     if data["faults"]:
         parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != CLIENTS_DISCONNECT]))
-    parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == CLIENTS_DISCONNECT]
+    parts += [_disconnected_clients(fault) for fault in data["faults"] if fault["fault"] == CLIENTS_DISCONNECT]
     if data["overload"]:
         parts += ["## Overload", _overload(data["overload"])]
     if problems := [f"- {fault['fault']}: {problem}" for fault in data["faults"] for problem in fault["problems"]]:
@@ -59,7 +59,7 @@ def _faults(results: list[dict[str, Any]]) -> str:
     return "\n".join(markdown(rows))
 
 
-def _vanished(fault: dict[str, Any]) -> str:
+def _disconnected_clients(fault: dict[str, Any]) -> str:
     return (
         f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected"
         f" immediately. The ledger records {fault['cut']} of them as cut off, with at most"

@@ -15,7 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from strangers import port_protection
+from unauthenticated_calls import port_protection
 
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import descendants

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from strangers import grpc_status, port_protection
+from unauthenticated_calls import grpc_status, port_protection
 
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill

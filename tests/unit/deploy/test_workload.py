@@ -55,14 +55,14 @@ def test_label_of():
 
 def test_local_paths_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
-    for keys in ({"input": "in.jsonl"}, {"output": "/mnt/peaglet/run"}, {"model": str(tmp_path / "model")}):
+    for settings in ({"input": "in.jsonl"}, {"output": "/mnt/peaglet/run"}, {"model": str(tmp_path / "model")}):
         with pytest.raises(ConfigError, match="a local path"):
-            require_reachable(keys, ("input", "output", "model"), "/mnt/peagle")
-    keys = {"input": "s3://bucket/in", "output": "/mnt/peagle/run", "model": "Org/model"}
-    require_reachable(keys, ("input", "output", "model", "drafter"), "/mnt/peagle")
+            require_reachable(settings, ("input", "output", "model"), "/mnt/peagle")
+    settings = {"input": "s3://bucket/in", "output": "/mnt/peagle/run", "model": "Org/model"}
+    require_reachable(settings, ("input", "output", "model", "drafter"), "/mnt/peagle")
 
 
-def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
+def test_workload_has_settings_of_configuration_and_profile(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
     monkeypatch.setenv("PEAGLE_TOP_K", "3")  # variables of this shell do not apply to other machines
@@ -95,7 +95,7 @@ def offer(instance_type):
     return PriceTable.load().offer(instance_type)
 
 
-def keys(**options):
+def target_options(**options):
     return TargetOptions.model_validate({"model": MODEL, **options})
 
 
@@ -111,10 +111,10 @@ def keys(**options):
 )
 def test_too_small_machine_is_refused(instance_type, options, message):
     with pytest.raises(CapacityError, match=message) as refused:
-        require_room(offer(instance_type), keys(**options))
+        require_room(offer(instance_type), target_options(**options))
     assert "name a larger instance type" in refused.value.hint
     with pytest.raises(PrecisionError, match="fp8"):
-        require_room(offer("p4d.24xlarge"), keys(precision="fp8"))
+        require_room(offer("p4d.24xlarge"), target_options(precision="fp8"))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,10 @@ def test_too_small_machine_is_refused(instance_type, options, message):
     ],
 )
 def test_large_enough_or_unknown_machine_passes(instance_type, options):
-    require_room(offer(instance_type), keys(**options))
-    require_room(Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), keys())
+    require_room(offer(instance_type), target_options(**options))
+    require_room(
+        Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), target_options()
+    )
 
 
 @pytest.mark.parametrize(

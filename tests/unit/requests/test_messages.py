@@ -129,13 +129,13 @@ CHATS = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_takes_parts_matches_vllm(name):
+def test_expects_parts_matches_vllm(name):
     from vllm.renderers.hf import _detect_content_format
 
     assert expects_parts(TEMPLATES[name]) == (_detect_content_format(TEMPLATES[name], default="string") == "openai")
 
 
-def test_takes_parts_matches_vllm_for_shipped_templates():
+def test_expects_parts_matches_vllm_for_shipped_templates():
     from vllm.renderers import hf
     from vllm.transformers_utils import chat_templates
 
@@ -147,7 +147,7 @@ def test_takes_parts_matches_vllm_for_shipped_templates():
 
 @pytest.mark.parametrize("template", ["text", "parts by name", "developers"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_conversation_matches_vllm(chat, template):
+def test_converted_messages_match_vllm(chat, template):
     from vllm.renderers import hf
 
     text = TEMPLATES[template]

@@ -1,4 +1,4 @@
-"""Check what Ray's ports expose to a client without the token."""
+"""Call Ray's ports without the token, to check what they expose."""
 
 import http.client
 import urllib.error
@@ -21,9 +21,9 @@ CALLS = (
 def grpc_status(address, call):
     """Return the gRPC status of a call without the token."""
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
+        method = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
         try:
-            ask(b"", timeout=10)
+            method(b"", timeout=10)
         except grpc.RpcError as error:
             return error.code().name
     return "OK"
