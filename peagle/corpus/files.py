@@ -68,7 +68,7 @@ def write_note(note: str) -> None:
 
 
 def discover(
-    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+    uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
     """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
@@ -76,13 +76,13 @@ def discover(
     markers such as `_SUCCESS`, unless it spells out their first character. Suffixes are not case-sensitive.
 
     Args:
-        outside: the run directory; a glob does not match files in it.
+        exclude: the run directory; a glob does not match files in it.
         announce: receives a note for each reason why files of a folder are ignored, although they may be data.
 
     Raises:
         InputError: a file does not exist or is not a regular file, or the scheme or suffix is unknown.
     """
-    located = _locate_remote(uri, outside) if "://" in uri else _locate_local(uri, outside)
+    located = _locate_remote(uri, exclude) if "://" in uri else _locate_local(uri, exclude)
     if isinstance(located, _Folder):
         files = _files_in_folder(uri, located, input_format, announce)
     else:
@@ -152,7 +152,7 @@ class _Folder:
     sub_folders: list[str]
 
 
-def _locate_local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
+def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
     path = user_path(uri).absolute()  # workers have other working directories
     try:
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
@@ -168,7 +168,7 @@ def _locate_local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Fo
             return folder
         if os.path.lexists(path):
             return [_with_size(path)]
-        run_folder = None if outside is None or "://" in outside else Path(outside).resolve()
+        run_folder = None if exclude is None or "://" in exclude else Path(exclude).resolve()
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob would also match hidden files
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
@@ -203,11 +203,11 @@ def _with_size(path: Path) -> tuple[str, int]:
     return str(path), status.st_size
 
 
-def _locate_remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
+def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
     if not uri.startswith("s3://"):
         raise InputError(f"input {uri!r}: only local files and s3:// are read", hint="copy the corpus to one of them")
     try:
-        infos, is_folder = _listing(filesystem(uri), uri, outside)
+        infos, is_folder = _listing(filesystem(uri), uri, exclude)
     except FileNotFoundError:
         _no_such_file(uri)
     except InputError:
@@ -220,13 +220,13 @@ def _locate_remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _F
     files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos if info["type"] == "file")
     if is_folder:
         folders = sorted(info["name"].rstrip("/") for info in infos if info["type"] == "directory")
-        skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, outside)]
+        skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, exclude)]
         folders = [name for name in folders if name not in skipped and not _is_skipped(PurePosixPath(name).name, [])]
         return _Folder(files=files, sub_folders=folders)
     return files or _no_such_file(uri)
 
 
-def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
+def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, Any]], bool]:
     """Return the objects that match, and whether the name is a folder."""
     if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
         return [info], False
@@ -235,7 +235,7 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
     if is_folder:
         return [info for info in infos if info["type"] != "file" or not _is_folder_object(store, info)], True
     infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
-    run = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
+    run = None if exclude is None else exclude.removeprefix("s3://").rstrip("/") + "/"
     names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
     return [i for i in infos if i["name"] in names and not (run and i["name"].startswith(run))], False
 

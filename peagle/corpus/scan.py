@@ -72,13 +72,13 @@ _VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only
 
 
 def find_files(
-    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+    uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
     """Find a corpus's files with their formats. JSON lines that start with an OpenAI batch request are a batch.
 
     Parameters and errors are those of `discover`. A batch together with other files is also an error.
     """
-    files = discover(uri, input_format, outside=outside, announce=announce)
+    files = discover(uri, input_format, exclude=exclude, announce=announce)
     if input_format == "auto":
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
     kinds = {file.format: file for file in reversed(files)}

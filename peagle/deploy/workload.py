@@ -88,10 +88,10 @@ def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     return len(free)
 
 
-def label_of(name: str, *, max_length: int) -> str:
+def dns_label(name: str, *, max_length: int) -> str:
     """Return a name as a DNS label.
 
-    >>> label_of("My job_2.yaml", max_length=20)
+    >>> dns_label("My job_2.yaml", max_length=20)
     'my-job-2-yaml'
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -32,7 +32,7 @@ class Shares:
     def total(self) -> float:
         return self.load + self.compile + self.busy + self.idle + self.lost
 
-    def times(self, factor: float) -> "Shares":
+    def scaled(self, factor: float) -> "Shares":
         return Shares(**{name: value * factor for name, value in asdict(self).items()})
 
     def __add__(self, other: "Shares") -> "Shares":
@@ -68,7 +68,7 @@ class Account:
 
     @property
     def usd(self) -> Shares:
-        return self.device_s.times(self.price.usd_per_device_s)
+        return self.device_s.scaled(self.price.usd_per_device_s)
 
     @property
     def total_usd(self) -> float:
@@ -137,7 +137,7 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     for session in sessions:
         work = work_of.get(session.session_id)
         (seconds,) = shares_by_period([session], [work.busy_s if work else 0.0])
-        device_s += seconds.times(session.num_devices)
+        device_s += seconds.scaled(session.num_devices)
         num_lost_tokens += max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
     return Account(
         price=price,

@@ -74,7 +74,7 @@ def require_price(options: PriceOptions, accelerator: str | None) -> None:
 
 def _price_from_table(options: PriceOptions, accelerator: str | None, machine_names: Sequence[str]) -> Price:
     table = PriceTable.load(options.prices)
-    detected = next((name for name in machine_names if table.sells(name, accelerator)), None)
+    detected = next((name for name in machine_names if table.has_accelerator(name, accelerator)), None)
     basis: Basis = "assumed"
     if instance := options.instance_type or detected:
         basis = "stated" if options.instance_type else "detected"

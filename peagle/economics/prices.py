@@ -307,7 +307,7 @@ class PriceTable:
         """Return an instance type in any region, or None. Its devices are the same everywhere."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
-    def sells(self, instance_type: str, accelerator: str | None) -> bool:
+    def has_accelerator(self, instance_type: str, accelerator: str | None) -> bool:
         """Return whether an instance type has this accelerator; None means no accelerator."""
         return any(offer.instance_type == instance_type for offer in self.offers_with(accelerator))
 

@@ -97,7 +97,7 @@ def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
 
 
 @contextlib.contextmanager
-def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
+def edit_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
     """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
         with changing(path):

@@ -194,7 +194,7 @@ def _overheads(
     midnights = [(day + 1) * DAY_S for day in days]
     states = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
     for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
-        by_kind = seconds.times(usd_per_s)
+        by_kind = seconds.scaled(usd_per_s)
         loading_usd = by_kind.load + by_kind.compile
         spend = Spend(
             loading_usd=loading_usd,

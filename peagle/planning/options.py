@@ -198,7 +198,7 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
         num_machines=num_machines,
         wall_s=provision_s + paid_s * machine.wall_per_paid,
         device_s=device_s,
-        usd=device_s.times(machine.price.usd_per_device_s).total,
+        usd=device_s.scaled(machine.price.usd_per_device_s).total,
         num_tokens=num_tokens,
     )
 

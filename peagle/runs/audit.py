@@ -248,7 +248,7 @@ def _count_totals(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], 
         if retried.get(number, frozenset()).isdisjoint(unit.letter_ids):
             audit.num_failed_rows += len(unit.letter_ids)
     audit.num_output_tokens = sum(unit.usage.num_output_tokens for unit in units.values() if unit.usage)
-    audit.num_rows_left = sum(unit.num_rows for unit in plan.left(units))
+    audit.num_rows_left = sum(unit.num_rows for unit in plan.remaining_units(units))
     if not audit.is_finished:
         num_left = audit.num_units_planned - audit.num_units
         audit.notes.append(f"{num_left:,} units with {audit.num_rows_left:,} rows are not committed yet")
@@ -389,7 +389,7 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
 def _is_configured_corpus_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
         files = find_files(
-            config["input"], config["input_format"], outside=config["output"], announce=lambda note: None
+            config["input"], config["input_format"], exclude=config["output"], announce=lambda note: None
         )
         return _input_difference(files, plan, limit) is None
     except InputError:

@@ -274,9 +274,9 @@ class RunDirectory:
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
         for unit in sorted(committed - superseded):
-            yield from self.letters(unit)
+            yield from self.letters_of_unit(unit)
 
-    def letters(self, unit: int) -> Iterator[dict[str, Any]]:
+    def letters_of_unit(self, unit: int) -> Iterator[dict[str, Any]]:
         """Yield the dead letters of a committed unit, including those that were retried."""
         if name := self.dead_letters_name(unit):
             path = self.failed / name

@@ -124,7 +124,7 @@ class EngineMeter:
                 del self._running[unit]
             self.num_output_tokens += num_output_tokens
 
-    def take(self, unit: int) -> float:
+    def pop_busy_s(self, unit: int) -> float:
         """Return and reset the busy seconds of `unit`."""
         with self._lock:
             self.tick()

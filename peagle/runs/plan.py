@@ -119,7 +119,7 @@ class Plan:
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
 
-    def left(self, committed: Container[int]) -> list[WorkUnit]:
+    def remaining_units(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed, without rows that are retried in another unit.
 
         A unit has such rows if its file was deleted after the retry was planned.
@@ -169,7 +169,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         like: an earlier fingerprint (`corpus.scan`).
     """
     notes: list[str] = []
-    files = find_files(config.input, config.input_format, outside=str(config.output), announce=notes.append)
+    files = find_files(config.input, config.input_format, exclude=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     if cut is None:

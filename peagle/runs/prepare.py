@@ -10,7 +10,7 @@ from peagle.corpus.scan import read_span
 from peagle.requests.builder import RequestBuilder
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, Retry, WorkUnit
-from peagle.runs.rows import PreparedUnit, prepare
+from peagle.runs.rows import PreparedUnit, prepare_rows
 
 _MAX_SAMPLED_ROWS = 200
 _MAX_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
@@ -21,7 +21,7 @@ def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> 
     rows = list(read_span(unit.span))
     if unit.rows is not None:
         rows = [rows[index] for index in unit.rows]
-    return prepare(unit, rows, schema, builder)
+    return prepare_rows(unit, rows, schema, builder)
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
@@ -32,7 +32,7 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
     for unit in plan.units:
         if unit.unit in superseded or unit.unit not in committed:
             continue
-        if rows := tuple(int(letter["id"]) - unit.first_id for letter in run.letters(unit.unit)):
+        if rows := tuple(int(letter["id"]) - unit.first_id for letter in run.letters_of_unit(unit.unit)):
             number += 1
             retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
     if not retries:

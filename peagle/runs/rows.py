@@ -41,7 +41,7 @@ def require_storable(schema: pa.Schema) -> None:
             )
 
 
-def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
+def prepare_rows(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
     """Return the input's columns and, for each row, its request or its dead letter."""
     prompts: list[list[int] | None] = []
     sampling: list[str | None] = []

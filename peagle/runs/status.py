@@ -136,7 +136,7 @@ class StatusReader:
         new = committed - self._usages.keys()
         self._run.read_ahead(new)
         for unit in new:
-            self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters(unit))
+            self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters_of_unit(unit))
             self._usages[unit] = self._run.usage(unit)
         return committed
 

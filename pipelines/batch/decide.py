@@ -146,7 +146,7 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
             "continue it",
             hint="remove --accelerator-type, or start a new run with another --output",
         )
-    if directory.plan().left(directory.committed()):
+    if directory.plan().remaining_units(directory.committed()):
         return None
     may_retry = config.retry_failed and any(usage.num_failed_rows for usage in directory.usages())
     return None if may_retry else before

@@ -64,7 +64,7 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
         progress.enter("planning")
         resolved = decide(request, cluster, progress.say)
         with open_run(request, resolved, progress) as run:
-            units = run.plan.left(run.directory.committed())
+            units = run.plan.remaining_units(run.directory.committed())
             if units:
                 execute(request, run, units, cluster, progress)
             return finish(request, run, was_already_finished=not units)

@@ -58,7 +58,7 @@ def stream(
     finally:
         progress.close()
     run.directory.stop.clear()
-    if run.plan.left(run.directory.committed()):
+    if run.plan.remaining_units(run.directory.committed()):
         raise supervisor.error()
 
 

@@ -170,7 +170,7 @@ class Supervisor:
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
         committed = self._directory.committed()  # the tally may miss the last units
         num_units, num_done = len(self._run.plan.units), len(committed)
-        rows_left = sum(unit.num_rows for unit in self._run.plan.left(committed))
+        rows_left = sum(unit.num_rows for unit in self._run.plan.remaining_units(committed))
         command = resume_command(self._request.command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"

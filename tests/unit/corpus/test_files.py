@@ -117,7 +117,7 @@ def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
         write(f"runs/second/{name}", b"x")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     for own in (tmp_path / "runs/second", tmp_path / "link/second"):
-        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", outside=str(own))}
+        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", exclude=str(own))}
         assert files <= set(map(Path, others)), files
         assert files
 
@@ -125,7 +125,7 @@ def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
 def test_glob_with_only_the_runs_own_files(write, tmp_path):
     write("run/export/jsonl/output.jsonl", b"x")
     with pytest.raises(InputError, match="no such file"):
-        discover(f"{tmp_path}/**/*.jsonl", outside=f"{tmp_path}/run")
+        discover(f"{tmp_path}/**/*.jsonl", exclude=f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("glob", ["", "/*"])
@@ -189,7 +189,7 @@ def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
     announced = []
-    discover("s3://bucket/prompts/set", outside="s3://bucket/prompts/set/run", announce=announced.append)
+    discover("s3://bucket/prompts/set", exclude="s3://bucket/prompts/set/run", announce=announced.append)
     assert announced == [
         f"input s3://bucket/prompts/set: b.json {UNKNOWN}",
         "input s3://bucket/prompts/set: y=1/ ignored: subfolders need a glob such as 's3://bucket/prompts/set/**/*.parquet'",
@@ -209,7 +209,7 @@ def test_existing_s3_key_is_not_a_glob(bucket):
 def test_s3_glob_excludes_the_runs_own_folder(bucket):
     for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
         bucket(f"prompts/{name}", b"x")
-    files = discover("s3://bucket/prompts/data/**/*.jsonl", outside="s3://bucket/prompts/data/run")
+    files = discover("s3://bucket/prompts/data/**/*.jsonl", exclude="s3://bucket/prompts/data/run")
     assert [file.path for file in files] == [
         "s3://bucket/prompts/data/a.jsonl",
         "s3://bucket/prompts/data/run2/b.jsonl",

@@ -2,7 +2,7 @@ import pytest
 from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 
 from jobs.deploying import read_workload
-from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable, require_room
+from peagle.deploy.workload import dns_label, machines_for, offer_of, require_reachable, require_room
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
@@ -44,13 +44,13 @@ def test_machine_of_a_configuration(tmp_path):
         offer_of(PriceOptions(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
 
 
-def test_label_of():
-    assert label_of("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
+def test_dns_label():
+    assert dns_label("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
     for name in ("8 GPUs", "..."):
         with pytest.raises(ConfigError, match="does not start with a letter"):
-            label_of(name, max_length=20)
+            dns_label(name, max_length=20)
     with pytest.raises(ConfigError, match="has 6 characters; the limit is 5"):
-        label_of("abcdef", max_length=5)
+        dns_label("abcdef", max_length=5)
 
 
 def test_local_paths_are_refused(tmp_path):

@@ -11,7 +11,7 @@ import pyarrow as pa
 from usage_records import drafts, engine_session, unit_usage
 
 from peagle.corpus.rows import Span
-from peagle.economics.baseline import Baseline, Step
+from peagle.economics.baseline import Baseline, StepTimes
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import PriceTable
 from peagle.economics.tags import NO_TAGS
@@ -44,7 +44,7 @@ def a_request(key, *, usd, tags=NO_TAGS, **usage):
 
 
 STEPS = Baseline(
-    source="the example's steps", steps=(Step(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
+    source="the example's steps", steps=(StepTimes(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
 )
 SERVING = engine_session(
     "serving", device="accelerator", started_at=at(11, 3, 22), load_s=600.0, busy_s=5700.0, idle_s=8100.0,

@@ -181,13 +181,13 @@ def test_price_lines_have_devices_price_and_provider(table):
     assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
 
 
-def test_sells_compares_the_accelerator(table):
-    assert table.sells("p5.48xlarge", "NVIDIA H100 80GB HBM3")
-    assert table.sells("m7i.large", None)
-    assert not table.sells("p5.48xlarge", "NVIDIA H200")
-    assert not table.sells("p5.48xlarge", None)  # engines on its CPUs
-    assert not table.sells("m7i.large", "NVIDIA L4")
-    assert not table.sells("m7i.huge", None)
+def test_has_accelerator_compares_names(table):
+    assert table.has_accelerator("p5.48xlarge", "NVIDIA H100 80GB HBM3")
+    assert table.has_accelerator("m7i.large", None)
+    assert not table.has_accelerator("p5.48xlarge", "NVIDIA H200")
+    assert not table.has_accelerator("p5.48xlarge", None)  # engines on its CPUs
+    assert not table.has_accelerator("m7i.large", "NVIDIA L4")
+    assert not table.has_accelerator("m7i.huge", None)
 
 
 @pytest.mark.parametrize(

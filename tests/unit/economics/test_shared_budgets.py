@@ -6,7 +6,7 @@ from usage_records import engine_session
 from peagle.economics.shared_budgets import (
     Draw,
     SharedBudget,
-    changing_budgets,
+    edit_budgets,
     engines_usd,
     read_budgets,
     read_draws,
@@ -24,7 +24,7 @@ def test_budgets_round_trip(tmp_path):
     path = tmp_path / "budgets.json"
     assert read_budgets(path) == ()
     for usd in (5.0, 7.0):
-        with changing_budgets(path) as budgets:
+        with edit_budgets(path) as budgets:
             budgets["team=search"] = SharedBudget(name="team=search", budget_usd=usd, budget_every="week")
     assert [(budget.name, budget.budget_usd, budget.budget_every) for budget in read_budgets(path)] == [
         ("team=search", 7.0, "week")

@@ -3,7 +3,7 @@ from datetime import UTC, date, datetime
 import pytest
 
 from peagle.economics.ledger import append_request
-from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, read_draws, write_draw
+from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, read_draws, write_draw
 from peagle.errors import ConfigError
 from peagle.runs.budget_draws import TagDraw
 from tests.unit.pipelines.online.ledgers import a_request
@@ -18,7 +18,7 @@ def ledger(tmp_path):
     """A ledger with a budget of $10 a month for the tag team=search."""
     path = tmp_path / "ledger"
     path.mkdir()
-    with changing_budgets(path / "budgets.json") as budgets:
+    with edit_budgets(path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=10, budget_every="month")
     return path
 
@@ -83,7 +83,7 @@ def test_reservation_of_a_killed_run_expires(ledger, make_draw):
 def test_budget_set_later_counts_earlier_cost(ledger, make_draw, clock):
     draw = make_draw(tags='{"team": "ads"}')
     assert draw.reached(5.0, 0.5) is None
-    with changing_budgets(ledger / "budgets.json") as budgets:
+    with edit_budgets(ledger / "budgets.json") as budgets:
         budgets["team=ads"] = SharedBudget(name="team=ads", budget_usd=4)
     clock.now += 5
     assert draw.reached(5.0, 0.5).startswith("the budget of $4 of team=ads is reached")

@@ -202,7 +202,7 @@ def test_regenerated_unit_has_new_dead_letters(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
-    (regenerated, retry) = plan.left(run.committed())
+    (regenerated, retry) = plan.remaining_units(run.committed())
     assert ((regenerated.unit, regenerated.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
 
     reopened = RunDirectory(run.root)
@@ -304,7 +304,7 @@ def test_missing_or_damaged_dead_letters_are_an_error(run):
         list(run.dead_letters())
     path.unlink()
     with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*restore the file"):
-        list(run.letters(0))
+        list(run.letters_of_unit(0))
 
 
 @pytest.mark.parametrize("data", [b"PAR1xx", b""])

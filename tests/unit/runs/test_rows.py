@@ -19,7 +19,7 @@ from peagle.runs.rows import (
     PreparedUnit,
     decode_rows,
     encode_rows,
-    prepare,
+    prepare_rows,
     require_storable,
 )
 from peagle.speculation import SpeculationStats
@@ -36,7 +36,7 @@ def prepared():
     base = {"temperature": 0.0, "max_tokens": 8}
     builder = RequestBuilder(prompts, SamplingSpec(base=base, column="sampling", limits=limits))
     rows = [RawRow({"prompt": "ab", "id": 7}), RawRow(raw="{bad", error="not valid JSON"), RawRow({"prompt": "c"})]
-    return PreparedUnit(prepare(UNIT, rows, SCHEMA, builder))
+    return PreparedUnit(prepare_rows(UNIT, rows, SCHEMA, builder))
 
 
 def generation(**changes):
@@ -99,13 +99,16 @@ def test_dead_letters_have_the_input_row(tmp_path):
     prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
     builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
     without_prompt, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
-    unit = PreparedUnit(decode_rows(encode_rows(prepare(UNIT, [without_prompt, good], schema, builder))))
+    unit = PreparedUnit(decode_rows(encode_rows(prepare_rows(UNIT, [without_prompt, good], schema, builder))))
     unit.refuse(1, RowError(reason="time_limit", message=""))
     run = RunDirectory(tmp_path / "run")
     for folder in (run.data, run.failed):
         folder.mkdir(parents=True)
     run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
-    assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
+    assert [letter["row"] for letter in run.letters_of_unit(3)] == [
+        {"prompt": None, **expected},
+        {"prompt": "p", **expected},
+    ]
 
 
 @pytest.mark.parametrize(

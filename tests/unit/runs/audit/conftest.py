@@ -34,7 +34,7 @@ class FakeRun:
     def generate(self, *units, refusing=()):
         """Generate and commit units, by default all units of the plan. The engine refuses the rows `refusing`."""
         plan = self.run.plan()
-        for unit in plan.units if not units else [unit for unit in plan.left(()) if unit.unit in units]:
+        for unit in plan.units if not units else [unit for unit in plan.remaining_units(()) if unit.unit in units]:
             self._commit(unit, refusing)
         generated = sum(usage.num_output_tokens for usage in self.run.usages())
         self.run.write_session(replace(SESSION, num_output_tokens=generated))
