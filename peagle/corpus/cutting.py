@@ -1,4 +1,4 @@
-"""Sizes of a corpus's work units: large at first, smaller at the end of the run.
+"""Sizes of a corpus's work units: large units run first, small ones last.
 
 The small units are cut from the first rows of the corpus, so the total number of rows need not be known; `plan.py`
 schedules them last. `docs/decisions/0009-short-tail.md` has the reasons.

@@ -120,22 +120,22 @@ def scan(
     digest = hashlib.sha256()
     version = _VERSION_PREFIX if like is None or like.startswith(_VERSION_PREFIX) else ""
     sizes = cut.sizes()
-    max_rows = limit if limit is not None else 2**63
+    rows_left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
     with UniqueIds() as ids:
         for index, file in enumerate(files):
-            if max_rows <= 0:
+            if rows_left <= 0:
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, sizes, max_rows, digest, estimate, old_digest=not version)
+                file_spans, schema = scan_parquet(file, sizes, rows_left, digest, estimate, old_digest=not version)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
                 text = _TextScan(file, index, ids, estimate)
-                file_spans, schema = text.run(sizes, max_rows, digest)
+                file_spans, schema = text.run(sizes, rows_left, digest)
                 num_valid, first_error = num_valid + text.num_valid, first_error or text.first_error
             spans += file_spans
-            max_rows -= sum(s.num_rows for s in file_spans)
+            rows_left -= sum(s.num_rows for s in file_spans)
             schemas.append(schema)
         if repeated := ids.first_repeated():
             (first, first_line), (second, second_line) = repeated

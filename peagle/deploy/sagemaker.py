@@ -16,7 +16,7 @@ from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.deploy.workload import require_room
 from peagle.economics.prices import Offer, PriceTable
-from peagle.engine.options import TargetOptions
+from peagle.engine.keys import TargetOptions
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
 from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError

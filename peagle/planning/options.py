@@ -71,8 +71,8 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     ]
     names = list(config.instance_types)
     if not names and sweep.is_published:
-        offers_with = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
-        names = list(dict.fromkeys(offer.instance_type for offer in offers_with))
+        matching = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
+        names = list(dict.fromkeys(offer.instance_type for offer in matching))
     elif not names and sweep.instance_type:
         names = [sweep.instance_type]
     if not names:

@@ -22,7 +22,7 @@ class Field:
     Attributes:
         use: "parsed" needs one of vLLM's parsers in bulk; "online" is refused in bulk; "ignored" has no effect on
             responses and is accepted everywhere.
-        neutral: values that have no effect, and are accepted even if the field is refused. So is null.
+        neutral: values that have no effect, and are accepted even if the field is refused. Null is always accepted.
         note: why the field is refused, or a remark.
     """
 

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with one, content is optional
+# A message with one of these needs no content.
+_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
 _REQUIRED = "it needs a role and a content, both text"
 
 
@@ -17,7 +18,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
     """Return the messages, or an error message to append to their location.
 
     `value` may be JSON text, as in CSV. As in vLLM, each message gets a text content: text parts are joined by
-    newlines, and an assistant that only calls tools gets "". Arguments of tool calls become objects.
+    newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.
 
     Args:
         keep_parts: keep lists of parts for a template that expects them, except in tool messages.

@@ -133,12 +133,8 @@ def _amount(amount: float | None, digits: int) -> str:
 MAX_COLUMNS = 62  # days; with more days, each column is a month
 MAX_BARS = 12
 _OTHERS = "all others"
-_KINDS = (
-    ("attributed", "busy"),
-    ("loading", "load"),
-    ("idle", "idle"),
-    ("lost", "lost"),
-)  # and the share whose colour it has
+# Each kind, and the share whose colour it has.
+_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))
 _STYLE = (
     ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
     "@media(prefers-color-scheme:dark){:root{--note:#2a2517;" + DARK + SHARE_DARK + "}}"

@@ -103,12 +103,8 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
         (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
-        (
-            PriceOptions(),
-            CPU,
-            PriceOptions(),
-            replace(CPU, machine_names=("m7i.large",)),
-        ),  # the same price as of a detected machine
+        # the type of the machine is detected, at the same price
+        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),
     ],
 )
 def test_a_run_continues_at_the_same_price(options_before, hardware_before, options, hardware):
