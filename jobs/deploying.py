@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from jobs.configurations import read_configuration
-from peagle.deploy.workload import Workload, dns_label, machines_for, offer_of, require_room
+from peagle.deploy.workload import Workload, count_machines, dns_label, offer_of, require_room
 from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
@@ -67,7 +67,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
-        num_machines=(machines_for(offer, smallest), machines_for(offer, largest)),
+        num_machines=(count_machines(offer, smallest), count_machines(offer, largest)),
         grace_s=grace_s + _SPARE_S,
     )
 

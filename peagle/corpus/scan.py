@@ -105,12 +105,17 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 
 
 def scan(
-    files: Sequence[SourceFile], cut: Cut, limit: int | None, estimate: WorkEstimate, *, like: str | None = None
+    files: Sequence[SourceFile],
+    cut: Cut,
+    limit: int | None,
+    estimate: WorkEstimate,
+    *,
+    earlier_fingerprint: str | None = None,
 ) -> tuple[list[Span], pa.Schema, str]:
     """Cut the files into spans with estimated work; return them with the schema of all columns and a fingerprint.
 
     Args:
-        like: a fingerprint to compare with; the new fingerprint has the same version.
+        earlier_fingerprint: a fingerprint to compare with; the new one has the same version.
 
     Raises:
         InputError: an unreadable file, no valid row, or a batch with a repeated custom_id.
@@ -118,7 +123,7 @@ def scan(
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
-    version = _VERSION_PREFIX if like is None or like.startswith(_VERSION_PREFIX) else ""
+    version = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
     sizes = cut.sizes()
     rows_left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None

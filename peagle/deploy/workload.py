@@ -61,7 +61,7 @@ def offer_of(options: PriceOptions) -> Offer:
     return offers[0]
 
 
-def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
+def count_machines(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     """Return the number of machines for the parts of engines. Without accelerators, each part has its own machine.
 
     Example: with 8 accelerators per machine, three engines of 4 and one of 8 take 3 machines.
@@ -179,7 +179,7 @@ def require_room(offer: Offer, options: TargetOptions, *, pipeline_parallel_size
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
     )
-    # `machines_for` counts machines. This checks one engine, with as many accelerators as it needs per machine.
+    # `count_machines` counts machines. This checks one engine, with as many accelerators as it needs per machine.
     machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
     try:
         check_capacity(spec, machine, known=weights)

@@ -355,11 +355,11 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
         return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
-def valid_records(path: StoragePath, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+def valid_records(path: StoragePath, lines: Iterable[bytes], parse: Callable[[bytes], T]) -> Iterator[T]:
     """Yield the valid records of these lines; log and skip invalid ones."""
     for line in lines:
         try:
-            yield read(line)
+            yield parse(line)
         except (PeagleError, ValueError, TypeError) as error:
             _log.error("%s: skipped an invalid line: %s", path, error)
 

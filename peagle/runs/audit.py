@@ -380,7 +380,7 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
 
 def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
     try:
-        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), like=plan.corpus_fingerprint)
+        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), earlier_fingerprint=plan.corpus_fingerprint)
     except InputError as error:
         return error.message
     return None if fingerprint == plan.corpus_fingerprint else "the input changed after the run was planned"

@@ -160,13 +160,15 @@ class CorpusConfig(Protocol):
     def most_engines(self) -> int: ...
 
 
-def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
+def make_plan(
+    config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, earlier_fingerprint: str | None = None
+) -> Plan:
     """Split a corpus into units.
 
     Args:
         cut: the cut of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic cut.
         max_num_seqs: used if the configuration does not set it.
-        like: an earlier fingerprint (`corpus.scan`).
+        earlier_fingerprint: as in `peagle.corpus.scan.scan`.
     """
     notes: list[str] = []
     files = find_files(config.input, config.input_format, exclude=str(config.output), announce=notes.append)
@@ -177,7 +179,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         num_rows = count_rows(files, min(config.limit or enough, enough))
         cut = auto_cut(num_rows, config.most_engines, config.max_num_seqs or max_num_seqs)
     estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
-    spans, schema, fingerprint = scan(files, cut, config.limit, estimate, like=like)
+    spans, schema, fingerprint = scan(files, cut, config.limit, estimate, earlier_fingerprint=earlier_fingerprint)
     first_ids = accumulate((span.num_rows for span in spans), initial=0)
     return Plan(
         units=tuple(WorkUnit(unit=unit, first_id=next(first_ids), span=span) for unit, span in enumerate(spans)),

@@ -108,7 +108,7 @@ def planned_again(request: RunRequest, directory: RunDirectory) -> Plan:
         InputError: the corpus cannot be read, or has no rows.
     """
     stored = directory.plan()
-    return make_plan(request.config, stored.cut, like=stored.corpus_fingerprint)
+    return make_plan(request.config, stored.cut, earlier_fingerprint=stored.corpus_fingerprint)
 
 
 # --- the hardware

@@ -47,7 +47,7 @@ class Panel:
     lead: str
     plots: Sequence[tuple[str, str]]
     legend: Sequence[tuple[str, str]] = ()
-    is_money: bool = False
+    shows_dollars: bool = False
 
 
 def headline_panel(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
@@ -62,7 +62,7 @@ def headline_panel(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) 
         without, lead = _without_drafter(reports[0])
         bars += without
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars))
-    return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
+    return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], shows_dollars=True)
 
 
 def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
@@ -116,7 +116,7 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
             heading="Dollars spent",
             lead=cost + pauses,
             plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {cost}", usd_tick, is_sum=True))],
-            is_money=True,
+            shows_dollars=True,
         ),
     ]
 

@@ -32,14 +32,14 @@ def test_fingerprint_covers_every_byte(file_and_edited_copy):
     assert pq.read_metadata(before).equals(pq.read_metadata(after))
     assert pq.read_table(before) != pq.read_table(after)
     assert scan(before)[2] != scan(after)[2]
-    assert scan(before)[2] == scan(before, like=scan(after)[2])[2]
+    assert scan(before)[2] == scan(before, earlier_fingerprint=scan(after)[2])[2]
 
 
 def test_older_fingerprints_can_be_compared(file_and_edited_copy):
     path, _ = file_and_edited_copy
     data = path.read_bytes()
     older = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
-    assert scan(path, like=older)[2] == older
+    assert scan(path, earlier_fingerprint=older)[2] == older
 
 
 @pytest.mark.parametrize("row_group_size", [3, 1000, 5000])

@@ -2,7 +2,7 @@ import pytest
 from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 
 from jobs.deploying import read_workload
-from peagle.deploy.workload import dns_label, machines_for, offer_of, require_reachable, require_room
+from peagle.deploy.workload import count_machines, dns_label, offer_of, require_reachable, require_room
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
@@ -27,9 +27,9 @@ CPU = Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0)
     ],
 )
 def test_engines_are_packed_onto_machines(machine, parts, num):
-    assert machines_for(machine, parts) == num
+    assert count_machines(machine, parts) == num
     with pytest.raises(ConfigError, match="needs 9 accelerators of one machine, and eight has 8"):
-        machines_for(EIGHT, [(9, 1)])
+        count_machines(EIGHT, [(9, 1)])
 
 
 def test_machine_of_a_configuration(tmp_path):
