@@ -107,12 +107,12 @@ def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -
     """
     from jobs.cost import days_of
     from peagle.economics.spending import charges
-    from peagle.economics.statement import dimensions, statement
+    from peagle.economics.statement import parse_dimensions, statement
     from peagle.runs.ledgers import find_ledgers
 
     days, found = days_of(month, None, None), find_ledgers(sources)
     charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
-    return statement(charged, dimensions(by), days, found.notes)
+    return statement(charged, parse_dimensions(by), days, found.notes)
 
 
 def _load(model: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:

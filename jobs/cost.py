@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.report.focus import focus_csv
     from peagle.economics.report.spending import csv_statement, html_statement, text_statement
     from peagle.economics.spending import charges, node_charges
-    from peagle.economics.statement import convert_currency, dimensions, statement
+    from peagle.economics.statement import convert_currency, parse_dimensions, statement
     from peagle.plain_json import to_json
     from peagle.profiles.baselines import read_benchmark
     from peagle.runs.ledgers import find_ledgers
 
-    by, days, currency = dimensions(args.by), days_of(args.month, args.first, args.last), _currency(args)
+    by, days, currency = parse_dimensions(args.by), days_of(args.month, args.first, args.last), _currency(args)
     benchmark = read_benchmark(args.baseline) if args.baseline else None
     found = find_ledgers(args.sources, benchmark)
     charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]

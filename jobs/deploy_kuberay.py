@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         KubeRayOptions,
         PodOptions,
         manifests,
-        secrets_of,
+        secret_commands,
     )
     from pipelines.cluster.ray import NODE_ENVIRONMENT
     from pipelines.online.serve.proxy import ENVIRONMENT
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     objects = manifests(workload, options)
     text = as_yaml(objects)
     write_file(text, args.output)
-    secrets = secrets_of(workload, options)
+    secrets = secret_commands(workload, options)
     print("create these Secrets once:", *secrets, sep="\n  ", file=sys.stderr)
     if args.apply:
         hint = "install kubectl, or copy the file to a machine that has it and run: kubectl apply -f FILE"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from jobs.configurations import read_configuration
-from peagle.deploy.workload import Workload, label_of, machines_for, offer_of, require_room
+from peagle.deploy.workload import Workload, count_machines, dns_label, offer_of, require_room
 from peagle.errors import CapacityError, ConfigError
 from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
@@ -61,13 +61,13 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
             (model.tensor_parallel_size * model.pipeline_parallel_size, model.max_replicas) for model in config.served
         ]
     return Workload(
-        name=label_of(name or f"peagle-{path.stem}", max_length=max_name_length),
+        name=dns_label(name or f"peagle-{path.stem}", max_length=max_name_length),
         command=command,
         # The profile's values are already merged in, and the profile file does not exist on the other machines.
         settings=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
-        num_machines=(machines_for(offer, smallest), machines_for(offer, largest)),
+        num_machines=(count_machines(offer, smallest), count_machines(offer, largest)),
         grace_s=grace_s + _SPARE_S,
     )
 

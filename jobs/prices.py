@@ -47,7 +47,7 @@ def _select(table: "PriceTable", name: str | None) -> "list[Offer]":
 
     if name is None:
         return list(table.offers)
-    offers = [offer for offer in table.offers if offer.instance_type == name] or table.carrying(name)
+    offers = [offer for offer in table.offers if offer.instance_type == name] or table.offers_with(name)
     if not offers:
         names = {name for offer in table.offers for name in (offer.instance_type, offer.accelerator) if name}
         raise PriceError(f"no price for {name!r}", hint=f"{did_you_mean(name, names)}; or {PRICE_HINT}")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from peagle.economics.shared_budgets import SharedBudget, changing_budgets
+    from peagle.economics.shared_budgets import SharedBudget, edit_budgets
     from peagle.errors import ConfigError
     from peagle.files import make_folder
     from peagle.records import validate_record
@@ -74,17 +74,17 @@ def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     values = {"name": args.name, "budget_usd": args.budget_usd, "budget_every": args.every}
     budget = validate_record(SharedBudget, values, where="the budget")
     make_folder(path.parent)
-    with changing_budgets(path) as budgets:
+    with edit_budgets(path) as budgets:
         budgets[budget.name] = budget
     print(f"{budget.name}  budget_usd={budget.budget_usd:g}" + (f"  every={args.every}" if args.every else ""))
     return 0, budget.model_dump()
 
 
 def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from peagle.economics.shared_budgets import changing_budgets
+    from peagle.economics.shared_budgets import edit_budgets
     from peagle.errors import ConfigError, did_you_mean
 
-    with changing_budgets(path) as budgets:
+    with edit_budgets(path) as budgets:
         if args.name not in budgets:
             raise ConfigError(f"there is no budget of {args.name!r}", hint=did_you_mean(args.name, budgets))
         del budgets[args.name]

@@ -64,19 +64,19 @@ class FaultyS3:
             self._faults = []
 
     def fail(self, kind, *, method="", path="", times=1):
-        """Let the next matching requests fail.
+        """Make the next matching requests fail.
 
         Args:
-            kind: an HTTP status, or when the connection ends: "cut" (before the operation), "lost" (after it) or
-                "half" (within the answer).
+            kind: an HTTP status, or when the server disconnects: "connection_cut" (before the operation),
+                "response_lost" (after it) or "body_truncated" (in the middle of the response).
             method, path: text that a request's method and path must contain; by default, all requests match.
         """
         self._add(kind, lambda m, p: method in m and path in p, times)
 
     def fail_often(self, share, seed):
-        """Let this share of all requests fail from now on, in various ways."""
+        """Make this share of all requests fail from now on, in various ways."""
         rng = random.Random(seed)
-        for kind in (500, 503, "cut", "lost"):
+        for kind in (500, 503, "connection_cut", "response_lost"):
             self._add(kind, lambda m, p: rng.random() < share / 4, float("inf"))
 
     def count(self, method, path=""):
@@ -103,22 +103,22 @@ class FaultyS3:
             fault = self._take_fault(method, path)
             if self.ignores_conditions:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
-            if fault == "cut":
+            if fault == "connection_cut":
                 return _disconnect(environ)
             if isinstance(fault, int):
                 return _refuse(fault, start_response)
-            answer = []
-            data = b"".join(self._app(environ, lambda status, headers, *_: answer.append((status, headers))))
+            response = []
+            data = b"".join(self._app(environ, lambda status, headers, *_: response.append((status, headers))))
             if "uploads" in environ.get("QUERY_STRING", ""):
                 began_at = datetime.now(UTC) - timedelta(seconds=self.upload_age_s)
-                data = data.replace(_MOTOS_DATE, f"{began_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
-        if fault == "lost":
+                data = data.replace(_UPLOAD_DATE_OF_MOTO, f"{began_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
+        if fault == "response_lost":
             return _disconnect(environ)
-        start_response(*answer[0])
-        return _half(data, environ) if fault == "half" else [data]
+        start_response(*response[0])
+        return _truncated(data, environ) if fault == "body_truncated" else [data]
 
 
-_MOTOS_DATE = b"2010-11-10T20:48:33.000Z"  # moto's start date of every upload
+_UPLOAD_DATE_OF_MOTO = b"2010-11-10T20:48:33.000Z"  # moto's start date of every upload
 _CODES = {403: "AccessDenied", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 409: "OperationAborted"}
 
 
@@ -133,6 +133,6 @@ def _disconnect(environ):
     raise ConnectionResetError
 
 
-def _half(data, environ):
+def _truncated(data, environ):
     yield data[: len(data) // 2]
     _disconnect(environ)

@@ -29,7 +29,7 @@ class Disk:
         self._held: dict[File, int] = {}
         self._record_folder(root)
 
-    def synced(self, descriptor: int) -> None:
+    def record_sync(self, descriptor: int) -> None:
         """Record the sync of a file or folder."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if self._root not in (path, *path.parents):
@@ -40,10 +40,10 @@ class Disk:
             self._hold(path)
             self._bytes[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
-    def images(self, where: Path, *, num_chances: int = 6, seed: int = 0) -> Iterator[Path]:
+    def images(self, where: Path, *, num_random: int = 6, seed: int = 0) -> Iterator[Path]:
         """Create and yield copies of the folder as they may be after a power cut at this moment."""
         rng = random.Random(seed)
-        for number in range(1 + num_chances):
+        for number in range(1 + num_random):
             image = where / f"image-{number}"
             self._copy(self._root, image, (lambda: False) if number == 0 else (lambda: rng.random() < 0.5))
             yield image
@@ -96,7 +96,7 @@ def recording(root: Path) -> Iterator[Disk]:
     def recorded(name: str):
         def sync(descriptor: int) -> None:
             original[name](descriptor)
-            disk.synced(descriptor)
+            disk.record_sync(descriptor)
 
         return sync
 

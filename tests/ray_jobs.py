@@ -44,7 +44,7 @@ class RayJobs:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    def ended(self, name: str) -> str:
+    def wait_until_ended(self, name: str) -> str:
         """Wait until a job has ended, and return Ray's message."""
         while True:
             output = self.call("status", name).stdout

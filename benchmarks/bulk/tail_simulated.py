@@ -19,7 +19,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine
+from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, concurrent_units
 from peagle.corpus.rows import Span
 from peagle.runs.plan import WorkUnit, longest_first
 
@@ -113,7 +113,7 @@ def main() -> None:
             calls = math.ceil(2 * num_slots / even.rows_per_unit) + 1
             before = simulate(units, lengths, num_engines, num_slots, calls, slow)
             units = longest_first(_units(shrinking, lengths, is_known=is_known))
-            after = simulate(units, lengths, num_engines, num_slots, calls_per_engine(shrinking, num_slots), slow)
+            after = simulate(units, lengths, num_engines, num_slots, concurrent_units(shrinking, num_slots), slow)
             pairs = [f"{a:,} | {b:,}" for a, b in ((before[0], after[0]), (before[2], after[2]))]
             shares = f"{before[1]:.1%} | {after[1]:.1%}"
             print(f"| {num_engines} x {num_slots} | {num_rows:,} | {case} | {pairs[0]} | {shares} | {pairs[1]} |")  # noqa: T201

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 
 from peagle.charts import Axes, line_chart, standalone
-from tests.faults.clients import SentRequest, Tally, ask
+from tests.faults.clients import SentRequest, Tally, send_request
 from tests.faults.endpoint import Endpoint, serving
 from tests.origin import origin
 
@@ -91,7 +91,7 @@ class Run:
                 while client >= self._num_clients:
                     await asyncio.sleep(0.1)
                 text = f"client {client}, request {number}"
-                one = await ask(http, text, self._options.tokens, is_stream=True, model=self._options.name)
+                one = await send_request(http, text, self._options.tokens, is_stream=True, model=self._options.name)
                 self._tally.requests.append(one)
                 if one.outcome != "answered":
                     await asyncio.sleep(1.0)
@@ -115,7 +115,9 @@ class Run:
     async def _cold_start(self) -> SentRequest:
         """A request when no engine is there."""
         async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
-            return await ask(http, "are you there?", self._options.tokens, is_stream=True, model=self._options.name)
+            return await send_request(
+                http, "are you there?", self._options.tokens, is_stream=True, model=self._options.name
+            )
 
     def _told(self, one: SentRequest) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.faults.clients import SentRequest, ask
+from tests.faults.clients import SentRequest, send_request
 from tests.faults.endpoint import Endpoint, serving
 from tests.origin import origin
 
@@ -55,7 +55,7 @@ def _measure(options: argparse.Namespace, name: str, flags: list[str] | None) ->
 
 async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: bool) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=options.start_s) as http:
-        await ask(http, "warm up", options.tokens, is_stream=True, model=options.name)
+        await send_request(http, "warm up", options.tokens, is_stream=True, model=options.name)
         batch = await _order(options, http) if has_batch else None
         num_before = await _next_commit(options, http, batch, 0) if batch else 0
         began = time.monotonic()
@@ -81,7 +81,7 @@ async def _people(options: argparse.Namespace, http: httpx.AsyncClient, asked: l
     chance = random.Random(0)
     while True:
         text = f"Tell me about the number {len(asked)}."
-        asked.append(asyncio.create_task(ask(http, text, options.tokens, is_stream=True, model=options.name)))
+        asked.append(asyncio.create_task(send_request(http, text, options.tokens, is_stream=True, model=options.name)))
         await asyncio.sleep(chance.expovariate(options.per_s))
 
 

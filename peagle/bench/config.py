@@ -16,7 +16,7 @@ from peagle.humaneval import HUMANEVAL
 from peagle.key_values import parse_pairs
 from peagle.profiles.measurements import METHODS, NONE
 from peagle.requests.prompts import PromptOptions
-from peagle.storage import on_disk
+from peagle.storage import require_local_path
 
 Scope = tuple[str | None, int | None]  # method and K; None stands for any
 Numbers = float | tuple[float, ...]  # a length, or rates by position
@@ -143,7 +143,7 @@ class MeasurementOptions(PromptOptions, TargetOptions):
     temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature; 0 is greedy and reproducible")
     max_tokens: int = Field(256, ge=1, description="maximum tokens of a response")
 
-    _on_disk = field_validator("output", mode="before")(on_disk)
+    _on_disk = field_validator("output", mode="before")(require_local_path)
 
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}

@@ -9,7 +9,7 @@ from typing import Any
 
 from peagle.bench.config import MeasurementOptions
 from peagle.corpus.rows import Row
-from peagle.corpus.scan import find, read_all
+from peagle.corpus.scan import find_files, read_all
 from peagle.corpus.text import is_batch
 from peagle.errors import InputError
 from peagle.humaneval import HUMANEVAL, PROMPT_TEMPLATE, read_humaneval
@@ -100,7 +100,7 @@ def _rows(dataset: str) -> Iterable[Row]:
     if dataset == HUMANEVAL:
         return read_humaneval()
     try:
-        return read_all(find(dataset))
+        return read_all(find_files(dataset))
     except InputError as error:
         raise InputError(
             f"dataset {dataset}: {error.message.removeprefix(f'input {dataset!r}: ')}",
@@ -115,4 +115,4 @@ def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
     body = parse_body(row["url"], row[builder.spec.body_column])
     if isinstance(body, str):
         return RowError(reason="invalid", message=body)
-    return builder.of_body(body)
+    return builder.build_from_body(body)

@@ -63,7 +63,7 @@ class EngineSpending:
             started_at=now - answer.elapsed_s,
             finished_at=now,
         )
-        return self._facts.unbilled(f"{self._session_id}-{self._num_requests}", usage)
+        return self._facts.unbilled_request(f"{self._session_id}-{self._num_requests}", usage)
 
     def _write(self, *, ended: bool = False) -> None:
         lifetime_s = max(0.0, self._now() - self._started_at)

@@ -144,13 +144,13 @@ def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
 
 def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announce = lambda message: None) -> None:
     """Fetch missing files concurrently. The caller must hold the lock."""
-    from peagle.storage.s3_folder import copy_path, fetch_file
+    from peagle.storage.s3_folder import fetch_file, partial_path
 
     missing = [file for file in files if _size(folder / file.name) != file.num_bytes]
     if not missing:
         return
     total = sum(file.num_bytes for file in missing)
-    left = total - sum(_size(copy_path(file, folder)) or 0 for file in missing)
+    left = total - sum(_size(partial_path(file, folder)) or 0 for file in missing)
     if (free := shutil.disk_usage(folder).free) < left:
         raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, but only {_gb(free)} are free", hint=_SPACE_HINT)
     announce(f"fetching {at} into {folder}: {_gb(total)}, of which {_gb(total - left)} are already here")

@@ -1,4 +1,4 @@
-"""Sizes of a corpus's work units: large at first, smaller at the end of the run.
+"""Sizes of a corpus's work units: large units run first, small ones last.
 
 The small units are cut from the first rows of the corpus, so the total number of rows need not be known; `plan.py`
 schedules them last. `docs/decisions/0009-short-tail.md` has the reasons.
@@ -71,10 +71,10 @@ def _num_shares(num_engines: int) -> int:
     return _SLOWNESS * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 
 
-def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
+def concurrent_units(cut: Cut, max_num_seqs: int) -> int:
     """Return how many units an engine must work on simultaneously, so that even the smallest units keep it full.
 
-    >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 1)), 8)
+    >>> concurrent_units(Cut(rows_per_unit=256), 256), concurrent_units(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)
     """
     return math.ceil(_FILL * max_num_seqs / (cut.small[-1] if cut.small else cut.rows_per_unit)) + 1

@@ -16,10 +16,10 @@ _VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """Return a schema without views, and without types that are registered only in this process."""
-    return pa.schema([_converted(column, _as_stored) for column in schema], schema.metadata)
+    return pa.schema([_converted(column, _as_marked_storage) for column in schema], schema.metadata)
 
 
-def plain(rows: Rows) -> Rows:
+def cast_to_plain(rows: Rows) -> Rows:
     """Convert rows to `plain_schema`, without copying."""
     schema = plain_schema(rows.schema)
     return rows if schema.equals(rows.schema, check_metadata=True) else rows.cast(schema)
@@ -48,13 +48,13 @@ def from_values(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
     return pa.array(values, _converted(column, _as_bool).type).cast(stored).cast(type_)
 
 
-def children(type_: pa.DataType) -> Iterator[pa.Field]:
+def child_fields(type_: pa.DataType) -> Iterator[pa.Field]:
     """Return the fields of a nested type; empty for other types."""
     return (type_.field(index) for index in range(type_.num_fields)) if pa.types.is_nested(type_) else iter(())
 
 
-def _as_stored(column: pa.Field) -> pa.Field:
-    if not isinstance(column.type, pa.ExtensionType):  # Arrow's own
+def _as_marked_storage(column: pa.Field) -> pa.Field:
+    if not isinstance(column.type, pa.ExtensionType):  # Arrow's own, which every process knows
         return column
     marks = {
         b"ARROW:extension:name": column.type.extension_name.encode(),
@@ -80,7 +80,7 @@ def _converted(column: pa.Field, convert: Callable[[pa.Field], pa.Field]) -> pa.
     if isinstance(column.type, pa.BaseExtensionType):
         column = convert(column)
     column = column.with_type(_VIEWS.get(column.type, column.type))
-    parts = [_converted(part, convert) for part in children(column.type)]
+    parts = [_converted(part, convert) for part in child_fields(column.type)]
     return column.with_type(_nested(column.type, parts)) if parts else column
 
 

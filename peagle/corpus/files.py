@@ -68,7 +68,7 @@ def write_note(note: str) -> None:
 
 
 def discover(
-    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+    uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
     """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
@@ -76,23 +76,23 @@ def discover(
     markers such as `_SUCCESS`, unless it spells out their first character. Suffixes are not case-sensitive.
 
     Args:
-        outside: the run directory; a glob does not match files in it.
+        exclude: the run directory; a glob does not match files in it.
         announce: receives a note for each reason why files of a folder are ignored, although they may be data.
 
     Raises:
         InputError: a file does not exist or is not a regular file, or the scheme or suffix is unknown.
     """
-    located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
+    located = _locate_remote(uri, exclude) if "://" in uri else _locate_local(uri, exclude)
     if isinstance(located, _Folder):
-        files = _of_folder(uri, located, input_format, announce)
+        files = _files_in_folder(uri, located, input_format, announce)
     else:
-        files = [(path, size, _format(path, input_format)) for path, size in located]
+        files = [(path, size, _required_format(path, input_format)) for path, size in located]
     for path, size, _ in files:
         try:
             path.encode()
         except UnicodeEncodeError as error:
             hint = "rename the file or the folder"
-            raise InputError(f"input {os.fsencode(path)!r}: its name is not UTF-8", hint=hint) from error
+            raise InputError(f"input {os.fsencode(path)!r}: its name is not valid UTF-8", hint=hint) from error
         if size == 0:
             raise InputError(f"input {path}: the file is empty")
     return [SourceFile(path=path, format=kind, size=size) for path, size, kind in files]
@@ -125,7 +125,7 @@ def decompress(path: str, raw: BinaryIO) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
+def read_errors_as_input_error(path: str) -> Iterator[None]:
     """Convert read errors to an InputError with the file name."""
     try:
         yield
@@ -152,7 +152,7 @@ class _Folder:
     sub_folders: list[str]
 
 
-def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
+def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
     path = user_path(uri).absolute()  # workers have other working directories
     try:
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
@@ -163,12 +163,12 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
                 if entry.is_dir():
                     if _has_data(entry):
                         folder.sub_folders.append(str(entry))
-                elif entry.is_file() or (_kind(str(entry)) is not None and not entry.name.startswith(".")):
+                elif entry.is_file() or (_format_by_suffix(str(entry)) is not None and not entry.name.startswith(".")):
                     folder.files.append(_with_size(entry))  # refuses a pipe or a device with a data suffix
             return folder
         if os.path.lexists(path):
             return [_with_size(path)]
-        run_folder = None if outside is None or "://" in outside else Path(outside).resolve()
+        run_folder = None if exclude is None or "://" in exclude else Path(exclude).resolve()
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob would also match hidden files
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
@@ -183,7 +183,7 @@ def _has_data(folder: Path) -> bool:
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
-    return any(_kind(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
+    return any(_format_by_suffix(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 
 
 def _with_size(path: Path) -> tuple[str, int]:
@@ -203,30 +203,30 @@ def _with_size(path: Path) -> tuple[str, int]:
     return str(path), status.st_size
 
 
-def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
+def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
     if not uri.startswith("s3://"):
         raise InputError(f"input {uri!r}: only local files and s3:// are read", hint="copy the corpus to one of them")
     try:
-        infos, is_folder = _listing(filesystem(uri), uri, outside)
+        infos, is_folder = _listing(filesystem(uri), uri, exclude)
     except FileNotFoundError:
         _no_such_file(uri)
     except InputError:
         raise
     except Exception as error:  # the client raises errors of several libraries
         raise InputError(
-            f"input {uri!r}: the store answers {type(error).__name__}: {error}",
+            f"input {uri!r}: the store returned {type(error).__name__}: {error}",
             hint="check AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
         ) from error
     files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos if info["type"] == "file")
     if is_folder:
         folders = sorted(info["name"].rstrip("/") for info in infos if info["type"] == "directory")
-        skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, outside)]
+        skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, exclude)]
         folders = [name for name in folders if name not in skipped and not _is_skipped(PurePosixPath(name).name, [])]
         return _Folder(files=files, sub_folders=folders)
     return files or _no_such_file(uri)
 
 
-def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
+def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, Any]], bool]:
     """Return the objects that match, and whether the name is a folder."""
     if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
         return [info], False
@@ -235,7 +235,7 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
     if is_folder:
         return [info for info in infos if info["type"] != "file" or not _is_folder_object(store, info)], True
     infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
-    run = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
+    run = None if exclude is None else exclude.removeprefix("s3://").rstrip("/") + "/"
     names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
     return [i for i in infos if i["name"] in names and not (run and i["name"].startswith(run))], False
 
@@ -273,13 +273,17 @@ def _no_such_file(uri: str) -> NoReturn:
     raise InputError(f"input {uri!r}: no such file", hint="use a file, a folder or a quoted glob")
 
 
-def _of_folder(
+def _files_in_folder(
     uri: str, folder: _Folder, input_format: str, announce: Callable[[str], None]
 ) -> list[tuple[str, int, str]]:
     """Return a folder's corpus files, and announce which files are ignored."""
     # A README is not a corpus: text files only count in folders without other formats.
     visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
-    known = [(path, size, kind) for path, size in visible if (kind := _kind(path)) and not _is_packed_parquet(path)]
+    known = [
+        (path, size, kind)
+        for path, size in visible
+        if (kind := _format_by_suffix(path)) and not _is_compressed_parquet(path)
+    ]
     if input_format == "auto":
         chosen = [file for file in known if file[2] != "text"] or known
     else:
@@ -288,7 +292,7 @@ def _of_folder(
     ignored = [
         path for path, _ in visible if path not in chosen_paths and not _is_skipped(PurePosixPath(path).name, [])
     ]
-    notes = list(_reasons(uri, ignored, folder.sub_folders, input_format))
+    notes = list(_notes_on_ignored(uri, ignored, folder.sub_folders, input_format))
     if not chosen:
         kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_OF[input_format])
         wanted = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
@@ -298,14 +302,14 @@ def _of_folder(
     return chosen
 
 
-def _reasons(uri: str, ignored: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
+def _notes_on_ignored(uri: str, ignored: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
     """Yield a sentence for each reason to ignore files, with the names of these files."""
     names: dict[str, list[str]] = {}
     for path in ignored:
         name = PurePosixPath(path)
-        if _is_packed_parquet(path):
+        if _is_compressed_parquet(path):
             why = "compressed Parquet is not supported; decompress it"
-        elif kind := _kind(path):
+        elif kind := _format_by_suffix(path):
             if name.name.partition(".")[0].lower() in _DOCUMENTS:
                 continue
             is_text = kind == "text" and input_format == "auto"
@@ -316,28 +320,28 @@ def _reasons(uri: str, ignored: list[str], sub_folders: list[str], input_format:
             continue
         names.setdefault(why, []).append(name.name)
     for why, ignored_names in names.items():
-        yield f"{_some(ignored_names)} ignored: {why}"
+        yield f"{_abbreviated(ignored_names)} ignored: {why}"
     if sub_folders:
-        folders = _some([f"{PurePosixPath(path).name}/" for path in sub_folders])
+        folders = _abbreviated([f"{PurePosixPath(path).name}/" for path in sub_folders])
         yield f"{folders} ignored: subfolders need a glob such as '{uri.rstrip('/')}/**/*.parquet'"
 
 
-def _some(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     """Return the first three names, and the number of the others.
 
-    >>> _some(["a", "b"]), _some(["a", "b", "c", "d", "e"])
+    >>> _abbreviated(["a", "b"]), _abbreviated(["a", "b", "c", "d", "e"])
     ('a and b', 'a, b, c and 2 more')
     """
     shown = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
-def _is_packed_parquet(path: str) -> bool:
-    return _kind(path) == "parquet" and compression_of(path) is not None
+def _is_compressed_parquet(path: str) -> bool:
+    return _format_by_suffix(path) == "parquet" and compression_of(path) is not None
 
 
-def _format(path: str, input_format: str) -> str:
-    kind = input_format if input_format != "auto" else _kind(path)
+def _required_format(path: str, input_format: str) -> str:
+    kind = input_format if input_format != "auto" else _format_by_suffix(path)
     if kind is None:
         if _is_skipped(PurePosixPath(path).name, []):
             raise InputError(
@@ -351,7 +355,7 @@ def _format(path: str, input_format: str) -> str:
     return kind
 
 
-def _kind(path: str) -> str | None:
+def _format_by_suffix(path: str) -> str | None:
     name = PurePosixPath(path.lower())
     return SUFFIXES.get(PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix)
 
@@ -373,7 +377,7 @@ class ForwardReaders(Generic[Reader]):
 
     def __init__(self) -> None:
         self._readers: OrderedDict[str, Reader] = OrderedDict()
-        atexit.register(self.close)  # else the interpreter warns of unclosed files
+        atexit.register(self.close)  # otherwise the interpreter warns about unclosed files
 
     def take(self, path: str, position: int) -> Reader | None:
         """Return a reader of `path` that is not past `position`, or None."""

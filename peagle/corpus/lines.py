@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from peagle.corpus.files import ForwardReaders, compression_of, decompress, naming, open_raw
+from peagle.corpus.files import ForwardReaders, compression_of, decompress, open_raw, read_errors_as_input_error
 from peagle.corpus.rows import Span
 from peagle.errors import InputError
 
@@ -22,13 +22,13 @@ class Lines:
         self.number = 1  # number of the next line, from 1
         self.end: int | None = None  # position to stop at; None for the end of the file
         self.on_line: Callable[[bytes], object] | None = None  # called with each line
-        with naming(path):
+        with read_errors_as_input_error(path):
             self._raw = open_raw(path)
             self._stream = decompress(path, self._raw)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield lines up to `end`; raises InputError if the file cannot be read, is not text, or has a huge line."""
-        with naming(self.path):
+        with read_errors_as_input_error(self.path):
             while self.end is None or self.position < self.end:
                 line = self._stream.readline(MAX_LINE_BYTES)
                 if not line:
@@ -48,7 +48,7 @@ class Lines:
 
     def advance(self, position: int) -> None:
         """Skip to a later position."""
-        with naming(self.path):
+        with read_errors_as_input_error(self.path):
             if compression_of(self.path) is None:
                 self._stream.seek(position)
                 self.position = position
@@ -64,7 +64,7 @@ class Lines:
 
 
 @contextlib.contextmanager
-def lines_of(span: Span) -> Iterator[Lines]:
+def open_span(span: Span) -> Iterator[Lines]:
     """Open the lines of a span."""
     lines = _readers.take(span.path, span.start) or Lines(span.path)
     try:
@@ -83,7 +83,7 @@ def lines_of(span: Span) -> Iterator[Lines]:
 _readers: ForwardReaders[Lines] = ForwardReaders()
 
 
-def carriage_returns(path: str) -> InputError:
+def carriage_return_error(path: str) -> InputError:
     """Return the error for a file with the line ends of old Macs and some spreadsheets."""
     return InputError(
         f"input {path}: its lines end with only a carriage return (CR)",
@@ -98,4 +98,4 @@ def _refuse_binary(path: str, first: bytes) -> None:
     if first.startswith(_UTF_16):
         raise InputError(f"input {path}: this is UTF-16", hint="convert it to UTF-8")
     if b"\r" in first.rstrip(b"\r\n") and not first.endswith(b"\n"):
-        raise carriage_returns(path)
+        raise carriage_return_error(path)

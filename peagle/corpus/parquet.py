@@ -9,18 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.extensions import from_values, plain, plain_schema, storage_schema, to_values
-from peagle.corpus.files import ForwardReaders, SourceFile, naming, open_raw
+from peagle.corpus.extensions import cast_to_plain, from_values, plain_schema, storage_schema, to_values
+from peagle.corpus.files import ForwardReaders, SourceFile, open_raw, read_errors_as_input_error
 from peagle.corpus.rows import RawRow, Span, WorkEstimate
 from peagle.corpus.schema import (
     LARGEST_EXACT,
     changed_in_python,
+    duplicate_name,
     has_long_integers,
     has_nanosecond_times,
     leaf_types,
     loses_nanoseconds,
-    repeated_name,
-    wide,
+    mark_wide,
 )
 from peagle.errors import InputError
 
@@ -35,24 +35,32 @@ def count_parquet(file: SourceFile) -> int:
 
 
 def scan_parquet(
-    file: SourceFile, sizes: Iterator[int], left: int, digest: Any, estimate: WorkEstimate, *, as_before: bool = False
+    file: SourceFile,
+    sizes: Iterator[int],
+    max_rows: int,
+    digest: Any,
+    estimate: WorkEstimate,
+    *,
+    old_digest: bool = False,
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans, and update `digest` with its content. `as_before` computes the digest of older plans.
+    """Cut a file into spans, and update `digest` with its content. `old_digest` computes the digest as older plans do.
 
     Raises InputError if the file is not valid Parquet, or rows cannot hold one of its columns.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
-        num_rows = min(parquet.metadata.num_rows, left)
+        num_rows = min(parquet.metadata.num_rows, max_rows)
         schema = plain_schema(_with_nanoseconds(file.path, parquet).remove_metadata())
         # A file that a run has written may have our own metadata.
         metadata = [{k: v for k, v in (column.metadata or {}).items() if k != b"peagle"} for column in schema]
         schema = pa.schema([column.with_metadata(kept) for column, kept in zip(schema, metadata, strict=True)])
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         stored = storage_schema(schema)
-        schema = pa.schema([wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)])
-    with naming(file.path), open_raw(file.path) as handle:
-        if as_before:  # reads only the footer, so it misses some edits that do not change the length
+        schema = pa.schema(
+            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)]
+        )
+    with read_errors_as_input_error(file.path), open_raw(file.path) as handle:
+        if old_digest:  # reads only the footer, so it misses some edits that do not change the length
             handle.seek(-min(file.size, _FOOTER_BYTES), 2)
             digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
         else:
@@ -94,10 +102,10 @@ def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
 def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
     """Raise InputError for columns whose values cannot be converted to Python without loss."""
     schema = storage_schema(parquet.schema_arrow)
-    if name := repeated_name(schema):
+    if name := duplicate_name(schema):
         raise InputError(f"input {path}: there are two columns {name!r}", hint="give each column a different name")
     for column in filter(lambda column: has_nanosecond_times(column.type), schema):
-        with _reading(path):
+        with _parquet_errors(path):
             batches = parquet.iter_batches(_BATCH_ROWS, columns=[column.name])
             is_lossy = any(loses_nanoseconds(batch.column(column.name).cast(column.type)) for batch in batches)
         if is_lossy:
@@ -177,13 +185,13 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
 
 def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
     """Yield columns that cannot be converted, because Arrow lacks functions for their types. Tries the first row."""
-    with _reading(path):
+    with _parquet_errors(path):
         first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
     if first is None:
         return
     for column in first.schema:
         try:
-            rows = plain(first.select([column.name]))
+            rows = cast_to_plain(first.select([column.name]))
             values = [row[column.name] for row in to_values(rows)]
             pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
         except (pa.ArrowException, NotImplementedError, TypeError):
@@ -249,8 +257,8 @@ class _ForwardParquet:
     def _pieces(self, num_rows: int) -> Iterator[pa.RecordBatch]:
         while num_rows > 0:
             if self._batch is None or not self._batch.num_rows:
-                with _reading(self._path):
-                    self._batch = next(map(plain, self._batches), None)
+                with _parquet_errors(self._path):
+                    self._batch = next(map(cast_to_plain, self._batches), None)
             if self._batch is None:
                 return
             piece = self._batch.slice(0, num_rows)
@@ -286,13 +294,13 @@ def _row(piece: pa.RecordBatch, where: str) -> RawRow:
 
 
 def _open(path: str) -> pq.ParquetFile:
-    with _reading(path):
+    with _parquet_errors(path):
         file = open_raw(path) if "://" in path else path
         return pq.ParquetFile(file, coerce_int96_timestamp_unit="us")
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _parquet_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:

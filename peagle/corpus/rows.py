@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Rows `first_row ..< first_row + num_rows` of one file."""
+    """Rows `first_row` to `first_row + num_rows - 1` of one file."""
 
     path: str
     format: str

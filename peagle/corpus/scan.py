@@ -22,8 +22,8 @@ from peagle.corpus.files import SourceFile, discover, write_note
 from peagle.corpus.lines import Lines
 from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
 from peagle.corpus.rows import RawRow, Span, WorkEstimate
-from peagle.corpus.schema import Columns, unify
-from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, read_records, records
+from peagle.corpus.schema import Columns, unify_schemas
+from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, parse_records, read_records
 from peagle.errors import InputError
 
 _BUCKETS = 256
@@ -68,17 +68,17 @@ class UniqueIds:
         return min(pairs, key=lambda pair: pair[1], default=None)
 
 
-_DIGEST = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet
+_VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet
 
 
-def find(
-    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+def find_files(
+    uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
     """Find a corpus's files with their formats. JSON lines that start with an OpenAI batch request are a batch.
 
     Parameters and errors are those of `discover`. A batch together with other files is also an error.
     """
-    files = discover(uri, input_format, outside=outside, announce=announce)
+    files = discover(uri, input_format, exclude=exclude, announce=announce)
     if input_format == "auto":
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
     kinds = {file.format: file for file in reversed(files)}
@@ -105,12 +105,17 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 
 
 def scan(
-    files: Sequence[SourceFile], cut: Cut, limit: int | None, estimate: WorkEstimate, *, like: str | None = None
+    files: Sequence[SourceFile],
+    cut: Cut,
+    limit: int | None,
+    estimate: WorkEstimate,
+    *,
+    earlier_fingerprint: str | None = None,
 ) -> tuple[list[Span], pa.Schema, str]:
     """Cut the files into spans with estimated work; return them with the schema of all columns and a fingerprint.
 
     Args:
-        like: a fingerprint to compare with; the new fingerprint has the same version.
+        earlier_fingerprint: a fingerprint to compare with; the new one has the same version.
 
     Raises:
         InputError: an unreadable file, no valid row, or a batch with a repeated custom_id.
@@ -118,24 +123,24 @@ def scan(
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
-    version = _DIGEST if like is None or like.startswith(_DIGEST) else ""
+    version = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
     sizes = cut.sizes()
-    left = limit if limit is not None else 2**63
+    rows_left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
     with UniqueIds() as ids:
         for index, file in enumerate(files):
-            if left <= 0:
+            if rows_left <= 0:
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, sizes, left, digest, estimate, as_before=not version)
+                file_spans, schema = scan_parquet(file, sizes, rows_left, digest, estimate, old_digest=not version)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
                 text = _TextScan(file, index, ids, estimate)
-                file_spans, schema = text.run(sizes, left, digest)
+                file_spans, schema = text.run(sizes, rows_left, digest)
                 num_valid, first_error = num_valid + text.num_valid, first_error or text.first_error
             spans += file_spans
-            left -= sum(s.num_rows for s in file_spans)
+            rows_left -= sum(s.num_rows for s in file_spans)
             schemas.append(schema)
         if repeated := ids.first_repeated():
             (first, first_line), (second, second_line) = repeated
@@ -146,13 +151,13 @@ def scan(
             )
     if not spans:
         raise InputError(f"input {files[0].path}: it has no rows")
-    schema = unify(schemas)
+    schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
         raise InputError(f"input: no row is valid; the first error: {first_error or 'an empty object'}")
     return spans, schema, version + digest.hexdigest()
 
 
-def read(span: Span) -> Iterator[RawRow]:
+def read_span(span: Span) -> Iterator[RawRow]:
     """Yield the rows of a span, in order; raises InputError if the file has changed since planning."""
     count = 0
     for row in read_parquet(span) if span.format == "parquet" else read_records(span):
@@ -176,7 +181,7 @@ def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
 
 def _read_text(file: SourceFile) -> Iterator[RawRow]:
     with contextlib.closing(Lines(file.path)) as lines:
-        yield from (record.row for record in records(file.format, lines))
+        yield from (record.row for record in parse_records(file.format, lines))
 
 
 class _TextScan:
@@ -192,26 +197,26 @@ class _TextScan:
         self.num_valid = 0
         self.first_error: str | None = None
 
-    def run(self, sizes: Iterator[int], left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
+    def run(self, sizes: Iterator[int], max_rows: int, digest: Any) -> tuple[list[Span], pa.Schema]:
         spans: list[Span] = []
         first_row = 0
         with contextlib.closing(Lines(self._file.path)) as lines:
             lines.on_line = digest.update
-            rows = records(self._file.format, lines)
-            while first_row < left and (span := self._next_span(rows, lines, first_row, left, sizes)):
+            rows = parse_records(self._file.format, lines)
+            while first_row < max_rows and (span := self._next_span(rows, lines, first_row, max_rows, sizes)):
                 spans.append(span)
                 first_row += span.num_rows
         return spans, BATCH_SCHEMA if self._is_batch else self._columns.schema()
 
     def _next_span(
-        self, rows: Iterator[Record], lines: Lines, first_row: int, left: int, sizes: Iterator[int]
+        self, rows: Iterator[Record], lines: Lines, first_row: int, max_rows: int, sizes: Iterator[int]
     ) -> Span | None:
         """Return the next span; None at the end of the file."""
         start, number, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
         num_rows = work = size = 0
         before = start
         for record in rows:
-            size = size or min(next(sizes), left - first_row)
+            size = size or min(next(sizes), max_rows - first_row)
             header, num_rows = record.header, num_rows + 1
             work += self._estimate.of_row(record.row, lines.position - before)
             before = lines.position

@@ -1,7 +1,7 @@
 """Infer column types of rows without a schema, in one pass with bounded memory; check what Parquet and Python can hold.
 
 Columns are the union of all keys, and numbers widen (int to float if all integers are exact). A column becomes text if
-its values have no common Arrow type, or one that Parquet cannot store: strings unchanged, other values as JSON.
+its values have no common Arrow type, or one that Parquet cannot store; values other than strings become JSON.
 """
 
 import io
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from peagle.corpus.extensions import children, from_values, storage_schema
+from peagle.corpus.extensions import child_fields, from_values, storage_schema
 from peagle.corpus.rows import RawRow
 from peagle.plain_json import to_json
 
@@ -39,13 +39,13 @@ def is_too_deep(type_: pa.DataType) -> bool:
     # Not recursive, because the type may have more levels than Python's stack.
     level = [type_]
     for _ in range(_MAX_DEPTH):
-        level = [field.type for nested in level for field in children(nested)]
+        level = [field.type for nested in level for field in child_fields(nested)]
         if not level:
             return False
     return True
 
 
-def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
+def can_hold(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
     """Whether `new`, the type to which Arrow would widen `old`, holds all values of `old`.
 
     `wide` means that `old` may have integers beyond `LARGEST_EXACT`.
@@ -53,11 +53,11 @@ def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
     if new == old or pa.types.is_null(old):
         return True
     if pa.types.is_nested(new):
-        parts = {field.name: field.type for field in children(new)}
-        pairs = [(parts.get(field.name), field.type) for field in children(old)]
+        parts = {field.name: field.type for field in child_fields(new)}
+        pairs = [(parts.get(field.name), field.type) for field in child_fields(old)]
         if not pa.types.is_struct(new):  # names of list items do not matter
             pairs = list(zip(parts.values(), (part for _, part in pairs), strict=False))
-        return all(part is not None and holds(part, old_part, wide=wide) for part, old_part in pairs)
+        return all(part is not None and can_hold(part, old_part, wide=wide) for part, old_part in pairs)
     if pa.types.is_integer(old):
         return not (wide and old.bit_width == 64)
     if pa.types.is_decimal(old):
@@ -130,7 +130,7 @@ def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
         yield from _leaf_arrays(part)
 
 
-def repeated_name(fields: Iterable[pa.Field]) -> str | None:
+def duplicate_name(fields: Iterable[pa.Field]) -> str | None:
     """Return a name that two fields share at the same level, at any depth, or None."""
     seen: set[str] = set()
     for field in fields:
@@ -138,7 +138,7 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
         if name in seen:
             return name
         seen.add(name)
-        if inner := repeated_name(children(field.type)):
+        if inner := duplicate_name(child_fields(field.type)):
             return f"{name}.{inner}"
     return None
 
@@ -147,7 +147,7 @@ def leaf_types(type_: pa.DataType) -> Iterator[pa.DataType]:
     """Yield the leaf types of a nested type in order, or the type itself."""
     if not pa.types.is_nested(type_):
         yield type_
-    for field in children(type_):
+    for field in child_fields(type_):
         yield from leaf_types(field.type)
 
 
@@ -186,8 +186,8 @@ class Columns:
                 inferred = json_text(name)
             else:
                 inferred = pa.field(name, array.type)
-                inferred = wide(inferred) if is_wide(array) else inferred
-            self._fields[name] = widen(self._fields[name], inferred) if name in self._fields else inferred
+                inferred = mark_wide(inferred) if is_wide(array) else inferred
+            self._fields[name] = common_column(self._fields[name], inferred) if name in self._fields else inferred
         self._pending.clear()
 
 
@@ -196,7 +196,7 @@ def json_text(name: str) -> pa.Field:
     return pa.field(name, pa.string(), metadata=JSON_TEXT)
 
 
-def widen(a: pa.Field, b: pa.Field) -> pa.Field:
+def common_column(a: pa.Field, b: pa.Field) -> pa.Field:
     """Return a column that can hold the values of both columns."""
     if _is_json(a) or _is_json(b):
         return json_text(a.name)
@@ -204,22 +204,22 @@ def widen(a: pa.Field, b: pa.Field) -> pa.Field:
         both = pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
     except pa.ArrowException:
         return json_text(a.name)
-    if not all(holds(both.type, column.type, wide=_is_wide(column)) for column in (a, b)):
+    if not all(can_hold(both.type, column.type, wide=_is_wide(column)) for column in (a, b)):
         return json_text(a.name)
-    return wide(both) if _is_wide(a) or _is_wide(b) else both
+    return mark_wide(both) if _is_wide(a) or _is_wide(b) else both
 
 
-def wide(column: pa.Field) -> pa.Field:
+def mark_wide(column: pa.Field) -> pa.Field:
     """Mark a column as having integers beyond a double's precision."""
     return column.with_metadata({**(column.metadata or {}), **_WIDE})
 
 
-def unify(schemas: Iterable[pa.Schema]) -> pa.Schema:
+def unify_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """Return the columns of several files, in types that Parquet can store."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for column in schema:
-            fields[column.name] = widen(fields[column.name], column) if column.name in fields else column
+            fields[column.name] = common_column(fields[column.name], column) if column.name in fields else column
     return pa.schema([_stored(column) for column in fields.values()])
 
 

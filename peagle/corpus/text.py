@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.lines import MAX_LINE_BYTES, Lines, carriage_returns, lines_of
+from peagle.corpus.lines import MAX_LINE_BYTES, Lines, carriage_return_error, open_span
 from peagle.corpus.rows import RawRow, Span
 from peagle.corpus.schema import json_text
 from peagle.errors import InputError, shown
@@ -55,7 +55,7 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
             return
         except csv.Error as error:
             if "new-line character" in str(error):
-                raise carriage_returns(lines.path) from error
+                raise carriage_return_error(lines.path) from error
             raise InputError(
                 f"input {lines.path} line {number}: not valid CSV: {error}",
                 hint="double a quote inside a quoted field, and close every quote",
@@ -134,7 +134,7 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
 _MAX_DEPTH = 500  # levels of a JSON row; Python's recursion limit is 1000, including the callers
 
 
-def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
+def parse_records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
     """Yield the rows of a text format. After each row, `lines` is positioned exactly after it.
 
     `header` is needed if `lines` start in the middle of a CSV file.
@@ -152,8 +152,8 @@ def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
 def read_records(span: Span) -> Iterator[RawRow]:
     """Yield the rows of a span in order; raises InputError if the file cannot be read."""
     header = span.header if span.start else ""  # at the start of a file, the header is in the lines
-    with lines_of(span) as lines:
-        for record in records(span.format, lines, header):
+    with open_span(span) as lines:
+        for record in parse_records(span.format, lines, header):
             yield record.row
 
 
@@ -174,12 +174,12 @@ def _json_row(line: bytes, where: str, *, is_strict: bool = False) -> RawRow:
         return _invalid(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
         return _invalid(line, f"{where}: a JSON {type(value).__name__}, not an object")
-    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_deep(value):
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_too_deep(value):
         return _invalid(line, f"{where}: more than {_MAX_DEPTH} levels deep")
     return RawRow(value)
 
 
-def _is_deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     """Whether a value has too many levels to be written as JSON again."""
     level = [value]
     for _ in range(_MAX_DEPTH):
@@ -218,4 +218,4 @@ _PARSERS: dict[str, Callable[[bytes, str], RawRow]] = {
 
 def first_object(lines: Lines) -> dict[str, Any] | None:
     """Return the first valid JSON object, which distinguishes an OpenAI batch from other JSON lines."""
-    return next((record.row.columns for record in records("jsonl", lines) if record.row.error is None), None)
+    return next((record.row.columns for record in parse_records("jsonl", lines) if record.row.error is None), None)

@@ -113,13 +113,13 @@ def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any
             f"--schedule {options.schedule!r}: cron needs five fields", hint='for every night at two: "0 2 * * *"'
         )
     if workload.command == "generate":
-        return _bulk(workload, options)
+        return _job_objects(workload, options)
     if options.schedule is not None:
         raise ConfigError("--schedule is for bulk runs, but the configuration is an endpoint's", hint="leave it out")
     return [_service(workload, options)]
 
 
-def secrets_of(workload: Workload, options: KubeRayOptions) -> list[str]:
+def secret_commands(workload: Workload, options: KubeRayOptions) -> list[str]:
     """Return the commands that create the required Secrets."""
     space = f" -n {options.namespace}" if options.namespace else ""
     create = f"kubectl create secret generic{space}"
@@ -130,7 +130,7 @@ def secrets_of(workload: Workload, options: KubeRayOptions) -> list[str]:
     return needed + [f"{create} {name} --from-env-file=FILE" for name in options.pods.env_secrets]
 
 
-def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
+def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     require_reachable(workload.settings, ("input", "output", "model", "drafter"), FOLDER)
     nightly = _NIGHTLY.format(output=shlex.quote(str(workload.settings["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
@@ -217,7 +217,7 @@ def _ray_cluster(
     """Return the spec of a RayCluster.
 
     Args:
-        head: additional keys of the head's container.
+        head: additional fields of the head's container.
         env: variables of all containers.
         volumes: additional volumes of all pods, by mount path.
     """

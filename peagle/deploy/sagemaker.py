@@ -127,7 +127,7 @@ _FORMS = {
 
 
 class SageMakerOptions(BaseModel):
-    """The keys of `peagle deploy sagemaker`. A description is the help of its flag."""
+    """The options of `peagle deploy sagemaker`. A description is the help of its flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -182,22 +182,24 @@ class Requests:
         return asdict(self)
 
 
-def make_requests(card: ModelCard, keys: SageMakerOptions, settings: Preset) -> Requests:
+def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> Requests:
     """Return the requests for a model with its preset."""
-    offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
+    offer, size = known_offer(options), str(vllm_arguments(options.variables).get("tensor_parallel_size", 1))
     if offer is not None and size.isdecimal():
         target = TargetOptions.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
         require_room(offer, target)
-    name = keys.name or re.sub(r"[^a-zA-Z0-9-]+", "-", card.name)[:_MAX_NAME_LENGTH].strip("-")
-    usd_per_hour, price = _price(keys)
-    container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, settings, usd_per_hour)}
-    if keys.model_data:
-        container["ModelDataSource"] = {"S3DataSource": _s3(keys.model_data)}
-    if keys.head_data:
-        container["AdditionalModelDataSources"] = [{"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(keys.head_data)}]
+    name = options.name or re.sub(r"[^a-zA-Z0-9-]+", "-", card.name)[:_MAX_NAME_LENGTH].strip("-")
+    usd_per_hour, price = _price(options)
+    container: dict[str, Any] = {"Image": options.image, "Environment": _variables(options, settings, usd_per_hour)}
+    if options.model_data:
+        container["ModelDataSource"] = {"S3DataSource": _s3(options.model_data)}
+    if options.head_data:
+        container["AdditionalModelDataSources"] = [
+            {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(options.head_data)}
+        ]
     for folder, data, flag in (
-        (settings.model_folder, keys.model_data, "--model-data"),
-        (settings.head_folder, keys.head_data, "--head-data"),
+        (settings.model_folder, options.model_data, "--model-data"),
+        (settings.head_folder, options.head_data, "--head-data"),
     ):
         if folder is not None and data is None:
             raise ConfigError(
@@ -207,47 +209,47 @@ def make_requests(card: ModelCard, keys: SageMakerOptions, settings: Preset) -> 
     variant = {
         "VariantName": "all",
         "ModelName": name,
-        "InstanceType": keys.instance_type,
-        "InitialInstanceCount": keys.instances,
+        "InstanceType": options.instance_type,
+        "InitialInstanceCount": options.instances,
         "ContainerStartupHealthCheckTimeoutInSeconds": MAX_START_S,
         "ModelDataDownloadTimeoutInSeconds": MAX_START_S,
-        **({"InferenceAmiVersion": keys.ami_version} if keys.ami_version else {}),
+        **({"InferenceAmiVersion": options.ami_version} if options.ami_version else {}),
     }
     tags = [{"Key": "peagle", "Value": card.name}]
     return Requests(
         name=name,
-        model={"ModelName": name, "ExecutionRoleArn": keys.role, "PrimaryContainer": container, "Tags": tags},
+        model={"ModelName": name, "ExecutionRoleArn": options.role, "PrimaryContainer": container, "Tags": tags},
         endpoint_config={"EndpointConfigName": name, "ProductionVariants": [variant], "Tags": tags},
         endpoint={"EndpointName": name, "EndpointConfigName": name, "Tags": tags},
-        usd_per_hour=keys.instances * usd_per_hour,
+        usd_per_hour=options.instances * usd_per_hour,
         price=price,
     )
 
 
-def known_offer(keys: SageMakerOptions) -> Offer | None:
+def known_offer(options: SageMakerOptions) -> Offer | None:
     """Return EC2's offer of the instance type, or None if it is not in the price table."""
-    return PriceTable.load().offer(keys.instance_type.removeprefix("ml."))
+    return PriceTable.load().offer(options.instance_type.removeprefix("ml."))
 
 
-def _price(keys: SageMakerOptions) -> tuple[float, str]:
+def _price(options: SageMakerOptions) -> tuple[float, str]:
     """Return US dollars per instance and hour, and the source of the price."""
-    if keys.usd_per_hour is not None:
-        return keys.usd_per_hour, "as stated"
+    if options.usd_per_hour is not None:
+        return options.usd_per_hour, "as stated"
     try:
-        ec2 = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
+        ec2 = PriceTable.load().price(options.instance_type.removeprefix("ml."), provider="aws", region=options.region)
     except PriceError as error:
         hint = "set SageMaker's price of one instance with --usd-per-hour"
-        raise PriceError(f"the price of {keys.instance_type} is unknown: {error.message}", hint=hint) from error
+        raise PriceError(f"the price of {options.instance_type} is unknown: {error.message}", hint=hint) from error
     return ec2.usd_per_hour, f"EC2's price of {ec2.instance_type}, {ec2.as_of}; SageMaker's own may be higher"
 
 
-def _variables(keys: SageMakerOptions, settings: Preset, usd_per_hour: float) -> dict[str, str]:
+def _variables(options: SageMakerOptions, settings: Preset, usd_per_hour: float) -> dict[str, str]:
     variables = {
         "PEAGLE_SAGEMAKER": "true",
         "PEAGLE_USD_PER_HOUR": f"{usd_per_hour:g}",
         **settings.variables,
-        **({"SM_VLLM_MAX_MODEL_LEN": str(keys.max_model_len)} if keys.max_model_len else {}),
-        **keys.variables,
+        **({"SM_VLLM_MAX_MODEL_LEN": str(options.max_model_len)} if options.max_model_len else {}),
+        **options.variables,
     }
     for name, value in variables.items():
         if len(value) > _MAX_VALUE_LENGTH:

@@ -1,8 +1,7 @@
 """Create a SageMaker endpoint, wait for it, and delete it.
 
 If the creation fails, everything that was created is deleted, because an endpoint costs money as soon as its instances
-start.
-boto3 is not a dependency of peagle.
+start. boto3 is not a dependency of peagle.
 """
 
 import time
@@ -24,7 +23,7 @@ _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
     "ExpiredToken": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
     "UnrecognizedClientException": (ConfigError, "the credentials are invalid: aws configure"),
     "InvalidClientTokenId": (ConfigError, "the credentials are invalid: aws configure"),
-    "AccessDeniedException": (ConfigError, "docs/deploy.md has the rights that your user and the role need"),
+    "AccessDeniedException": (ConfigError, "docs/deploy.md lists the permissions that your user and the role need"),
     "ResourceLimitExceeded": (
         CapacityError,
         "your account's quota for this instance type is too small: Service Quotas, SageMaker, 'for endpoint usage'",
@@ -34,7 +33,7 @@ _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removed:
+class RemovedEndpoint:
     """A deleted endpoint.
 
     Attributes:
@@ -65,7 +64,7 @@ class SageMaker:
             import boto3
         except ImportError:
             raise ConfigError("boto3 is not installed, and SageMaker needs it", hint="pip install boto3") from None
-        with _explained("no connection to SageMaker"):
+        with _explain_errors("no connection to SageMaker"):
             self._api: Any = boto3.client("sagemaker", region_name=region)
         self._say, self._sleep, self._now = say, sleep, now
 
@@ -73,7 +72,7 @@ class SageMaker:
         """Create the endpoint, and return its ARN when it is in service. Leaves nothing behind on failure."""
         name = requests.name
         self._require_instance_type(requests.endpoint_config["ProductionVariants"][0]["InstanceType"])
-        self._require_free(name)
+        self._require_unused(name)
         created: list[str] = []
         try:
             for kind in _KINDS:
@@ -83,7 +82,7 @@ class SageMaker:
             self._roll_back(name, created, error)
             raise
 
-    def remove(self, name: str) -> Removed:
+    def remove(self, name: str) -> RemovedEndpoint:
         """Delete the endpoint, its configuration and its model. Raises ConfigError if none of them exists."""
         endpoint = self._describe("endpoint", name)
         model = self._describe("model", name)
@@ -91,11 +90,11 @@ class SageMaker:
         existing = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
         kinds = tuple(kind for kind, description in existing.items() if description is not None)
         if not kinds:
-            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._names())
+            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._list_endpoints())
         for kind in kinds:
             self._delete(kind, name)
         created_at = endpoint and endpoint.get("CreationTime")
-        return Removed(
+        return RemovedEndpoint(
             kinds=kinds,
             lifetime_s=self._now() - created_at.timestamp() if created_at else None,
             usd_per_hour=_usd_per_hour(model, config),
@@ -105,7 +104,7 @@ class SageMaker:
     def _create(self, kind: str, requests: Requests, created: list[str]) -> None:
         bodies = dict(zip(_KINDS, (requests.model, requests.endpoint_config, requests.endpoint), strict=True))
         try:
-            with _explained(f"{kind} {requests.name}"):
+            with _explain_errors(f"{kind} {requests.name}"):
                 getattr(self._api, _CREATE[kind])(**bodies[kind])
         except Exception:
             raise
@@ -118,7 +117,7 @@ class SageMaker:
     def _wait_until_in_service(self, name: str) -> str:
         started_at = reported_at = self._now()
         while True:
-            with _explained(f"endpoint {name}"):
+            with _explain_errors(f"endpoint {name}"):
                 endpoint = self._api.describe_endpoint(EndpointName=name)
             status = endpoint["EndpointStatus"]
             if status == "InService":
@@ -154,8 +153,8 @@ class SageMaker:
         give_up_at = self._now() + _DELETION_S
         while True:
             try:
-                with _explained(f"{kind} {name}"):
-                    getattr(self._api, _CREATE[kind].replace("create", "delete"))(**{_NAMES[kind]: name})
+                with _explain_errors(f"{kind} {name}"):
+                    getattr(self._api, _CREATE[kind].replace("create", "delete"))(**{_NAME_ARGUMENTS[kind]: name})
                 return
             except ConfigError as error:
                 if _is_missing(error):
@@ -167,15 +166,15 @@ class SageMaker:
 
     def _describe(self, kind: str, name: str) -> dict[str, Any] | None:
         try:
-            with _explained(f"{kind} {name}"):
+            with _explain_errors(f"{kind} {name}"):
                 describe = getattr(self._api, _CREATE[kind].replace("create", "describe"))
-                return cast("dict[str, Any]", describe(**{_NAMES[kind]: name}))
+                return cast("dict[str, Any]", describe(**{_NAME_ARGUMENTS[kind]: name}))
         except ConfigError as error:
             if _is_missing(error):
                 return None
             raise
 
-    def _require_free(self, name: str) -> None:
+    def _require_unused(self, name: str) -> None:
         for kind in _KINDS:
             if self._describe(kind, name) is not None:
                 raise ConfigError(
@@ -190,19 +189,19 @@ class SageMaker:
                 f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, known)
             )
 
-    def _names(self) -> str:
-        with _explained("the list of endpoints"):
+    def _list_endpoints(self) -> str:
+        with _explain_errors("the list of endpoints"):
             names = [endpoint["EndpointName"] for endpoint in self._api.list_endpoints()["Endpoints"]]
         return f"existing endpoints: {', '.join(names)}" if names else "there is no endpoint in this region"
 
 
 _CREATE = {"model": "create_model", "endpoint configuration": "create_endpoint_config", "endpoint": "create_endpoint"}
 _KINDS = tuple(_CREATE)
-_NAMES = {"model": "ModelName", "endpoint configuration": "EndpointConfigName", "endpoint": "EndpointName"}
+_NAME_ARGUMENTS = {"model": "ModelName", "endpoint configuration": "EndpointConfigName", "endpoint": "EndpointName"}
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_errors(what: str) -> Iterator[None]:
     """Convert AWS's errors to ours, with a hint."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
@@ -217,7 +216,7 @@ def _explained(what: str) -> Iterator[None]:
         kind, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
         raise kind(f"{what}: {details['Message']} ({details['Code']})", hint=hint) from error
     except BotoCoreError as error:
-        raise PeagleError(f"{what}: {error}", hint="does SageMaker exist in that region?") from error
+        raise PeagleError(f"{what}: {error}", hint="check that SageMaker is available in that region") from error
 
 
 def _is_missing(error: ConfigError) -> bool:

@@ -1,4 +1,4 @@
-"""A configuration for other machines: their type and number, the keys, and checks that the machines can run it."""
+"""A configuration for other machines: their type and number, the settings, and checks that the machines can run it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from peagle.catalog.cards import load_catalog
 from peagle.economics.price_options import PriceOptions, hardware_of
-from peagle.economics.prices import Offer, PriceTable, choices
+from peagle.economics.prices import Offer, PriceTable, price_lines
 from peagle.engine.keys import TargetOptions
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes
 from peagle.engine.spec import EngineSpec
@@ -37,31 +37,31 @@ class Workload:
     grace_s: float
 
 
-def offer_of(keys: PriceOptions) -> Offer:
+def offer_of(options: PriceOptions) -> Offer:
     """Return the machine that a configuration names. It must be in the packaged price table."""
-    if keys.prices is not None:
+    if options.prices is not None:
         raise ConfigError(
-            f"prices {keys.prices}: other machines do not have this file", hint="set usd_per_hour instead"
+            f"prices {options.prices}: other machines do not have this file", hint="set usd_per_hour instead"
         )
     table = PriceTable.load()
-    if keys.instance_type is None:
+    if options.instance_type is None:
         raise ConfigError(
             "the configuration has no instance_type: it determines the size and price of the machines",
-            hint="\n    ".join(["use one of", *choices(table.offers, keys.market)]),
+            hint="\n    ".join(["use one of", *price_lines(table.offers, options.market)]),
         )
     offers = [
         offer
         for offer in table.offers
-        if offer.instance_type == keys.instance_type
-        and keys.provider in (None, offer.provider)
-        and keys.region in (None, offer.region)
+        if offer.instance_type == options.instance_type
+        and options.provider in (None, offer.provider)
+        and options.region in (None, offer.region)
     ]
-    if keys.usd_per_hour is None or not offers:
-        table.price(keys.instance_type, market=keys.market, provider=keys.provider, region=keys.region)
+    if options.usd_per_hour is None or not offers:
+        table.price(options.instance_type, market=options.market, provider=options.provider, region=options.region)
     return offers[0]
 
 
-def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
+def count_machines(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     """Return the number of machines for the parts of engines. Without accelerators, each part has its own machine.
 
     Example: with 8 accelerators per machine, three engines of 4 and one of 8 take 3 machines.
@@ -88,10 +88,10 @@ def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     return len(free)
 
 
-def label_of(name: str, *, max_length: int) -> str:
+def dns_label(name: str, *, max_length: int) -> str:
     """Return a name as a DNS label.
 
-    >>> label_of("My job_2.yaml", max_length=20)
+    >>> dns_label("My job_2.yaml", max_length=20)
     'my-job-2-yaml'
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -105,13 +105,13 @@ def label_of(name: str, *, max_length: int) -> str:
     return label
 
 
-def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str) -> None:
+def require_reachable(settings: Mapping[str, Any], names: Sequence[str], folder: str) -> None:
     """Raise ConfigError if a path is neither on S3 nor in `folder`, which all machines share.
 
-    `names` are the keys of the paths to check.
+    `names` are the settings that are paths.
     """
     for name in names:
-        value = str(keys.get(name) or "")
+        value = str(settings.get(name) or "")
         is_shared = not value or value.startswith(("s3://", f"{folder}/"))
         is_path = name not in ("model", "drafter") or user_path(value).exists()
         if is_path and not is_shared:
@@ -121,28 +121,28 @@ def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str
             )
 
 
-def require_servable(keys: Mapping[str, Any], folder: str) -> None:
+def require_servable(settings: Mapping[str, Any], folder: str) -> None:
     """Raise ConfigError if an endpoint has no API keys, has a certificate, or has paths outside `folder`."""
-    if not keys.get("keys"):
+    if not settings.get("keys"):
         raise ConfigError(
             "the configuration has no keys, but everyone in the cluster can reach a Service",
             hint="create a file with `peagle serve keys add`, and set `keys` to it",
         )
-    if keys.get("tls_cert"):
+    if settings.get("tls_cert"):
         raise ConfigError("tls_cert: on Kubernetes the Ingress has the certificate", hint="leave tls_cert out")
-    require_reachable(keys, ("batches",), folder)
-    for model in keys.get("models") or [keys]:
+    require_reachable(settings, ("batches",), folder)
+    for model in settings.get("models") or [settings]:
         require_reachable(model, ("model", "drafter"), folder)
 
 
-def require_room(offer: Offer, keys: TargetOptions, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
+def require_room(offer: Offer, options: TargetOptions, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
     """Raise CapacityError if a machine clearly cannot hold a catalog model, before anything is downloaded.
 
     Counts weights, one step and CUDA graphs, but not the KV cache, for which the model's `config.json` is needed.
     Passes if the model has no card, or the machine's accelerator or memory is unknown. `num_nodes` is the number of
     machines per engine.
     """
-    card = load_catalog().find(keys.model)
+    card = load_catalog().find(options.model)
     if card is None or card.architecture.num_parameters is None:
         return
     hint = f"name a larger instance type; `peagle models {card.name}` shows its memory"
@@ -171,15 +171,15 @@ def require_room(offer: Offer, keys: TargetOptions, *, pipeline_parallel_size: i
     )
     spec = EngineSpec(
         model=card.name,
-        precision=keys.precision,
+        precision=options.precision,
         native_quantization=native,
-        tensor_parallel_size=keys.tensor_parallel_size,
+        tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         num_nodes=num_nodes,
-        gpu_memory_utilization=keys.gpu_memory_utilization,
-        enforce_eager=keys.enforce_eager,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
     )
-    # `machines_for` counts machines. This checks one engine, with as many accelerators as it needs per machine.
+    # `count_machines` counts machines. This checks one engine, with as many accelerators as it needs per machine.
     machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
     try:
         check_capacity(spec, machine, known=weights)

@@ -12,7 +12,7 @@ from peagle.drafter.decontamination import DEFAULT_SETS
 from peagle.drafter.prompts import is_shipped_source
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
-from peagle.storage import on_disk
+from peagle.storage import require_local_path
 from peagle.storage.s3_path import SCHEME
 
 DECODING_MODES = ("greedy", "sampled")
@@ -151,7 +151,7 @@ class TrainConfig(PriceOptions, TagOptions):
         5, ge=1, le=32, description="K of the acceptance estimate, and the default K for serving the head"
     )
 
-    _on_disk = field_validator("output", "features", mode="before")(on_disk)
+    _on_disk = field_validator("output", "features", mode="before")(require_local_path)
 
     @field_validator("prompts", mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from peagle.corpus.rows import Row
-from peagle.corpus.scan import find, read_all
+from peagle.corpus.scan import find_files, read_all
 from peagle.errors import ConfigError, InputError
 from peagle.humaneval import HUMANEVAL, read_humaneval
 from peagle.requests.messages import parse_messages
@@ -107,7 +107,7 @@ def _references(name: str) -> list[str]:
     if name == HUMANEVAL:
         return humaneval_references()
     try:
-        files = find(name)
+        files = find_files(name)
     except InputError as error:
         raise ConfigError(
             f"--exclude {name}: unknown evaluation set: {error.message}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from peagle.corpus.extensions import to_values
 from peagle.corpus.rows import Row
-from peagle.corpus.scan import find, read_all
+from peagle.corpus.scan import find_files, read_all
 from peagle.corpus.text import is_batch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Sample, build_samples, id_of, row_text
@@ -95,7 +95,7 @@ def read_source(source: str | Path) -> Iterator[Row]:
                 yield from to_values(batch)
         return
     try:
-        files = find(str(source))
+        files = find_files(str(source))
     except InputError as error:
         raise InputError(
             f"{source}: has no prompts or responses: {error.message.removeprefix(f'input {str(source)!r}: ')}",

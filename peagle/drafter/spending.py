@@ -75,7 +75,9 @@ class TrainingSpending:
                 busy_s=self._seen_at - self._recorded_until,
             )
             with converted_write_errors(self._folder, hint=_FULL):
-                append_request(self._folder, self._facts.unbilled(f"{self._session_id}-{self._num_recorded}", usage))
+                append_request(
+                    self._folder, self._facts.unbilled_request(f"{self._session_id}-{self._num_recorded}", usage)
+                )
             self._recorded_until = self._seen_at
 
     def record_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""The cost of generation: prices, usage records, accounts, statements and reports.
+"""The cost of generation: prices, usage records, accounts of runs, statements of a period, and reports.
 
 Start with `usage` (the work of engines), `prices` (per hour) and `account` (the cost of the work).
 """

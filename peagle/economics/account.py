@@ -3,7 +3,7 @@
 Every device-second of an engine belongs to one share: load, compile, busy (produced committed output), idle, or lost
 (work that was not committed). All seconds cost money; only committed tokens are output.
 
-Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
+Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour runs for 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
 commits 1,500 tokens in 50 busy seconds. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total.
 The cost is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
 """
@@ -32,7 +32,7 @@ class Shares:
     def total(self) -> float:
         return self.load + self.compile + self.busy + self.idle + self.lost
 
-    def times(self, factor: float) -> "Shares":
+    def scaled(self, factor: float) -> "Shares":
         return Shares(**{name: value * factor for name, value in asdict(self).items()})
 
     def __add__(self, other: "Shares") -> "Shares":
@@ -68,7 +68,7 @@ class Account:
 
     @property
     def usd(self) -> Shares:
-        return self.device_s.times(self.price.usd_per_device_s)
+        return self.device_s.scaled(self.price.usd_per_device_s)
 
     @property
     def total_usd(self) -> float:
@@ -122,8 +122,8 @@ class Account:
 def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price: Price) -> Account:
     """Compute the account of a run.
 
-    A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
-    seconds still count, and the session is extended to contain them.
+    A committed unit is never lost. If a session crashed between a commit and its next heartbeat, the busy seconds of
+    the committed units still count, and the session is extended to contain them.
     """
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:
@@ -137,7 +137,7 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     for session in sessions:
         work = work_of.get(session.session_id)
         (seconds,) = shares_by_period([session], [work.busy_s if work else 0.0])
-        device_s += seconds.times(session.num_devices)
+        device_s += seconds.scaled(session.num_devices)
         num_lost_tokens += max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
     return Account(
         price=price,
@@ -153,11 +153,11 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     )
 
 
-def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
+def require_sessions(sessions: Collection[EngineSession], committing_ids: Iterable[str]) -> None:
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
         raise PeagleError("the ledger contains an engine session twice")
-    if orphans := sorted(set(committing) - known):
+    if orphans := sorted(set(committing_ids) - known):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
             hint="restore ledger/session-<id>.parquet of each session",
@@ -174,7 +174,7 @@ def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
             )
 
 
-def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
+def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
     """Return the seconds of an engine in consecutive periods of its life, by share.
 
     Work counts when it is committed: busy seconds of an open unit belong to the period in which the unit is committed
@@ -184,15 +184,15 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
     committed seconds are 0 and 30. All 30 s belong to the second day, and none are lost.
 
     Args:
-        ends: the session at the end of each period.
+        snapshots: the session at the end of each period.
         committed_s: busy seconds of the work committed in each period.
     """
     total_s = accumulate(committed_s)
-    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
+    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(snapshots, total_s, strict=True)])
     # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
-    load_s = _suffix_minima([end.load_s for end in ends])
-    compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
-    idle_s = [end.idle_s for end in ends]
+    load_s = _suffix_minima([end.load_s for end in snapshots])
+    compile_s = [end.compile_s + end.load_s - s for end, s in zip(snapshots, load_s, strict=True)]
+    idle_s = [end.idle_s for end in snapshots]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
         Shares(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)
@@ -201,7 +201,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
 
 
 def _suffix_minima(totals: Sequence[float]) -> list[float]:
-    """Return the minimum of each running total and all later ones: the part that is not taken back later."""
+    """Return the minimum of each running total and all later ones: the part that later totals do not reduce."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 
@@ -210,10 +210,10 @@ def _differences(totals: Sequence[float]) -> list[float]:
 
 
 def _wall_s(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> float:
-    wall_s, seen_until = 0.0, float("-inf")
+    wall_s, covered_until = 0.0, float("-inf")
     for session in sorted(sessions, key=lambda session: session.started_at):
         work = work_of.get(session.session_id)
         end = max(session.last_seen_at, work.finished_at if work else session.last_seen_at)
-        wall_s += max(end - max(session.started_at, seen_until), 0.0)
-        seen_until = max(seen_until, end)
+        wall_s += max(end - max(session.started_at, covered_until), 0.0)
+        covered_until = max(covered_until, end)
     return wall_s

@@ -14,7 +14,7 @@ from peagle.speculation import break_even_acceptance_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTimes:
     """Step times at one concurrency.
 
     `plain_step_s` is the time without the drafter; it equals `step_s` for an engine without a drafter. `error` is the
@@ -45,19 +45,19 @@ class Baseline:
     """Step times by ascending concurrency, and the measurement that they come from."""
 
     source: str
-    steps: tuple[Step, ...]
+    steps: tuple[StepTimes, ...]
 
     def __post_init__(self) -> None:
         if not self.steps or any(step.concurrency >= after.concurrency for step, after in pairwise(self.steps)):
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
-    def at(self, concurrency: float) -> Step:
-        """Return the step times at a concurrency: interpolated within the measured range, with the larger error.
+    def at(self, concurrency: float) -> StepTimes:
+        """Return the step times at a concurrency, interpolated if it is in the measured range, with the larger error.
 
-        >>> steps = (Step(concurrency=1, step_s=0.03, plain_step_s=0.02), Step(concurrency=3, step_s=0.05,
+        >>> steps = (StepTimes(concurrency=1, step_s=0.03, plain_step_s=0.02), StepTimes(concurrency=3, step_s=0.05,
         ...     plain_step_s=0.02))
         >>> Baseline(source="bench", steps=steps).at(2)
-        Step(concurrency=2.0, step_s=0.04, plain_step_s=0.02, error=None)
+        StepTimes(concurrency=2.0, step_s=0.04, plain_step_s=0.02, error=None)
         """
         first, last = self.steps[0], self.steps[-1]
         if concurrency <= first.concurrency:
@@ -66,7 +66,7 @@ class Baseline:
             return last
         below, above = next(pair for pair in pairwise(self.steps) if pair[1].concurrency >= concurrency)
         share = (concurrency - below.concurrency) / (above.concurrency - below.concurrency)
-        return Step(
+        return StepTimes(
             concurrency=float(concurrency),
             step_s=(1 - share) * below.step_s + share * above.step_s,
             plain_step_s=(1 - share) * below.plain_step_s + share * above.plain_step_s,
@@ -78,13 +78,13 @@ class Baseline:
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """Parse `to_text`; return None for an empty text."""
+        """Parse the result of `to_text`; return None for an empty text."""
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         try:
-            return cls(source=str(data["source"]), steps=tuple(Step(**step) for step in data["steps"]))
+            return cls(source=str(data["source"]), steps=tuple(StepTimes(**step) for step in data["steps"]))
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a baseline: {data!r}") from error
 
@@ -97,7 +97,7 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """Return the error of a ratio: half the spread of each side, added. Returns None if a spread is unknown.
+    """Return the relative error of a ratio: half the sum of both spreads, or None if a spread is unknown.
 
     >>> ratio_error([0.04, 0.06])
     0.05

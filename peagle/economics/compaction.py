@@ -1,8 +1,8 @@
 """Merge small ledger files while other processes read and write the ledger.
 
 The merged file is written completely before the old files are deleted, so a crash at any point leaves an equivalent
-ledger, and the next run finishes the work. Only files of processes that have ended are merged: one hour after their
-last record, or one day after their last sign of life. A file that changes during the merge is kept.
+ledger, and the next run finishes the work. Only files of processes that have ended are merged: an hour after the last
+record if the process was shut down, else after a day. A file that changes during the merge is kept.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from peagle.economics.ledger import (
     LedgerFiles,
     Segment,
     continues_segment,
-    files_of,
-    latest,
+    latest_records,
+    ledger_files,
     list_files,
+    read_session_file,
     read_sessions,
     segments_by_name,
     session_files,
-    sessions_bytes,
-    sessions_of,
+    sessions_to_parquet,
     valid_records,
 )
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.storage import StoragePath, remove, write_atomic
 
-_ENDED_S = 3600.0
-_SILENT_S = 86_400.0
+_AFTER_SHUTDOWN_S = 3600.0
+_AFTER_SILENCE_S = 86_400.0
 _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 
@@ -65,7 +65,7 @@ def _num_files(ledger: StoragePath) -> int:
 
 
 def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
-    files = files_of(ledger, kind)
+    files = ledger_files(ledger, kind)
     _remove_leftovers(ledger, files)
     small = [path for path in files.merged if path.stat().st_size < _SMALL_BYTES]
     chosen = [
@@ -93,10 +93,10 @@ def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSes
 def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
     """Write the merged file; return its name and the size of each segment, including a torn last line."""
     parts = [segment.read() for segment in group]
-    whole = [part[: part.rfind(b"\n") + 1] for part in parts]
-    members = [(segment.name, len(part)) for segment, part in zip(group, whole, strict=True)]
+    complete = [part[: part.rfind(b"\n") + 1] for part in parts]
+    members = [(segment.name, len(part)) for segment, part in zip(group, complete, strict=True)]
     index = json.dumps({"version": 1, "members": members}).encode()
-    data = b"".join(whole)
+    data = b"".join(complete)
     name = f"{kind}-{MERGED}{hashlib.sha256(index + data).hexdigest()[:32]}.jsonl"
     write_atomic(ledger / (name + INDEX), index)
     write_atomic(ledger / name, data)
@@ -132,14 +132,14 @@ def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession
     """Return whether no process appends to this file any more."""
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
-        return _is_over(session, now)
+        return _session_has_ended(session, now)
     lines = segment.lines(0) if kind == REQUESTS else iter(())  # such as the file of a batch, which has no session
     requests = valid_records(segment.path, lines, RequestUsage.from_json)
-    return max((request.usage.finished_at for request in requests), default=now) < now - _SILENT_S
+    return max((request.usage.finished_at for request in requests), default=now) < now - _AFTER_SILENCE_S
 
 
-def _is_over(session: EngineSession, now: float) -> bool:
-    return session.last_seen_at < now - (_ENDED_S if session.ended else _SILENT_S)
+def _session_has_ended(session: EngineSession, now: float) -> bool:
+    return session.last_seen_at < now - (_AFTER_SHUTDOWN_S if session.ended else _AFTER_SILENCE_S)
 
 
 # --- sessions
@@ -147,11 +147,15 @@ def _is_over(session: EngineSession, now: float) -> bool:
 
 def _compact_sessions(ledger: StoragePath, now: float) -> None:
     before = {path: path.read_bytes() for path in session_files(ledger)}
-    sessions_by_path = {path: sessions_of(path) for path in before}
-    ended = [path for path, sessions in sessions_by_path.items() if all(_is_over(session, now) for session in sessions)]
+    sessions_by_path = {path: read_session_file(path) for path in before}
+    ended = [
+        path
+        for path, sessions in sessions_by_path.items()
+        if all(_session_has_ended(session, now) for session in sessions)
+    ]
     if len(ended) < 2:
         return
-    data = sessions_bytes(latest(session for path in ended for session in sessions_by_path[path]))
+    data = sessions_to_parquet(latest_records(session for path in ended for session in sessions_by_path[path]))
     name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
     write_atomic(ledger / name, data)
     for path in ended:

@@ -29,7 +29,7 @@ from typing import BinaryIO, TypeVar, cast
 from peagle.economics.usage import (
     EngineSession,
     RequestUsage,
-    session_at,
+    interpolate_session,
     session_since,
     sessions_from_table,
     sessions_to_table,
@@ -43,7 +43,7 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"
 MERGED = "merged-"
 INDEX = ".index"
-_MARK_BYTES = 4096  # before an offset, in its checksum: several lines with unique ids
+_MARK_BYTES = 4096  # covered by the checksum of an offset: several lines with unique ids
 _RETRIES = 10
 
 
@@ -98,7 +98,7 @@ class LedgerFiles:
 
 def segments(folder: StoragePath, kind: str) -> list[Segment]:
     """Return all segments of a ledger, sorted by name. Raises PeagleError if an index is damaged."""
-    return retry_if_moved(lambda: list(segments_by_name(files_of(folder, kind)).values()))
+    return retry_if_moved(lambda: list(segments_by_name(ledger_files(folder, kind)).values()))
 
 
 def retry_if_moved(read: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ def retry_if_moved(read: Callable[[], T]) -> T:
     return read()
 
 
-def files_of(folder: StoragePath, kind: str) -> LedgerFiles:
+def ledger_files(folder: StoragePath, kind: str) -> LedgerFiles:
     """Return the files of a kind. Raises FileNotFoundError if an index was deleted during the call."""
     files = LedgerFiles()
     listing = list_files(folder, kind)
@@ -150,7 +150,7 @@ def continues_segment(path: StoragePath, merged: Segment) -> bool:
     return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
 
 
-def segment_of(folder: StoragePath, name: str) -> Segment | None:
+def find_segment(folder: StoragePath, name: str) -> Segment | None:
     """Return a segment by name, from the process's own file if it exists."""
     path = folder / name
     if path.exists():
@@ -184,17 +184,17 @@ def _read_index(index: str) -> list[tuple[str, int, int]]:
 
 
 SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
-_TAIL_BYTES = 1024 * 1024  # end of each file that is searched for a recent request of another process
+_TAIL_BYTES = 1024 * 1024  # searched at the end of each file for a recent request of another process
 _PIECE_BYTES = 64 * 1024  # read size when reading a file backwards
-_CLOCKS_S = 60.0  # tolerated difference between the clocks of two machines
+_CLOCK_SKEW_S = 60.0  # tolerated difference between the clocks of two machines
 _log = logging.getLogger(__name__)
 
 
 def write_session(folder: StoragePath, session: EngineSession) -> None:
-    write_atomic(folder / f"session-{session.session_id}.parquet", sessions_bytes([session]))
+    write_atomic(folder / f"session-{session.session_id}.parquet", sessions_to_parquet([session]))
 
 
-def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
+def sessions_to_parquet(sessions: Iterable[EngineSession]) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -204,14 +204,16 @@ def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
 
 def read_sessions(folder: StoragePath) -> list[EngineSession]:
     """Return the latest heartbeat of every engine process."""
-    return retry_if_moved(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
+    return retry_if_moved(
+        lambda: latest_records(session for path in session_files(folder) for session in read_session_file(path))
+    )
 
 
 def session_files(folder: StoragePath) -> list[StoragePath]:
     return [path for name, path in list_files(folder, "session").items() if name.endswith(".parquet")]
 
 
-def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
+def latest_records(sessions: Iterable[EngineSession]) -> list[EngineSession]:
     """Return the latest record of each session; during compaction a session may be in two files."""
     by_id: dict[str, EngineSession] = {}
     for session in sessions:
@@ -221,7 +223,7 @@ def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
     return list(by_id.values())
 
 
-def sessions_of(path: StoragePath) -> list[EngineSession]:
+def read_session_file(path: StoragePath) -> list[EngineSession]:
     import pyarrow as pa
 
     data = path.read_bytes()
@@ -250,12 +252,12 @@ class SessionReader:
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat creates a new file
             before = self._known.get(path)
-            known[path] = before if before and before[0] == version else (version, sessions_of(path))
+            known[path] = before if before and before[0] == version else (version, read_session_file(path))
         self._known = known
-        return latest(session for _, sessions in known.values() for session in sessions)
+        return latest_records(session for _, sessions in known.values() for session in sessions)
 
     def session_at(self, session: EngineSession, moment: float) -> EngineSession:
-        return session_at_time(self._folder, session, moment)
+        return read_session_at(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
         """Return the usage of each session since a Unix time, without sessions that ended earlier."""
@@ -266,20 +268,20 @@ class SessionReader:
         ]
 
 
-def session_at_time(folder: StoragePath, session: EngineSession, moment: float) -> EngineSession:
+def read_session_at(folder: StoragePath, session: EngineSession, moment: float) -> EngineSession:
     """Return a session as it was at a Unix time, interpolated between its heartbeats."""
-    beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
+    beats = find_segment(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     ends = [end for end in (later, session) if end is not None and end.last_seen_at > moment]
     after = min(ends, key=lambda end: end.last_seen_at, default=session)
-    return after if after.last_seen_at <= moment else session_at(moment, earlier, after)
+    return after if after.last_seen_at <= moment else interpolate_session(moment, earlier, after)
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
     """Return the last heartbeat at or before a Unix time and the first one after it, by bisection."""
     earlier = later = None
     with open_to_read(beats.path) as file:
-        # Lines that begin before `low` are at or before `moment`, lines from `high` on are later.
+        # Heartbeats of lines before `low` are at or before `moment`, those of lines from `high` on are later.
         low, high = beats.begin, beats.begin + beats.current_size()
         while low < high:
             middle = (low + high) // 2
@@ -294,7 +296,7 @@ def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, 
 
 
 def _beat_from(path: StoragePath, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
-    """Return the first valid heartbeat at or after a byte offset, preceded by its start and end offset."""
+    """Return the start offset, end offset and content of the first valid heartbeat at or after a byte offset."""
     file.seek(max(0, position - 1))
     if position:
         file.readline()
@@ -335,13 +337,13 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
     """Return whether another process has billed this request. Only the end of each file is read.
 
-    Files that were last changed before the Unix time `since` are skipped.
+    The file of `session_id`, and files that were last changed before the Unix time `since`, are skipped.
     """
     own = requests_file(folder, session_id)
     return any(
         record.usd > 0
         for path in folder.glob(REQUEST_FILES)
-        if path != own and path.stat().st_mtime >= since - _CLOCKS_S
+        if path != own and path.stat().st_mtime >= since - _CLOCK_SKEW_S
         for record in valid_records(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
         if record.request_id == request_id
     )
@@ -353,11 +355,11 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
         return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
-def valid_records(path: StoragePath, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+def valid_records(path: StoragePath, lines: Iterable[bytes], parse: Callable[[bytes], T]) -> Iterator[T]:
     """Yield the valid records of these lines; log and skip invalid ones."""
     for line in lines:
         try:
-            yield read(line)
+            yield parse(line)
         except (PeagleError, ValueError, TypeError) as error:
             _log.error("%s: skipped an invalid line: %s", path, error)
 
@@ -371,40 +373,40 @@ def write_batch(folder: Path, batch: RequestUsage) -> None:
 class RequestReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read_bytes: dict[str, int] = {}  # by segment
+        self._offsets: dict[str, int] = {}  # by segment
 
     def new(self) -> list[RequestUsage]:
         """Return the requests since the last call. After an OSError, the next call returns the same requests again."""
-        before = dict(self._read_bytes)
+        before = dict(self._offsets)
         try:
-            return list(self.each())
+            return list(self.iter_new())
         except OSError:
-            self._read_bytes = before
+            self._offsets = before
             raise
 
-    def each(self) -> Iterator[RequestUsage]:
+    def iter_new(self) -> Iterator[RequestUsage]:
         """Yield each request since the last call once. An unfinished last line is left for the next call."""
         is_complete = False
         while not is_complete:
             is_complete = True
             for segment in segments(self._folder, REQUESTS):
-                position = self._read_bytes.get(segment.name, 0)
+                position = self._offsets.get(segment.name, 0)
                 try:
                     for line in segment.lines(position):
                         position += len(line)
-                        self._read_bytes[segment.name] = position
+                        self._offsets[segment.name] = position
                         yield from valid_records(segment.path, [line], RequestUsage.from_json)
                 except FileNotFoundError:  # compaction moved the segment
                     is_complete = False
 
-    def again(self, since: float) -> Iterator[RequestUsage]:
+    def reread_since(self, since: float) -> Iterator[RequestUsage]:
         """Yield the requests that were already read and that ended after a Unix time, from the end of each file."""
         for segment in segments(self._folder, REQUESTS):
-            position, path = self._read_bytes.get(segment.name, 0), cast(Path, segment.path)
-            if not position or path.stat().st_mtime < since - _CLOCKS_S:
+            position, path = self._offsets.get(segment.name, 0), cast(Path, segment.path)
+            if not position or path.stat().st_mtime < since - _CLOCK_SKEW_S:
                 continue
             for request in valid_records(path, _lines_backwards(segment, position), RequestUsage.from_json):
-                if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly sorted by end time
+                if request.usage.finished_at < since - _CLOCK_SKEW_S:  # lines are nearly sorted by end time
                     break
                 if request.usage.finished_at >= since:
                     yield request
@@ -412,14 +414,14 @@ class RequestReader:
     def marks(self) -> dict[str, tuple[int, str]]:
         """Return the offset read in each file, with a checksum that identifies the offset."""
         by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
-        if missing := self._read_bytes.keys() - by_name.keys():
+        if missing := self._offsets.keys() - by_name.keys():
             raise FileNotFoundError(f"{self._folder}: {min(missing)} is missing")
-        return {name: (position, by_name[name].mark(position)) for name, position in self._read_bytes.items()}
+        return {name: (position, by_name[name].mark(position)) for name, position in self._offsets.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
         """Continue at the offsets of another reader.
 
-        Returns False, and changes nothing, if a file is missing, shorter or different at its offset.
+        Returns False, and changes nothing, if a file is missing, or its content before the offset differs.
         """
         try:
             by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
@@ -427,5 +429,5 @@ class RequestReader:
                 return False
         except (OSError, KeyError, PeagleError):
             return False
-        self._read_bytes = {name: position for name, (position, _) in marks.items()}
+        self._offsets = {name: position for name, (position, _) in marks.items()}
         return True

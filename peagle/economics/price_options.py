@@ -1,4 +1,4 @@
-"""Options for the price of the hardware: an instance type or a stated price; and the hardware of an instance type."""
+"""The price of the hardware, by instance type or as stated, and the hardware of an instance type."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class PriceOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     instance_type: str | None = Field(None, description="instance type of the engines, as in the price table")
-    market: Literal["on_demand", "spot"] = Field("on_demand", description="price of the instance type to use")
+    market: Literal["on_demand", "spot"] = Field("on_demand", description="which price of the instance type to use")
     provider: str | None = Field(None, description="cloud provider, if several have the instance type")
     region: str | None = Field(None, description="region, if the price depends on it")
     usd_per_hour: float | None = Field(
@@ -37,53 +37,62 @@ class PriceOptions(BaseModel):
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 
 
-def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
-    """Return the price of the hardware, and whether it is stated, detected or assumed."""
-    if keys.usd_per_hour is not None:
+def resolve_price(options: PriceOptions, hardware: Hardware) -> Price:
+    """Return the price of the hardware; `basis` is stated, detected or assumed."""
+    if options.usd_per_hour is not None:
         on_gpu = hardware.platform == "cuda"
         return Price.fixed(
-            usd_per_hour=keys.usd_per_hour,
+            usd_per_hour=options.usd_per_hour,
             device="accelerator" if on_gpu else "vcpu",
             num_devices=hardware.num_accelerators if on_gpu else hardware.num_cpus,
         )
-    return _of_table(keys, hardware.accelerator, hardware.machine_names)
+    return _price_from_table(options, hardware.accelerator, hardware.machine_names)
 
 
-def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[Any, str]]:
+def resolve_price_defaults(options: PriceOptions, price: Price) -> dict[str, tuple[Any, str]]:
+    """Return the values of options that were not set, each with its origin."""
     if price.market == "fixed":
         return {}
     resolved = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}
     resolved["usd_per_hour"] = (price.usd_per_hour, f"price table, {price.as_of}")
-    return {name: value for name, value in resolved.items() if getattr(keys, name) is None}
+    return {name: value for name, value in resolved.items() if getattr(options, name) is None}
 
 
-def require_price(keys: PriceOptions, accelerator: str | None) -> None:
+def require_price(options: PriceOptions, accelerator: str | None) -> None:
     """Check that machines that do not exist yet have a price."""
-    if keys.usd_per_hour is not None:
+    if options.usd_per_hour is not None:
         return
-    if keys.instance_type is None and accelerator is None:
+    if options.instance_type is None and accelerator is None:
         raise PriceError(
             "machines that do not exist yet have no price without an instance type",
             hint=f"set --instance-type to the machines that the cluster adds, {PRICE_HINT}",
         )
-    require_device(_of_table(keys, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}")
+    require_device(
+        _price_from_table(options, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}"
+    )
 
 
-def _of_table(keys: PriceOptions, accelerator: str | None, machine_names: Sequence[str]) -> Price:
-    table = PriceTable.load(keys.prices)
-    detected = next((name for name in machine_names if table.sells(name, accelerator)), None)
+def _price_from_table(options: PriceOptions, accelerator: str | None, machine_names: Sequence[str]) -> Price:
+    table = PriceTable.load(options.prices)
+    detected = next((name for name in machine_names if table.has_accelerator(name, accelerator)), None)
     basis: Basis = "assumed"
-    if instance := keys.instance_type or detected:
-        basis = "stated" if keys.instance_type else "detected"
+    if instance := options.instance_type or detected:
+        basis = "stated" if options.instance_type else "detected"
     else:
-        instance = default_instance(accelerator, table, market=keys.market, machine_names=machine_names)
+        instance = default_instance(accelerator, table, market=options.market, machine_names=machine_names)
     regions = {offer.region for offer in table.offers if offer.instance_type == instance}
-    region = keys.region or next((name for name in machine_names if name in regions), None)
-    return replace(table.price(instance, market=keys.market, provider=keys.provider, region=region), basis=basis)
+    region = options.region or next((name for name in machine_names if name in regions), None)
+    return replace(table.price(instance, market=options.market, provider=options.provider, region=region), basis=basis)
 
 
 def require_same_price(
-    keys: PriceOptions, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
+    options: PriceOptions,
+    price: Price,
+    hardware: Hardware,
+    *,
+    before: Price,
+    recorded_options: Mapping[str, Any],
+    machine: str,
 ) -> None:
     """Check that a resumed run still has its original price.
 
@@ -92,11 +101,14 @@ def require_same_price(
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
-    options = keys.model_dump(mode="json", include=set(PRICE_OPTIONS))
+    stated = options.model_dump(mode="json", include=set(PRICE_OPTIONS))
     defaults = PriceOptions.model_validate({}).model_dump(mode="json")
-    is_stated = options not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
+    has_new_options = stated not in (
+        defaults,
+        {name: recorded_options.get(name, value) for name, value in defaults.items()},
+    )
     current_machine = machine_of(hardware.to_dict())
-    if not is_stated and current_machine == machine:
+    if not has_new_options and current_machine == machine:
         return
     raise PriceError(
         f"the run costs {_per_hour(before)} on {machine}, but would now cost {_per_hour(price)} on {current_machine}",
@@ -155,19 +167,19 @@ CARDS = {
 }  # fmt: skip
 
 
-def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
+def machine_for(options: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
     """Return the hardware of the configured machine, or else of this one, and whether it is this machine's."""
-    machine = named_machine(keys, accelerator, num_accelerators=num_accelerators)
+    machine = named_machine(options, accelerator, num_accelerators=num_accelerators)
     return (machine, False) if machine else (detect_machine(), True)
 
 
-def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
+def named_machine(options: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
     """Return the machine that a configuration names, or None.
 
     `num_accelerators` is the number per machine if no instance type is named.
     """
     kind = None if accelerator == "any" else accelerator
-    offer = PriceTable.load(keys.prices).offer(keys.instance_type)
+    offer = PriceTable.load(options.prices).offer(options.instance_type)
     if offer is not None and offer.accelerator:
         if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
             raise ConfigError(
@@ -183,12 +195,12 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
         return _hardware_of_card(card, num_accelerators, num_cpus)
     raise ConfigError(
         f"unknown accelerator {kind}: its memory and precisions are not in the tables",
-        hint=f"known accelerators: {', '.join(CARDS)}; on the machine itself, peagle asks the driver",
+        hint=f"known accelerators: {', '.join(CARDS)}; or run peagle on that machine, where the driver knows them",
     )
 
 
-def names_accelerators(keys: PriceOptions) -> bool:
-    offer = PriceTable.load(keys.prices).offer(keys.instance_type)
+def instance_has_accelerators(options: PriceOptions) -> bool:
+    offer = PriceTable.load(options.prices).offer(options.instance_type)
     return offer is not None and offer.accelerator is not None
 
 

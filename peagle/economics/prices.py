@@ -1,7 +1,7 @@
 """The price of an instance type: from the packaged table, from a user's table, or stated by the user.
 
 A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
-types or prices match, the error lists them. Only a spot price without a region is chosen, as the cheapest.
+types or prices match, an error lists them; but for a spot price without a region, the cheapest region is used.
 
 The packaged prices.csv comes from a public catalogue of cloud prices: `source` names the catalogue's file and commit,
 `as_of` the day of the commit. Spot prices are medians over the zones of a region.
@@ -74,7 +74,7 @@ class Offer:
         return cast("float | None", getattr(self, f"usd_per_hour_{market}"))
 
     def replaces(self, other: "Offer") -> bool:
-        """Return whether this row of a user's table replaces `other`. An empty region means everywhere."""
+        """Return whether this row of a user's table replaces `other`. An empty provider or region matches any."""
         return (
             self.instance_type == other.instance_type
             and self.provider in ("", other.provider)
@@ -282,7 +282,7 @@ class PriceTable:
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
-        offers = self._sold(instance_type, provider, region)
+        offers = self._matching_offers(instance_type, provider, region)
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
             raise PriceError(
@@ -307,16 +307,16 @@ class PriceTable:
         """Return an instance type in any region, or None. Its devices are the same everywhere."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
-    def sells(self, instance_type: str, accelerator: str | None) -> bool:
+    def has_accelerator(self, instance_type: str, accelerator: str | None) -> bool:
         """Return whether an instance type has this accelerator; None means no accelerator."""
-        return any(offer.instance_type == instance_type for offer in self.carrying(accelerator))
+        return any(offer.instance_type == instance_type for offer in self.offers_with(accelerator))
 
-    def carrying(self, accelerator: str | None) -> list[Offer]:
+    def offers_with(self, accelerator: str | None) -> list[Offer]:
         if accelerator is None:
             return [offer for offer in self.offers if not offer.num_accelerators]
         return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]
 
-    def _sold(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
+    def _matching_offers(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
         everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
         if not everywhere:
             suggestion = did_you_mean(instance_type, {offer.instance_type for offer in self.offers})
@@ -338,7 +338,7 @@ def default_instance(
     """Return the instance type to assume: c7a.large without an accelerator, else the only type that has it."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
-    offers = table.carrying(accelerator)
+    offers = table.offers_with(accelerator)
     names = {offer.instance_type for offer in offers}
     if len(names) == 1:
         return names.pop()
@@ -346,11 +346,11 @@ def default_instance(
     unknown = f"; the table has no {', '.join(machine_names)}, the type of this machine" if machine_names else ""
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {reason}{unknown}",
-        hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *choices(offers, market)]),
+        hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *price_lines(offers, market)]),
     )
 
 
-def choices(offers: Iterable[Offer], market: str) -> list[str]:
+def price_lines(offers: Iterable[Offer], market: str) -> list[str]:
     """Return a line per instance type, such as "p5.48xlarge  8 x H100  $55.04/h on demand  aws"."""
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:

@@ -34,7 +34,7 @@ def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
 class WorkReader:
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
-        self._read_bytes: defaultdict[str, int] = defaultdict(int)
+        self._offsets: defaultdict[str, int] = defaultdict(int)
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
         """Yield the work since the last call, in parts."""
@@ -51,12 +51,14 @@ class WorkReader:
         """Return the segments to read. Segments that are contiguous in a file are in one group."""
         groups: list[list[Segment]] = []
         for segment in sorted(segments(self._folder, REQUESTS), key=lambda segment: (segment.path.name, segment.begin)):
-            num_read = self._read_bytes[segment.name]
-            if segment.size is not None and num_read >= segment.size:
+            offset = self._offsets[segment.name]
+            if segment.size is not None and offset >= segment.size:
                 continue
             last = groups[-1][-1] if groups else segment
-            is_next = last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
-            if is_next and not num_read:
+            is_contiguous = (
+                last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
+            )
+            if is_contiguous and not offset:
                 groups[-1].append(segment)
             else:
                 groups.append([segment])
@@ -64,19 +66,19 @@ class WorkReader:
 
     def _read(self, group: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
         first, last = group[0], group[-1]
-        begin = first.begin + self._read_bytes[first.name]
+        begin = first.begin + self._offsets[first.name]
         with open_to_read(first.path) as file:
             file.seek(begin)
             for piece in _pieces(file, None if last.size is None else last.begin + last.size - begin):
                 self._advance(group, len(piece))
-                yield from _work_in(first.path, piece)
+                yield from _parse_piece(first.path, piece)
 
     def _advance(self, group: list[Segment], num_bytes: int) -> None:
         for segment in group:
             part = num_bytes
             if segment.size is not None:
-                part = min(num_bytes, segment.size - self._read_bytes[segment.name])
-            self._read_bytes[segment.name] += part
+                part = min(num_bytes, segment.size - self._offsets[segment.name])
+            self._offsets[segment.name] += part
             num_bytes -= part
 
 
@@ -90,11 +92,11 @@ def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
             yield lines + end
 
 
-def _work_in(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
+def _parse_piece(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
     import pyarrow as pa
 
     try:
-        return list(_sums(_columns(piece)))
+        return list(_sums(_parse_columns(piece)))
     except (pa.ArrowException, ValueError):
         requests = valid_records(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
         return [_work_of(request) for request in requests]
@@ -108,7 +110,7 @@ def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
     return group, Work.of(usage, request.usd, request_s=usage.finished_at - usage.started_at)
 
 
-def _columns(piece: bytes) -> "pa.Table":
+def _parse_columns(piece: bytes) -> "pa.Table":
     import pyarrow as pa
     from pyarrow import json
 

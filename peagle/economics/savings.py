@@ -130,13 +130,13 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
     step = baseline.at(work.request_s / work.busy_s)
     generation_s = num_steps * step.step_s / step.concurrency
     generation_usd = work.usd * min(generation_s / work.busy_s, 1.0)
-    split = Savings(
+    cost_split = Savings(
         prompt_usd=work.usd - generation_usd, generation_usd=generation_usd, sources=frozenset([baseline.source])
     )
     if not has_drafter or not num_steps:
-        return split
+        return cost_split
     undrafted_usd = generation_usd * (1 + work.num_accepted_tokens / num_steps) / step.break_even
-    return split + Savings(
+    return cost_split + Savings(
         drafted_usd=generation_usd,
         undrafted_usd=undrafted_usd,
         error_usd=undrafted_usd * (step.error or 0.0),
@@ -146,12 +146,12 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
     )
 
 
-def spot_savings(paid: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
+def spot_savings(price: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
     """Return the savings of a spot machine, assuming that no work would have been lost on demand."""
-    if paid.market != "spot":
+    if price.market != "spot":
         return Savings()
     usd = kept_usd + lost_usd
-    if not (paid.on_demand_usd_per_device_s and paid.usd_per_device_s):
+    if not (price.on_demand_usd_per_device_s and price.usd_per_device_s):
         return Savings(unpriced_spot_usd=usd)
-    ratio = paid.on_demand_usd_per_device_s / paid.usd_per_device_s
+    ratio = price.on_demand_usd_per_device_s / price.usd_per_device_s
     return Savings(spot_usd=usd, on_demand_usd=kept_usd * ratio)

@@ -97,7 +97,7 @@ def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
 
 
 @contextlib.contextmanager
-def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
+def edit_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
     """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
         with locked_for_update(path):
@@ -147,7 +147,7 @@ def read_draws(ledger: Path) -> list[Draw]:
     ]
 
 
-def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
+def sum_draws(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
     """Return the spend of runs by account and day, and their reservations by account.
 
     Runs without a recent update reserve nothing.

@@ -16,7 +16,7 @@ from peagle.economics.account import shares_by_period
 from peagle.economics.baseline import Baseline
 from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.tags import NO_TAGS
-from peagle.economics.timeline import merged
+from peagle.economics.timeline import merge_spans
 from peagle.economics.usage import COUNTS, EngineSession, Work
 
 DAY_S = 86_400
@@ -61,9 +61,9 @@ class Days:
             raise ValueError(f"the end {day_text(self.last)} is before the start {day_text(self.first)}")
 
     def __contains__(self, day: int) -> bool:
-        return self.overlap(day, day)
+        return self.overlaps(day, day)
 
-    def overlap(self, first: int, last: int) -> bool:
+    def overlaps(self, first: int, last: int) -> bool:
         return (self.first is None or last >= self.first) and (self.last is None or first <= self.last)
 
 
@@ -157,18 +157,18 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
             (replace(group, day=max(group.day, first_day)), work) for group, work in work_of.pop(session.session_id, [])
         ]
         last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in committed)])
-        if not days.overlap(first_day, last_day):
+        if not days.overlaps(first_day, last_day):
             continue
         paid = [(group.day, work.usd) for group, work in committed]
-        spends = [(group, _on_work(session, group, work)) for group, work in committed]
+        spends = [(group, _work_spend(session, group, work)) for group, work in committed]
         spends += _overheads(session, ledger.session_at, range(first_day, last_day + 1), paid)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
     for batch_work in work_of.values():
-        spends = [(group, _on_work(None, group, work)) for group, work in batch_work]
+        spends = [(group, _work_spend(None, group, work)) for group, work in batch_work]
         yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 
 
-def _on_work(session: EngineSession | None, group: SpendingGroup, work: Work) -> Spend:
+def _work_spend(session: EngineSession | None, group: SpendingGroup, work: Work) -> Spend:
     baseline = Baseline.from_text(session.baseline) if session else None
     savings = work_savings(work, has_drafter=group.drafter is not None, baseline=baseline)
     if session:
@@ -194,7 +194,7 @@ def _overheads(
     midnights = [(day + 1) * DAY_S for day in days]
     states = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
     for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
-        by_kind = seconds.times(usd_per_s)
+        by_kind = seconds.scaled(usd_per_s)
         loading_usd = by_kind.load + by_kind.compile
         spend = Spend(
             loading_usd=loading_usd,
@@ -228,7 +228,7 @@ def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: fl
     """Yield the charges for cluster nodes by day, for the hours with a live engine."""
     usd_per_s = usd_per_hour / 3600
     charge = Charge(day=0, run=NODES, market="fixed", usd_per_device_s=usd_per_s, spend=Spend())
-    for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
+    for begin, end in merge_spans(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
         while begin < end:
             day = day_of(begin)
             midnight = min((day + 1.0) * DAY_S, end)

@@ -22,10 +22,10 @@ DIGITS = 9  # of a dollar, in data
 _TAG_PREFIX = "tag:"
 
 
-def dimensions(text: str) -> tuple[str, ...]:
+def parse_dimensions(text: str) -> tuple[str, ...]:
     """Parse a comma-separated list of dimensions. `tag:NAME` groups by one tag, `tag` by all tags together.
 
-    >>> dimensions("day,tag:team")
+    >>> parse_dimensions("day,tag:team")
     ('day', 'tag:team')
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -47,13 +47,13 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
     for charge in charges:
         names = tuple(_value(charge, dimension) for dimension in by)
         groups[names] = groups.get(names, Spend()) + charge.spend
-        drafted = (charge.drafter, charge.model)
-        by_drafter[drafted] = by_drafter.get(drafted, Savings()) + charge.spend.savings
+        drafter_and_model = (charge.drafter, charge.model)
+        by_drafter[drafter_and_model] = by_drafter.get(drafter_and_model, Savings()) + charge.spend.savings
     ordered = sorted(groups.items())
     total = sum((spend for _, spend in ordered), Spend())
     unpriced = [] if total.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
     losses = (savings.loss_note(f"{drafter} for {model}") for (drafter, model), savings in sorted(by_drafter.items()))
-    units = rounded([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
+    units = round_to_units([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
     return {
         "schema": SCHEMA,
         "currency": "USD",
@@ -78,7 +78,7 @@ def _value(charge: Charge, dimension: str) -> str:
 
 
 def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
-    usd = in_dollars(units or [0] * len(KINDS), DIGITS, is_priced=spend.is_priced)
+    usd = units_to_usd(units or [0] * len(KINDS), DIGITS, is_priced=spend.is_priced)
     total, tokens = usd["total"], spend.num_output_tokens
     return {
         **{name: getattr(spend, name) for name in COUNTS},
@@ -88,7 +88,7 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
+def units_to_usd(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
     """Return amounts by kind, with `overhead` and `total`, from integer multiples of the last digit.
 
     If some engine time has no price, only `attributed` is known.
@@ -106,10 +106,10 @@ def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[st
     return {name: unit / scale if is_priced or name == "attributed" else None for name, unit in kinds.items()}
 
 
-def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
+def round_to_units(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
     """Round amounts to integer multiples of the last digit that add up to the rounded sum, by column and in total.
 
-    >>> rounded([[0.333, 0.333], [0.334, 1.0]], 2)
+    >>> round_to_units([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]
     """
     columns = [[amount * 10**digits for amount in column] for column in zip(*amounts, strict=True)]
@@ -136,11 +136,11 @@ def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits:
 def round_amounts(data: Mapping[str, Any], digits: int, name: str = "usd", scale: float = 1.0) -> dict[str, Any]:
     """Return a statement with scaled amounts `name`, rounded to `digits`."""
     rows = data["rows"] or [data["total"]]
-    units = rounded([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
+    units = round_to_units([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
     total = [sum(column) for column in zip(*units, strict=True)]
 
     def with_amounts(row: Mapping[str, Any], amounts: Sequence[int]) -> dict[str, Any]:
-        return {**row, name: in_dollars(amounts, digits, is_priced=row["usd"]["total"] is not None)}
+        return {**row, name: units_to_usd(amounts, digits, is_priced=row["usd"]["total"] is not None)}
 
     return {
         **data,

@@ -1,4 +1,4 @@
-"""A run over time: output tokens, dollars, and the state of each engine, in a fixed number of steps.
+"""A run over time: output tokens, dollars, and the state of each engine, in a fixed number of time steps.
 
 Only seconds with a live engine count; pauses are omitted. A heartbeat records how long an engine was in each state, but
 not when. The timeline assumes: loading and compiling first, busy while running a unit that is later committed, lost
@@ -41,7 +41,7 @@ class UnitTimes:
     def __init__(self) -> None:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 
-    def keep(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
+    def record(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
         """Yield the same units, and record their times."""
         for unit in units:
             units_of_session = self._by_session[unit.session_id]
@@ -101,14 +101,14 @@ class UnitTimes:
         units = self._by_session[session.session_id]
         loaded_at = session.started_at + session.load_s
         ready_at, end = loaded_at + session.compile_s, units.end(session)
-        open_units = ((max(start, ready_at), stop) for start, stop in zip(units.starts, units.ends, strict=True))
-        busy = merged((span for span in open_units if span[1] > span[0]), min_gap_s)
+        unit_spans = ((max(start, ready_at), stop) for start, stop in zip(units.starts, units.ends, strict=True))
+        busy = merge_spans((span for span in unit_spans if span[1] > span[0]), min_gap_s)
         states = [("load", (session.started_at, loaded_at)), ("compile", (loaded_at, ready_at))]
         states += [("busy", span) for span in busy]
-        for start, stop in reversed(_between(busy, ready_at, end)):
-            cut = max(start, stop - lost_s)
-            lost_s -= stop - cut
-            states += [("lost", (cut, stop)), ("idle", (start, cut))]
+        for start, stop in reversed(_gaps(busy, ready_at, end)):
+            lost_at = max(start, stop - lost_s)
+            lost_s -= stop - lost_at
+            states += [("lost", (lost_at, stop)), ("idle", (start, lost_at))]
         return sorted(states, key=lambda pair: pair[1])
 
 
@@ -116,7 +116,7 @@ class _Clock:
     """Converts Unix times to seconds of a run without its pauses."""
 
     def __init__(self, lives: Iterable[Span]) -> None:
-        self._lives = merged(lives, 0.0)
+        self._lives = merge_spans(lives, 0.0)
         self.starts = [start for start, _ in self._lives]
         self._before = list(accumulate((end - start for start, end in self._lives), initial=0.0))
         self.total_s = self._before[-1]
@@ -133,10 +133,10 @@ class _Clock:
         ]
 
 
-def merged(spans: Iterable[Span], gap: float) -> list[Span]:
+def merge_spans(spans: Iterable[Span], gap: float) -> list[Span]:
     """Return sorted spans, joined if they overlap or are at most `gap` apart.
 
-    >>> merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)], 0.0)
+    >>> merge_spans([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)], 0.0)
     [(0.0, 3.0), (5.0, 6.0)]
     """
     joined: list[Span] = []
@@ -148,7 +148,7 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
     return joined
 
 
-def _between(spans: Sequence[Span], first: float, last: float) -> list[Span]:
+def _gaps(spans: Sequence[Span], first: float, last: float) -> list[Span]:
     """Return the gaps between sorted spans, from `first` to `last`."""
     starts = [first, *(end for _, end in spans)]
     ends = [*(start for start, _ in spans), last]

@@ -5,9 +5,9 @@
     RequestUsage    the usage of one request to the endpoint, as a line of JSON
     EngineFacts     facts about an engine that do not change
     EngineSession   these facts, and the life of one engine process as of its latest heartbeat
-    Work            usage added up for statements
+    Work            work of a group of units or requests, added up for cost reports
 
-Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
+`_at` is a Unix time in seconds, `_s` a duration in seconds of one engine.
 """
 
 import json
@@ -206,7 +206,7 @@ class EngineFacts:
             **facts,
         )
 
-    def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
+    def unbilled_request(self, request_id: str, usage: UnitUsage) -> RequestUsage:
         """Return the record of work that is billed to no key."""
         return RequestUsage(
             request_id=request_id,
@@ -270,10 +270,10 @@ def check_version(version: object) -> None:
 
 
 def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
-    names, needed = _NAMES[kind]
+    names, required = _NAMES[kind]
     if unknown := sorted(record.keys() - names):
         raise ValueError(f"unknown fields {', '.join(unknown)}")
-    if missing := sorted(needed - record.keys()):
+    if missing := sorted(required - record.keys()):
         raise ValueError(f"missing fields {', '.join(missing)}")
 
 
@@ -299,7 +299,7 @@ _NAMES = {
 }
 
 
-COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # in a statement
+COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # in cost reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,21 +344,21 @@ _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
     """Return a session's usage after an earlier heartbeat, as if it had started then."""
-    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
     # All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
     # difference of load + compile is used, so that no second counts twice.
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
-    passed["compile_s"] = min(passed["compile_s"], start_s)
-    passed["load_s"] = start_s - passed["compile_s"]
+    elapsed["compile_s"] = min(elapsed["compile_s"], start_s)
+    elapsed["load_s"] = start_s - elapsed["compile_s"]
     return replace(
         session,
-        started_at=session.last_seen_at - sum(passed.values()),
+        started_at=session.last_seen_at - sum(elapsed.values()),
         num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
-        **passed,
+        **elapsed,
     )
 
 
-def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
+def interpolate_session(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
     """Return a session at a Unix time between two heartbeats, by linear interpolation."""
     started_at = earlier.last_seen_at if earlier else later.started_at
     share = (moment - started_at) / (later.last_seen_at - started_at)
@@ -395,10 +395,14 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
         if sorted(table.column_names) == sorted(expected.names):
             table = table.select(expected.names)  # earlier versions wrote the columns in another order
         if not table.schema.equals(expected):
-            raise ValueError(f"the columns are {table.schema.names}, but must be {expected.names} of the same types")
+            raise ValueError(f"expected the columns {_describe(expected)}; got {_describe(table.schema)}")
         return [EngineSession(**row) for row in table.to_pylist()]
     except ValueError as error:
         raise PeagleError(f"not a record of engine sessions: {error}") from error
+
+
+def _describe(schema: "pa.Schema") -> str:
+    return ", ".join(f"{column.name} ({column.type})" for column in schema)
 
 
 def _session_schema(existing: Collection[str] | None = None) -> "pa.Schema":

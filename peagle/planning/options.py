@@ -198,12 +198,12 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
         num_machines=num_machines,
         wall_s=provision_s + paid_s * machine.wall_per_paid,
         device_s=device_s,
-        usd=device_s.times(machine.price.usd_per_device_s).total,
+        usd=device_s.scaled(machine.price.usd_per_device_s).total,
         num_tokens=num_tokens,
     )
 
 
-def machines_for(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
+def count_machines(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
     """Return the fewest machines that finish in time, or None if starting takes too long."""
     work_left_s = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
     if work_left_s <= 0 or machine.useful_share <= 0:
@@ -311,7 +311,7 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
     assert config.tokens is not None, "a plan is of a job or of a service"
     fewest: int | None = 1
     if config.within is not None:
-        fewest = machines_for(machine, config.tokens, config.within, provision_s=config.provision_s)
+        fewest = count_machines(machine, config.tokens, config.within, provision_s=config.provision_s)
     if fewest is None:
         return None
     job = estimate(machine, fewest, config.tokens, provision_s=config.provision_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.catalog.cards import StepTable
-from peagle.economics.baseline import Baseline, Step, ratio_error
+from peagle.economics.baseline import Baseline, StepTimes, ratio_error
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.private import user_path
@@ -23,7 +23,7 @@ def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -
     """
     plain, own = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
     steps = tuple(
-        Step(
+        StepTimes(
             concurrency=concurrency,
             step_s=own_s,
             plain_step_s=plain_s,
@@ -67,7 +67,7 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
     unknown: list[float | None] = [None] * len(table.concurrency)
     columns = (table.concurrency, row.step_ms, plain.step_ms, row.spread or unknown, plain.spread or unknown)
     steps = tuple(
-        Step(concurrency=at, step_s=own_ms / 1000, plain_step_s=plain_ms / 1000, error=ratio_error(spreads))
+        StepTimes(concurrency=at, step_s=own_ms / 1000, plain_step_s=plain_ms / 1000, error=ratio_error(spreads))
         for at, own_ms, plain_ms, *spreads in zip(*columns, strict=True)
     )
     return Baseline(source=table.source, steps=steps)

@@ -152,7 +152,7 @@ _KINDS = {
 }
 
 
-def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
+def constraint_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first field of an OpenAI request whose constraint exceeds the limits, and why; None if all are fine.
 
     Tools only count if they constrain the response: `tool_choice` requires a tool, or a tool is strict.
@@ -242,7 +242,7 @@ DEFAULT_MIB = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """What determines the size of a response. Sizes are upper estimates in bytes of JSON.
+    """The properties of a response that determine its size. Sizes are upper estimates in bytes of JSON.
 
     Sizes are limited because the engine's front end, the replica and the ingress each keep a response in memory.
 
@@ -275,5 +275,5 @@ class AnswerShape:
         return self.prompt_tokens * self._position_bytes(self.prompt_logprobs)
 
     def _position_bytes(self, logprobs: int) -> int:
-        # The token's text; per log-probability text, bytes, rank and value; the token's id.
+        # 16 bytes for the token's text, 128 per log-probability (text, bytes, rank and value), 8 for the token's id.
         return 16 + logprobs * 128 + (8 if self.with_ids else 0)

@@ -54,7 +54,7 @@ class RequestBuilder:
             )
             if isinstance(body, str):
                 return _invalid(body)
-            prompt, overrides, parsing = self._prompts.of_body(body), body.sampling, body.parsing
+            prompt, overrides, parsing = self._prompts.build_from_body(body), body.sampling, body.parsing
         else:
             parsed = {} if column is None else parse_overrides(columns.get(column))
             if isinstance(parsed, str):

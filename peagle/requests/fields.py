@@ -22,7 +22,7 @@ class Field:
     Attributes:
         use: "parsed" needs one of vLLM's parsers in bulk; "online" is refused in bulk; "ignored" has no effect on
             responses and is accepted everywhere.
-        neutral: values that have no effect, and are accepted even if the field is refused. So is null.
+        neutral: values that have no effect, and are accepted even if the field is refused. Null is always accepted.
         note: why the field is refused, or a remark.
     """
 
@@ -99,13 +99,13 @@ def _fields(
 
 FIELDS: dict[str, Field] = {
     **_fields("honoured", _CHAT, "messages", note="text, tool calls, and online the media that the model supports"),
-    **_fields("honoured", _COMPLETIONS, "prompt", note="in bulk one: a text, token ids, or a list with one of them"),
+    **_fields("honoured", _COMPLETIONS, "prompt", note="in bulk only one: text, token ids, or a list with one of them"),
     **_fields("honoured", _BOTH, "model", note="ignored in bulk"),
     **_fields("honoured", _BOTH, "max_tokens", "n", "temperature", "top_p", "repetition_penalty"),
     **_fields("honoured", _BOTH, "top_k", note="0 and -1 keep all tokens"),
     **_fields("honoured", _BOTH, "seed", note="on a CPU only with temperature 0"),
     **_fields("honoured", _BOTH, "frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "bad_words"),
-    **_fields("honoured", _BOTH, "logit_bias", "min_p", note="without drafts; refused on a GPU with a drafter"),
+    **_fields("honoured", _BOTH, "logit_bias", "min_p", note="disables drafts; refused on a GPU with a drafter"),
     **_fields("honoured", _BOTH, "allowed_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     **_fields("honoured", _BOTH, "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection"),
     **_fields("honoured", _BOTH, "logprobs", note="up to 20"),

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with one, content is optional
+# A message with one of these needs no content.
+_CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
 _REQUIRED = "it needs a role and a content, both text"
 
 
@@ -17,7 +18,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
     """Return the messages, or an error message to append to their location.
 
     `value` may be JSON text, as in CSV. As in vLLM, each message gets a text content: text parts are joined by
-    newlines, and an assistant that only calls tools gets "". Arguments of tool calls become objects.
+    newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.
 
     Args:
         keep_parts: keep lists of parts for a template that expects them, except in tool messages.
@@ -122,10 +123,10 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def convert_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """Convert messages of `parse_messages` to the form that the template expects."""
     converted = [dict(message) for message in messages]
-    if takes_parts(template):
+    if expects_parts(template):
         for message in converted:
             if isinstance(text := message["content"], str) and message["role"] != "tool":
                 message["content"] = [{"type": "text", "text": text}] if text else []
@@ -139,12 +140,12 @@ def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[d
 
 
 @functools.lru_cache(maxsize=32)
-def takes_parts(template: str) -> bool:
+def expects_parts(template: str) -> bool:
     """Return whether the template iterates over the parts of a content.
 
-    >>> takes_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
+    >>> expects_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     True
-    >>> takes_parts("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    >>> expects_parts("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     False
     """
     try:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from peagle.errors import ConfigError, InputError, did_you_mean
-from peagle.requests.messages import conversation, kind_of, parse_messages, takes_parts
+from peagle.requests.messages import convert_messages, expects_parts, kind_of, parse_messages
 from peagle.requests.openai import Body
 from peagle.requests.templates import Template
 
@@ -75,7 +75,7 @@ class PromptSpec:
 
 
 def resolve_prompts(
-    keys: PromptOptions,
+    options: PromptOptions,
     columns: list[str],
     has_chat_template: bool,
     *,
@@ -94,16 +94,16 @@ def resolve_prompts(
     """
     if body_column is not None:
         for option in ("prompt_column", "prompt_template", "messages_column", "chat"):
-            if getattr(keys, option) is not None:
+            if getattr(options, option) is not None:
                 raise ConfigError(
                     f"{option} cannot be used with an OpenAI batch: its prompts are in the bodies",
                     hint=f"remove {option}, or use --input-format jsonl to read the lines as plain rows",
                 )
-        return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
-    messages_column = keys.messages_column
-    column = keys.prompt_column
-    if keys.prompt_template is not None:
-        Template(keys.prompt_template).require_columns(columns)
+        return PromptSpec(body_column=body_column, system_prompt=options.system_prompt, chat=has_chat_template)
+    messages_column = options.messages_column
+    column = options.prompt_column
+    if options.prompt_template is not None:
+        Template(options.prompt_template).require_columns(columns)
     elif messages_column is None and column is None:
         if "messages" in columns:
             messages_column = "messages"
@@ -117,16 +117,16 @@ def resolve_prompts(
     for name in (column, messages_column):
         if name is not None and name not in columns:
             raise InputError(f"{where} has no column {name!r}", hint=did_you_mean(name, columns))
-    chat = has_chat_template if keys.chat is None else keys.chat
+    chat = has_chat_template if options.chat is None else options.chat
     if not has_chat_template and (chat or messages_column is not None):
         raise ConfigError("the model has no chat template", hint="use plain prompts, and chat: false")
-    if keys.system_prompt is not None and not chat:
+    if options.system_prompt is not None and not chat:
         raise ConfigError("system_prompt requires a chat template", hint="put it into prompt_template instead")
     return PromptSpec(
         column=column,
-        template=keys.prompt_template,
+        template=options.prompt_template,
         messages_column=messages_column,
-        system_prompt=keys.system_prompt,
+        system_prompt=options.system_prompt,
         chat=chat or messages_column is not None,
     )
 
@@ -144,24 +144,24 @@ class PromptBuilder:
         content = self._content(columns)
         if isinstance(content, RowError):
             return content
-        return self._tokens(Body(content=content, is_chat=self.spec.chat))
+        return self._tokenize(Body(content=content, is_chat=self.spec.chat))
 
-    def of_body(self, body: Body) -> list[int] | RowError:
+    def build_from_body(self, body: Body) -> list[int] | RowError:
         """Return the token ids of an OpenAI request, or why it is invalid."""
         content = body.content
         if body.is_chat and not self.spec.chat:
             return RowError(reason="invalid", message="the model has no chat template")
         if body.is_chat:
             messages = self._messages(content, "body.messages", body.template.get("tools"))
-            return messages if isinstance(messages, RowError) else self._tokens(replace(body, content=messages))
+            return messages if isinstance(messages, RowError) else self._tokenize(replace(body, content=messages))
         if isinstance(content, str):
-            return self._tokens(body)
+            return self._tokenize(body)
         if isinstance(content, list) and content and all(type(item) is int and 0 <= item < 2**31 for item in content):
             return self._check_length(content)
         message = f"body.prompt must be text or token ids, not {kind_of(content)}"
         return RowError(reason="invalid_prompt", message=message)
 
-    def _tokens(self, body: Body) -> list[int] | RowError:
+    def _tokenize(self, body: Body) -> list[int] | RowError:
         # A chat template adds special tokens itself.
         with_special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
         # Passed only if necessary, because not every tokenizer has this argument.
@@ -201,7 +201,7 @@ class PromptBuilder:
         return value
 
     def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
-        messages = parse_messages(value, keep_parts=takes_parts(self._chat_template(tools)))
+        messages = parse_messages(value, keep_parts=expects_parts(self._chat_template(tools)))
         if isinstance(messages, str):
             return RowError(reason="invalid_messages", message=f"{where}{messages}")
         return messages
@@ -211,7 +211,7 @@ class PromptBuilder:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         if self.spec.system_prompt is not None:
             messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
-        messages = conversation(messages, self._chat_template(body.template.get("tools")))
+        messages = convert_messages(messages, self._chat_template(body.template.get("tools")))
         template = {"add_generation_prompt": True, **body.template}
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **template)
 

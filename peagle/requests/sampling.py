@@ -15,7 +15,7 @@ from peagle.requests.bounds import (
     DEFAULT_MIB,
     AnswerShape,
     bounds_error,
-    request_error,
+    constraint_error,
     schema_error,
     token_id_error,
 )
@@ -126,7 +126,7 @@ class RequestSampling(SamplingOptions):
             raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], valid)}")
         if value is not None and len(names.intersection(_CONSTRAINTS)) != 1:
             raise ValueError(f"requires one of {', '.join(_CONSTRAINTS)}")
-        if error := request_error({"structured_outputs": value}):
+        if error := constraint_error({"structured_outputs": value}):
             raise ValueError(error[1])
         return value
 

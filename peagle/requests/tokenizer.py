@@ -1,4 +1,4 @@
-"""Load a target's tokenizer, if possible without `AutoTokenizer`: that imports torch, which takes five CPU seconds."""
+"""Load a target's tokenizer, if possible without `AutoTokenizer`, which imports torch (five CPU seconds)."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _GENERIC = ("llama", "TokenizersBackend")
 
 def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
     """Load a tokenizer from a folder or a revision of a hub id, like `AutoTokenizer.from_pretrained`."""
-    if _kind(Path(model)) == _GENERIC:
+    if _class_pair(Path(model)) == _GENERIC:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model)
@@ -20,7 +20,7 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **({"revision": revision} if revision else {}))
 
 
-def _kind(folder: Path) -> tuple[Any, Any] | None:
+def _class_pair(folder: Path) -> tuple[Any, Any] | None:
     """Return the pair of types as in `_GENERIC`, or None if only AutoTokenizer can decide."""
     try:
         config = json.loads((folder / "config.json").read_bytes())

@@ -1,7 +1,7 @@
 """Audit a run: compare files with the plan and usage with the rows, and generate a sample of rows again.
 
-`regeneration.py` generates the sample. A finding is an error in the run; a note is not, for example about a run that is
-not finished. The audit writes nothing.
+`regeneration.py` generates the sample. A finding is an error in the run; a note is only
+information, for example that the run is not finished. The audit writes nothing.
 """
 
 import json
@@ -18,17 +18,17 @@ from peagle.bench.engine import StartEngine
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.rows import WorkEstimate
-from peagle.corpus.scan import find, scan
+from peagle.corpus.scan import find_files, scan
 from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
 from peagle.engine.response_parser import has_parser
 from peagle.errors import ConfigError, InputError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.parquet_table import read_table
-from peagle.runs.columns import names_in_file, output_schema, plain_names
+from peagle.runs.columns import internal_names, names_in_file, output_schema
 from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
 from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
-from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, choose, require_target
+from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, require_target, sample_rows
 from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
@@ -57,7 +57,7 @@ class FilesAudit:
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    rows_of: dict[int, int] = field(default_factory=dict)  # number of rows of each committed unit without findings
+    rows_by_unit: dict[int, int] = field(default_factory=dict)  # number of rows of each committed unit without findings
     num_units_planned: int = 0
     num_units: int = 0
     num_rows_planned: int = 0
@@ -164,7 +164,7 @@ def audit(
     files = audit_files(run, manifest)
     if target is None:
         return Audit(path=str(run), files=files)
-    sample = choose(files.rows_of, num_rows, seed)
+    sample = sample_rows(files.rows_by_unit, num_rows, seed)
     rows = audit_rows(run, manifest, target, sample, announce, start)
     return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
 
@@ -176,7 +176,7 @@ def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
         if verdict is None or verdict.outcome == "same":
             continue
         margin = "-" if verdict.margin is None else f"{verdict.margin:.4f}"
-        committed = "(unlikely there)" if verdict.committed is None else repr(verdict.committed)
+        committed = "(not among the likeliest)" if verdict.committed is None else repr(verdict.committed)
         table.append((row.id, verdict.outcome, str(verdict.position), margin, committed, repr(verdict.target)))
     reasons = Counter(row.skipped for row in rows if row.verdict is None)
     lines = [f"  skipped {count:,}: {reason}" for reason, count in reasons.items()]
@@ -199,7 +199,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
     retried = {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
-    _count(audit, plan, units, retried)
+    _count_totals(audit, plan, units, retried)
     _check_retries(audit, plan, units, retried)
     _check_ledger(audit, run, units)
     _check_other_files(audit, run, manifest["plan"], {unit.dead_letters_name for unit in units.values()})
@@ -240,15 +240,15 @@ def _audit_units(
     return audits
 
 
-def _count(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
+def _count_totals(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
     audit.num_units = len(units)
-    audit.rows_of = {number: unit.num_rows for number, unit in sorted(units.items()) if not unit.findings}
+    audit.rows_by_unit = {number: unit.num_rows for number, unit in sorted(units.items()) if not unit.findings}
     audit.num_rows = sum(unit.num_rows for unit in units.values())
     for number, unit in units.items():
         if retried.get(number, frozenset()).isdisjoint(unit.letter_ids):
             audit.num_failed_rows += len(unit.letter_ids)
     audit.num_output_tokens = sum(unit.usage.num_output_tokens for unit in units.values() if unit.usage)
-    audit.num_rows_left = sum(unit.num_rows for unit in plan.left(units))
+    audit.num_rows_left = sum(unit.num_rows for unit in plan.remaining_units(units))
     if not audit.is_finished:
         num_left = audit.num_units_planned - audit.num_units
         audit.notes.append(f"{num_left:,} units with {audit.num_rows_left:,} rows are not committed yet")
@@ -317,7 +317,7 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
     return sessions
 
 
-def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, valid_letters: set[str]) -> None:
+def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, valid_letter_files: set[str]) -> None:
     """Check that there are no foreign files, and no leftovers once the run is finished."""
     lease = read_lease(run.root)
     leftovers = []
@@ -329,14 +329,14 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     for folder, pattern in _FOLDERS.items():
         for name in _names(run.root / folder):
             where = f"{folder}/{name}"
-            is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letters)
+            is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
             if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_orphan):
                 leftovers.append(where)
             elif not pattern.fullmatch(name):
                 audit.add("foreign", where, "not a file of a run")
     if audit.is_finished and not (lease is not None and lease.seems_alive()):
         for where in leftovers:
-            audit.add("leftover", where, "not used; the run's command removes it")
+            audit.add("leftover", where, "not used; the next attempt removes it")
     elif leftovers:
         audit.notes.append(f"{len(leftovers):,} files of unfinished attempts: the next attempt removes them")
 
@@ -380,7 +380,7 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
 
 def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
     try:
-        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), like=plan.corpus_fingerprint)
+        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), earlier_fingerprint=plan.corpus_fingerprint)
     except InputError as error:
         return error.message
     return None if fingerprint == plan.corpus_fingerprint else "the input changed after the run was planned"
@@ -388,7 +388,9 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
 
 def _is_configured_corpus_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
+        files = find_files(
+            config["input"], config["input_format"], exclude=config["output"], announce=lambda note: None
+        )
         return _input_difference(files, plan, limit) is None
     except InputError:
         return False
@@ -446,16 +448,16 @@ def audit_unit(
     except (PeagleError, OSError, pa.ArrowException) as error:
         message = error.message if isinstance(error, PeagleError) else str(error)
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))
-    if wrong := _wrong_columns(plain_schema(table.schema), schema):
+    if wrong := _column_problem(plain_schema(table.schema), schema):
         finding = Finding(kind="schema", where=path.name, message=wrong)
         return UnitAudit(findings=(finding,), usage=usage, dead_letters_name=name, num_rows=table.num_rows)
-    letters, damage = _letters(run, unit, name)
-    table = table.rename_columns(plain_names(table.schema))
+    letters, damage = _read_letters(run, unit, name)
+    table = table.rename_columns(internal_names(table.schema))
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
-    problems = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]
+    problems = [("usage", message) for message in _usage_problems(usage, rows, None if damage else len(letters))]
     if not damage:  # otherwise every failed row would be missing
-        problems += list(_wrong_ids(unit, ids, letter_ids, retried))
+        problems += list(_id_problems(unit, ids, letter_ids, retried))
     for column, value in answered_by.items():
         if others := {row[column] for row in rows} - {value}:
             problems.append(("row", f"column {column!r} has {min(map(str, others))!r}, but the run used {value!r}"))
@@ -468,7 +470,7 @@ def audit_unit(
     )
 
 
-def _wrong_columns(actual: pa.Schema, expected: pa.Schema) -> str | None:
+def _column_problem(actual: pa.Schema, expected: pa.Schema) -> str | None:
     if actual.names != expected.names:
         different = sorted(set(actual.names) ^ set(expected.names))
         return f"the columns differ from the plan: {', '.join(different) or 'different order'}"
@@ -478,7 +480,7 @@ def _wrong_columns(actual: pa.Schema, expected: pa.Schema) -> str | None:
     return None
 
 
-def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Return the unit's dead letters, or findings about their file."""
     if not name:
         return [], []
@@ -502,23 +504,23 @@ def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[st
     return letters, []
 
 
-def _wrong_ids(
+def _id_problems(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
     """Check that each planned id is in exactly one row or dead letter, and a retried id in no row."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():
-        yield "lost", f"{_some(missing)}: planned, but in no row and no dead letter"
+        yield "lost", f"{_first_ids(missing)}: planned, but in no row and no dead letter"
     if foreign := counts.keys() - planned:
-        yield "foreign", f"{_some(foreign)}: not in this unit"
+        yield "foreign", f"{_first_ids(foreign)}: not in this unit"
     if repeated := {row_id for row_id, count in counts.items() if count > 1}:
-        yield "doubled", f"{_some(repeated)}: more than once"
+        yield "doubled", f"{_first_ids(repeated)}: more than once"
     if answered_twice := retried.intersection(ids):
-        yield "doubled", f"{_some(answered_twice)}: committed, but also retried"
+        yield "doubled", f"{_first_ids(answered_twice)}: committed, but also retried"
 
 
-def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
+def _usage_problems(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
     """Compare the usage in a file's footer with its rows. `num_letters` is None if the dead letters cannot be read."""
     recorded = {
         "num_rows": usage.num_rows,
@@ -536,6 +538,6 @@ def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: 
             yield f"{name} is {value:,} in the footer, but {counted[name]:,} in the rows"
 
 
-def _some(ids: Any) -> str:
+def _first_ids(ids: Any) -> str:
     first = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
     return first if len(ids) <= _MAX_IDS_SHOWN else f"{first}, ... ({len(ids):,} ids)"

@@ -20,10 +20,10 @@ from peagle.economics.shared_budgets import (
     ByDay,
     Draw,
     SharedBudget,
-    drawn,
     period_of,
     read_budgets,
     read_draws,
+    sum_draws,
     tag_accounts,
     write_draw,
 )
@@ -58,8 +58,8 @@ class TagDraw:
         self._draw = replace(self._draw, tags=tags)
         self._accounts = set(tag_accounts(tags))
         self._reader = WorkReader(ledger)
-        self._requests: ByDay = {account: defaultdict(float) for account in self._accounts}
-        self._runs: ByDay = {}
+        self._spent_by_requests: ByDay = {account: defaultdict(float) for account in self._accounts}
+        self._spent_by_other_runs: ByDay = {}
         self._held: dict[str, float] = {}
         self._budgets: list[SharedBudget] = []
         self._polled_at = -math.inf
@@ -89,8 +89,10 @@ class TagDraw:
         self._write_draw(spent_usd, held_usd)
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
-                self._requests[account][group.day] += work.usd
-        self._runs, self._held = drawn(draw for draw in read_draws(self._ledger) if draw.run != self._draw.run)
+                self._spent_by_requests[account][group.day] += work.usd
+        self._spent_by_other_runs, self._held = sum_draws(
+            draw for draw in read_draws(self._ledger) if draw.run != self._draw.run
+        )
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 
@@ -105,7 +107,11 @@ class TagDraw:
     def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
         first = day_number(period[0]) if period else -math.inf
-        spent = (self._requests[budget.account], self._runs.get(budget.account, {}), self._draw.usd_by_day)
+        spent = (
+            self._spent_by_requests[budget.account],
+            self._spent_by_other_runs.get(budget.account, {}),
+            self._draw.usd_by_day,
+        )
         spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first)
         left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)
         if left_usd > reserve_usd:

@@ -3,7 +3,7 @@
 In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
 are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. Inside peagle it is the other way round:
 output columns have the names of `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. The
-files of older runs have these inside names.
+files of older runs have these internal names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -80,8 +80,8 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
     return [*inputs, *renamed]
 
 
-def plain_names(file: pa.Schema) -> list[str]:
-    """Return the names of a file's columns inside peagle. A file that is not a unit's keeps its names.
+def internal_names(file: pa.Schema) -> list[str]:
+    """Return the internal names of a file's columns. A file that is not a unit's keeps its names.
 
     Example: the file's columns `id`, `row_id`, `response`, ... are `input_id`, `id`, `response`, ... inside peagle.
     """

@@ -4,7 +4,7 @@
     plan.ID.parquet               the units; only the file that run.json names is valid
     plan-N.parquet                units of retry N, each with the unit whose dead letters it retries; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it, until they are retried
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it, and until they are retried
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
@@ -28,15 +28,15 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.extensions import plain
+from peagle.corpus.extensions import cast_to_plain
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.files import TEMPORARY_SUFFIX, converted_write_errors, json_bytes
 from peagle.plain_json import to_json
-from peagle.runs.columns import plain_names
+from peagle.runs.columns import internal_names
 from peagle.runs.lease import FOLDER as LEASE_FOLDER
-from peagle.runs.lease import Holding
+from peagle.runs.lease import HeldLease
 from peagle.runs.logs import logs_folder
 from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
 from peagle.runs.stopping import StopSignal
@@ -88,7 +88,7 @@ class RunDirectory:
         self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
         self._metadata: dict[int, UnitMetadata] = {}  # cache for units on S3, where each read is slow
-        self.lease: Holding | None = None  # only if this process is the run's driver
+        self.lease: HeldLease | None = None  # only if this process is the run's driver
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the location and the driver's number; the lease itself stays in this process."""
@@ -103,7 +103,7 @@ class RunDirectory:
     def exists(self) -> bool:
         return self._manifest.exists()
 
-    def hold(self, lease: Holding) -> None:
+    def hold(self, lease: HeldLease) -> None:
         """Make this process the run's driver."""
         self.lease, self.driver = lease, lease.number
         self.stop = StopSignal(self.root / LEASE_FOLDER, lease.number)
@@ -122,7 +122,7 @@ class RunDirectory:
         self.require_own()
         try:
             self._make_folders()
-            self._delete(_temporaries(self._folders))
+            self._delete(_temporary_files(self._folders))
             path = self.root / f"plan.{uuid.uuid4().hex[:12]}.parquet"
             write_once(path, plan_to_bytes(plan))
             is_first = write_once(self._manifest, json_bytes({**manifest, "plan": path.name}))
@@ -148,7 +148,11 @@ class RunDirectory:
         try:
             self._make_folders()
             self._delete(
-                [*_temporaries(self._folders), *self._orphaned_plans(), *stale_notes(self.suspects, self.committed())]
+                [
+                    *_temporary_files(self._folders),
+                    *self._orphaned_plans(),
+                    *stale_notes(self.suspects, self.committed()),
+                ]
             )
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
@@ -172,12 +176,12 @@ class RunDirectory:
 
     def plan(self) -> Plan:
         """Return the run's plan, with the units of retries; raises ConfigError if a file is missing or damaged."""
-        return self.with_retries(_parsed(self.root / self._plan_name(), plan_from_bytes))
+        return self.with_retries(_parse_file(self.root / self._plan_name(), plan_from_bytes))
 
     def with_retries(self, plan: Plan) -> Plan:
         """Return a plan of this corpus with the units of all retries, in planning order."""
         for path in self._retry_plans():
-            plan = plan.with_retries(_parsed(path, retries_from_bytes))
+            plan = plan.with_retries(_parse_file(path, retries_from_bytes))
         return plan
 
     def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
@@ -270,9 +274,9 @@ class RunDirectory:
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
         for unit in sorted(committed - superseded):
-            yield from self.letters(unit)
+            yield from self.letters_of_unit(unit)
 
-    def letters(self, unit: int) -> Iterator[dict[str, Any]]:
+    def letters_of_unit(self, unit: int) -> Iterator[dict[str, Any]]:
         """Yield the dead letters of a committed unit, including those that were retried."""
         if name := self.dead_letters_name(unit):
             path = self.failed / name
@@ -318,7 +322,7 @@ class RunDirectory:
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
-        leftovers = [*_temporaries(self._folders), *self._orphaned_plans()]
+        leftovers = [*_temporary_files(self._folders), *self._orphaned_plans()]
         for path in letters:
             # The attempt that wrote dead letters of an uncommitted unit may commit at any moment.
             match = DEAD_LETTERS_FILE.fullmatch(path.name)
@@ -373,15 +377,15 @@ def read_rows(
     """Yield the rows of a unit in batches, by default with all columns; raises PeagleError if the file is damaged.
 
     Args:
-        as_stored: use the names of the file instead of those inside peagle (`columns.py`).
+        as_stored: use the names of the file instead of the internal ones (`columns.py`).
     """
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             stored = parquet.schema_arrow.names
-            names = dict(zip(stored, stored if as_stored else plain_names(parquet.schema_arrow), strict=True))
+            names = dict(zip(stored, stored if as_stored else internal_names(parquet.schema_arrow), strict=True))
             read = [name for name in stored if columns is None or names[name] in columns]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
-                yield plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
+                yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
 
@@ -392,14 +396,14 @@ def _damaged(path: StoragePath, error: Exception) -> PeagleError:
     )
 
 
-def _parsed(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+def _parse_file(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except (OSError, pa.ArrowException, KeyError) as error:
         raise ConfigError(f"{path} is damaged: {error}", hint=_NEW_HINT) from error
 
 
-def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:
+def _temporary_files(folders: Iterable[StoragePath]) -> list[StoragePath]:
     """Return unfinished files. A store has no unfinished files: objects are created atomically."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]

@@ -28,12 +28,12 @@ from peagle.requests.fields import CHAT_URL
 from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
 from peagle.runs.directory import BATCH_ROWS, RunDirectory, read_rows
 from peagle.runs.plan import Plan
-from peagle.runs.report import until_settled
+from peagle.runs.report import retry_if_changed
 from peagle.storage import StoragePath, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_LONGEST_S = 24 * 3600.0  # maximum duration of an export
+_MAX_DURATION_S = 24 * 3600.0  # maximum duration of an export
 _ROW_GROUP_ROWS = 65536
 
 
@@ -55,37 +55,37 @@ class Export:
         """Return a line of text, and another for each column that lost values."""
         failed = f", {self.num_failed_rows} dead letters" if self.num_failed_rows else ""
         notes = [
-            f"note: column {name!r}: null for NaN or infinity, which JSON does not have, in {num:,} rows; "
+            f"note: column {name!r}: NaN or infinity became null in {num:,} rows, because JSON has neither; "
             "parquet keeps them"
             for name, num in self.num_nulls.items()
         ]
         return "\n".join([f"{self.num_rows} rows{failed} as {self.format}: {self.folder}", *notes])
 
 
-def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
+def export(run: RunDirectory, output_format: Format, *, partial: bool = False, force: bool = True) -> Export:
     """Export the committed units of a run. Exports can be repeated, and each file is written atomically.
 
     Args:
         partial: allow the export of an unfinished run.
-        again: write the export even if an existing one is up to date.
+        force: write the export even if an existing one is up to date.
     """
-    return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
+    return retry_if_changed(run, lambda: _export(run, output_format, partial=partial, force=force))
 
 
-def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: bool) -> Export:
+def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: bool) -> Export:
     run_id, units, plan = run.manifest()["run_id"], sorted(run.committed()), run.plan()
     if len(units) < (num_planned := len(plan.units)) and not partial:
         raise ConfigError(
             f"{run}: {len(units)} of {num_planned} units are committed",
-            hint="finish the run (its command continues it), or export the committed rows with --partial",
+            hint="repeat the run's command to finish it, or export the committed rows with --partial",
         )
     folder = run.root / "export" / output_format
     commits = _commits(run, units)
-    if not again and (existing := _existing(folder)) is not None and existing.commits == commits:
+    if not force and (existing := _existing(folder)) is not None and existing.commits == commits:
         return existing
     try:
         make_folder(folder)
-        remove_temporaries(folder, older_than_s=_LONGEST_S)  # another process may be exporting
+        remove_temporaries(folder, older_than_s=_MAX_DURATION_S)  # another process may be exporting
         (folder / "export.json").unlink(missing_ok=True)
         return _write(run, run_id, _families(plan, units), commits, output_format, folder)
     except OSError as error:
@@ -261,7 +261,7 @@ def batches_in_order(
 
     Args:
         columns: the columns to read; None means all.
-        as_stored: use the names of the files instead of those inside peagle.
+        as_stored: use the names of the files instead of the internal ones.
 
     Raises:
         PeagleError: a unit is damaged.

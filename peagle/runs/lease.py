@@ -5,12 +5,12 @@
 
 A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates wins. The
 holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own monotonic
-clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the lease's expiry
-time, the driver is dead. If the driver's process was on this host and no longer exists, there is no wait.
+clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the lease's time to
+live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, there is no wait.
 
-Exactly-once does not depend on the lease, because a suspended driver may resume after another one has finished: units
-and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and a driver
-checks it before it deletes or replaces anything.
+Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. It is
+ensured by creating units and plans exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
+a driver checks it before it deletes or replaces anything.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.storage import WRITE_ERRORS, StoragePath, make_folder, require_links, write_atomic, write_once
 
 FOLDER = ".lease"
-_RENEWALS = 6  # renewals per expiry time
+_RENEWALS = 6  # per time to live
 _POLL_S = 0.2
 _READ_ATTEMPTS, _READ_RETRY_S = 50, 0.1  # if listed leases disappear before they can be read
 
@@ -68,7 +68,7 @@ class Lease:
 
     def describe(self) -> str:
         """Return who holds the lease, where and since when."""
-        return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
+        return f"{self.user} on {self.host}, process {self.pid}, since {format_time(self.since)}"
 
 
 def read_lease(root: StoragePath) -> Lease | None:
@@ -87,7 +87,7 @@ def read_lease(root: StoragePath) -> Lease | None:
     raise PeagleError(f"{path} is listed but cannot be read", hint=hint)
 
 
-class Holding:
+class HeldLease:
     """The lease of this process, renewed by a thread until `end`."""
 
     def __init__(self, root: StoragePath, lease: Lease) -> None:
@@ -112,7 +112,7 @@ class Holding:
         except OSError as error:
             raise ConfigError(f"output {self._root}: cannot be read: {error}") from error
         if self.lost.is_set():
-            raise taken_over(self._root)
+            raise taken_over_error(self._root)
 
     def is_lost(self) -> bool:
         """Return whether another driver is known to have taken over."""
@@ -155,14 +155,14 @@ def hold_lease(
     heartbeat_s: float | None = None,
     command: Sequence[str],
     announce: Callable[[str], None],
-) -> Iterator[Holding]:
+) -> Iterator[HeldLease]:
     """Hold the run directory's lease. An exception that passes through becomes the lease's outcome.
 
     Raises RunInUse if a live driver holds the lease or has taken over, and ConfigError or StorageError if the folder
     cannot be written. `heartbeat_s` is the interval of the engines' heartbeats, for `peagle status`.
     """
     try:
-        holding = Holding(root, _take(root, expiry_s, heartbeat_s, command, announce))
+        holding = HeldLease(root, _acquire(root, expiry_s, heartbeat_s, command, announce))
     except OSError as error:
         raise ConfigError(f"output {root}: cannot be written: {error}") from error
     try:
@@ -171,13 +171,13 @@ def hold_lease(
         kind, message = type(error).__name__, getattr(error, "message", error)
         holding.outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind}: {message}"
         if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and holding.is_lost():
-            raise taken_over(root) from error
+            raise taken_over_error(root) from error
         raise
     finally:
         holding.end()
 
 
-def taken_over(root: StoragePath) -> RunInUse:
+def taken_over_error(root: StoragePath) -> RunInUse:
     """Return the error for a driver that has lost its lease."""
     return RunInUse(
         f"{root} was taken over by another driver while this driver did not respond",
@@ -185,12 +185,12 @@ def taken_over(root: StoragePath) -> RunInUse:
     )
 
 
-def clock(at: float) -> str:
+def format_time(at: float) -> str:
     """Format a Unix time."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
-def _take(
+def _acquire(
     root: StoragePath,
     expiry_s: float,
     heartbeat_s: float | None,
@@ -224,7 +224,7 @@ def _take(
         )
         path = root / FOLDER / f"{lease.number}.json"
         won = write_once(path, _to_bytes(lease))
-        # A process that was suspended before it created its number may find later leases.
+        # If this process was suspended before it created its file, there may be leases with higher numbers.
         if won and max(_numbers(root), default=0) == lease.number:
             # Delete earlier leases and leftovers of killed drivers, but not files of other candidates.
             for other in (root / FOLDER).iterdir():
@@ -236,7 +236,7 @@ def _take(
             path.unlink(missing_ok=True)
         current = read_lease(root)
         if current is not None and current.outcome is None:
-            raise _in_use(root, current)
+            raise _in_use_error(root, current)
 
 
 def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], None]) -> None:
@@ -249,15 +249,15 @@ def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], N
         time.sleep(_POLL_S)
         now = read_lease(root) or seen
         if now.number != seen.number or (now.beat != seen.beat and now.outcome is None):
-            raise _in_use(root, now)
+            raise _in_use_error(root, now)
         if now.outcome is not None or now.is_gone():
             return
 
 
-def _in_use(root: StoragePath, lease: Lease) -> RunInUse:
+def _in_use_error(root: StoragePath, lease: Lease) -> RunInUse:
     return RunInUse(
         f"{root} is in use by {lease.describe()}: {lease.command}\n"
-        f"  last renewed at {clock(lease.renewed_at)}; it expires {lease.expiry_s:g} s after the last renewal",
+        f"  last renewed at {format_time(lease.renewed_at)}; it expires {lease.expiry_s:g} s after the last renewal",
         hint="wait for that driver, or stop it (Ctrl-C, or kill the process) and repeat this command",
     )
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
-from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_at_time
+from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_session_at, read_sessions
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineFacts, EngineSession, Work, session_at
+from peagle.economics.usage import EngineFacts, EngineSession, Work, interpolate_session
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
@@ -45,7 +45,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         PeagleError: a file is damaged.
     """
     runs, states, others = _find_folders(sources)
-    endpoints = [_endpoint(name, folder) for name, folder in states.items()]
+    endpoints = [_endpoint_ledger(name, folder) for name, folder in states.items()]
     billed = {group.session_id for ledger in endpoints for group in ledger.work}
     unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
@@ -62,11 +62,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
                 incomparable.append(name)
     if incomparable:
         notes.append(
-            f"{len(incomparable)} runs used different hardware or precision from the baseline: {incomparable[0]}, ..."
+            f"{len(incomparable)} runs used other hardware or precision than the baseline: {incomparable[0]}, ..."
         )
     ledgers = [_with_benchmark(ledger, benchmark) for ledger in endpoints]
     ledgers += [
-        _with_benchmark(_bulk(name, run), None if name in incomparable else benchmark) for name, run in unbilled.items()
+        _with_benchmark(_run_ledger(name, run), None if name in incomparable else benchmark)
+        for name, run in unbilled.items()
     ]
     names_by_label: defaultdict[str, list[str]] = defaultdict(list)
     for ledger in ledgers:
@@ -170,17 +171,17 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
     return str(command[2]) if command[:2] == ["POST", "/v1/batches"] and len(command) > 2 else None
 
 
-def _endpoint(name: str, state: StoragePath) -> Ledger:
+def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
     work = read_work(ledger)  # before the sessions, so that every request has a session
 
     def at_time(session: EngineSession, moment: float) -> EngineSession:
-        return session_at_time(ledger, session, moment)
+        return read_session_at(ledger, session, moment)
 
     return Ledger(run=name, sessions=read_sessions(ledger), work=work, session_at=at_time)
 
 
-def _bulk(name: str, run: RunDirectory) -> Ledger:
+def _run_ledger(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
     concurrency = about.get("concurrency") or 0  # units do not record their own
@@ -212,5 +213,8 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[group] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(
-        run=name, sessions=sessions, work=work, session_at=lambda session, moment: session_at(moment, None, session)
+        run=name,
+        sessions=sessions,
+        work=work,
+        session_at=lambda session, moment: interpolate_session(moment, None, session),
     )

@@ -16,7 +16,7 @@ _DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxFailedRows:
-    """The maximum of dead letters: a number, or a share of the finished rows."""
+    """The maximum of dead letters: a number, or a share of the processed rows."""
 
     count: int | None = None
     share: float | None = None
@@ -29,11 +29,11 @@ class MaxFailedRows:
             raise ValueError("a number of rows or a share such as 5%")
         return cls(share=float(match[1]) / 100) if match[1] else cls(count=int(match[2]))
 
-    def is_exceeded(self, num_failed_rows: int, num_done_rows: int) -> bool:
+    def is_exceeded(self, num_failed_rows: int, num_processed_rows: int) -> bool:
         if self.count is not None:
             return num_failed_rows > self.count
         assert self.share is not None, "one of the two is set"
-        return num_done_rows >= MIN_ROWS_FOR_SHARE and num_failed_rows > self.share * num_done_rows
+        return num_processed_rows >= MIN_ROWS_FOR_SHARE and num_failed_rows > self.share * num_processed_rows
 
     def __str__(self) -> str:
         return str(self.count) if self.share is None else f"{100 * self.share:g}%"
@@ -56,37 +56,37 @@ class Situation:
 
     now: float
     spent_usd: float
-    num_done_rows: int
+    num_processed_rows: int
     num_failed_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class ReachedLimit:
     limit: Literal["budget", "deadline", "failed_rows"]
     message: str
 
 
-def reached(limits: Limits, situation: Situation) -> Reached | None:
+def find_reached_limit(limits: Limits, situation: Situation) -> ReachedLimit | None:
     """Return the limit that requires the run to stop now, or None.
 
     Example: with a budget of 10 USD and a reserve of 0.40 USD, the run is stopped at 9.60 USD.
     """
-    failed, done = situation.num_failed_rows, situation.num_done_rows
+    failed, done = situation.num_failed_rows, situation.num_processed_rows
     if limits.max_failed_rows is not None and limits.max_failed_rows.is_exceeded(failed, done):
-        return Reached(
+        return ReachedLimit(
             limit="failed_rows",
             message=f"{failed} of {done} rows are dead letters, more than --max-failed-rows {limits.max_failed_rows}",
         )
     if limits.budget_usd is not None and situation.spent_usd + limits.reserve_usd >= limits.budget_usd:
         spent, reserve = format_usd(situation.spent_usd), format_usd(limits.reserve_usd)
-        return Reached(
+        return ReachedLimit(
             limit="budget",
             message=f"the budget of {format_usd(limits.budget_usd)} is reached: {spent} spent, and shutting the run "
             f"down may cost {reserve}",
         )
     if limits.deadline_at is not None and situation.now + limits.reserve_s >= limits.deadline_at:
         at = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
-        return Reached(
+        return ReachedLimit(
             limit="deadline",
             message=f"the deadline {at:%Y-%m-%d %H:%M:%S %z} is near: shutdown may take {limits.reserve_s:g} s",
         )
@@ -96,8 +96,8 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     """Parse a deadline into Unix seconds; raises ValueError if the text is invalid or the time too far in the future.
 
-    A time of day means its next occurrence; a duration counts from `now`. A local time has the UTC offset of its own
-    day. If a clock change makes it ambiguous, the first future moment is used; if a clock change skips it, it is
+    A time of day means its next occurrence; a duration counts from `now`. A local time has the UTC offset of its
+    own date. If a clock change makes it ambiguous, the first future moment is used; if a clock change skips it, it is
     shifted by the change. A deadline without a time zone has that of `now`, or this machine's.
     """
     text = text.strip()
@@ -105,7 +105,7 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         return None
     if text and (match := _DURATION.fullmatch(text)):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return _shown(now.timestamp() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        return _require_formattable(now.timestamp() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
         time_of_day = datetime.time.fromisoformat(text.zfill(5 if text.count(":") == 1 else 8))
         today = datetime.datetime.combine(now.date(), time_of_day, now.tzinfo)
@@ -119,7 +119,7 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         moments = _moments(at if at.tzinfo else at.replace(tzinfo=now.tzinfo))
     except (OverflowError, ValueError, OSError) as error:
         raise ValueError(_TOO_FAR) from error
-    return _shown(next((moment for moment in moments if moment > now.timestamp()), moments[0]))
+    return _require_formattable(next((moment for moment in moments if moment > now.timestamp()), moments[0]))
 
 
 def _moments(at: datetime.datetime) -> list[float]:
@@ -128,7 +128,7 @@ def _moments(at: datetime.datetime) -> list[float]:
     return [first, second] if first < second else [first]  # in a skipped hour, the second is earlier
 
 
-def _shown(moment: float) -> float:
+def _require_formattable(moment: float) -> float:
     """Return the moment if it can be formatted in this machine's time zone."""
     try:
         datetime.datetime.fromtimestamp(moment).astimezone()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from peagle.economics.usage import EngineSession
 
-_DEAD_AFTER = 2.0  # missed heartbeats
+_DEAD_AFTER_BEATS = 2.0  # missed heartbeats
 
 
 def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
@@ -43,7 +43,7 @@ class Heartbeats:
         self, before: Iterable[str], *, heartbeat_s: float, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._before = frozenset(before)
-        self._silent_after_s = _DEAD_AFTER * heartbeat_s
+        self._silent_after_s = _DEAD_AFTER_BEATS * heartbeat_s
         self._monotonic = monotonic
         self._beats: dict[str, tuple[float, float]] = {}  # lifetime at the last new heartbeat, and when it was seen
 
@@ -61,15 +61,15 @@ class Heartbeats:
         return [
             session
             for session in self.of_this_attempt(sessions)
-            if not session.ended and self._unheard_s(session) <= self._silent_after_s
+            if not session.ended and self._silence_s(session) <= self._silent_after_s
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """Return the seconds until an engine's end or now. A silent engine counts as alive for two heartbeats."""
-        unheard_s = 0.0 if session.ended else min(self._unheard_s(session), self._silent_after_s)
-        return _life_s(session) + unheard_s
+        """Return how long an engine has run. A silent one is assumed to have run for two more heartbeats."""
+        silence_s = 0.0 if session.ended else min(self._silence_s(session), self._silent_after_s)
+        return _life_s(session) + silence_s
 
-    def _unheard_s(self, session: EngineSession) -> float:
+    def _silence_s(self, session: EngineSession) -> float:
         now = self._monotonic()
         _, seen_at = self._beats.get(session.session_id, (0.0, now))
         return now - seen_at

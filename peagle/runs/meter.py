@@ -124,7 +124,7 @@ class EngineMeter:
                 del self._running[unit]
             self.num_output_tokens += num_output_tokens
 
-    def take(self, unit: int) -> float:
+    def pop_busy_s(self, unit: int) -> float:
         """Return and reset the busy seconds of `unit`."""
         with self._lock:
             self.tick()
@@ -134,16 +134,16 @@ class EngineMeter:
         """Account for the time since the last event."""
         with self._lock:
             now = self._monotonic()
-            passed, self._last = now - self._last, now
+            elapsed_s, self._last = now - self._last, now
             sequences = self._running.total()
             if not self._ready:
-                self.load_s += passed
+                self.load_s += elapsed_s
             elif not sequences:
-                self.idle_s += passed
+                self.idle_s += elapsed_s
             else:
-                self.busy_s += passed
+                self.busy_s += elapsed_s
                 for unit, count in self._running.items():
-                    self._busy_by_unit[unit] += passed * count / sequences
+                    self._busy_by_unit[unit] += elapsed_s * count / sequences
 
 
 class BilledMeter(EngineMeter):

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from peagle.corpus.cutting import Cut, auto_cut, enough_rows
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.rows import Span, WorkEstimate
-from peagle.corpus.scan import count_rows, find, scan
+from peagle.corpus.scan import count_rows, find_files, scan
 from peagle.parquet_table import read_table
 
 _SMALL_UNITS = b"peagle.small_units"
@@ -119,7 +119,7 @@ class Plan:
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
 
-    def left(self, committed: Container[int]) -> list[WorkUnit]:
+    def remaining_units(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed, without rows that are retried in another unit.
 
         A unit has such rows if its file was deleted after the retry was planned.
@@ -160,16 +160,18 @@ class CorpusConfig(Protocol):
     def max_engines(self) -> int: ...
 
 
-def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
+def make_plan(
+    config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, earlier_fingerprint: str | None = None
+) -> Plan:
     """Split a corpus into units.
 
     Args:
         cut: the cut of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic cut.
         max_num_seqs: used if the configuration does not set it.
-        like: an earlier fingerprint (`corpus.scan`).
+        earlier_fingerprint: as in `peagle.corpus.scan.scan`.
     """
     notes: list[str] = []
-    files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
+    files = find_files(config.input, config.input_format, exclude=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     if cut is None:
@@ -177,7 +179,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         num_rows = count_rows(files, min(config.limit or enough, enough))
         cut = auto_cut(num_rows, config.max_engines, config.max_num_seqs or max_num_seqs)
     estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
-    spans, schema, fingerprint = scan(files, cut, config.limit, estimate, like=like)
+    spans, schema, fingerprint = scan(files, cut, config.limit, estimate, earlier_fingerprint=earlier_fingerprint)
     first_ids = accumulate((span.num_rows for span in spans), initial=0)
     return Plan(
         units=tuple(WorkUnit(unit=unit, first_id=next(first_ids), span=span) for unit, span in enumerate(spans)),

@@ -6,22 +6,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.scan import read
+from peagle.corpus.scan import read_span
 from peagle.requests.builder import RequestBuilder
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, Retry, WorkUnit
-from peagle.runs.rows import PreparedUnit, prepare
+from peagle.runs.rows import PreparedUnit, prepare_rows
 
-_MOST_SAMPLED_ROWS = 200
-_MOST_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
+_MAX_SAMPLED_ROWS = 200
+_MAX_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
 
 
 def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
     """Read one unit, apply its template and tokenise it. The result is for `PreparedUnit`."""
-    rows = list(read(unit.span))
+    rows = list(read_span(unit.span))
     if unit.rows is not None:
         rows = [rows[index] for index in unit.rows]
-    return prepare(unit, rows, schema, builder)
+    return prepare_rows(unit, rows, schema, builder)
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
@@ -32,7 +32,7 @@ def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
     for unit in plan.units:
         if unit.unit in superseded or unit.unit not in committed:
             continue
-        if rows := tuple(int(letter["id"]) - unit.first_id for letter in run.letters(unit.unit)):
+        if rows := tuple(int(letter["id"]) - unit.first_id for letter in run.letters_of_unit(unit.unit)):
             number += 1
             retries.append(Retry(unit=number, supersedes=unit.unit, rows=rows))
     if not retries:
@@ -60,9 +60,9 @@ class CorpusSample:
 def sample_corpus(plan: Plan, builder: RequestBuilder) -> CorpusSample:
     """Prepare the first rows of some units, spread evenly over the corpus."""
     units = [unit for unit in plan.units if unit.supersedes is None]
-    if plan.num_rows > _MOST_SAMPLED_ROWS:
-        units = units[:: math.ceil(len(units) / _MOST_SAMPLED_UNITS)]
-        rows_per_unit = math.ceil(_MOST_SAMPLED_ROWS / len(units))
+    if plan.num_rows > _MAX_SAMPLED_ROWS:
+        units = units[:: math.ceil(len(units) / _MAX_SAMPLED_UNITS)]
+        rows_per_unit = math.ceil(_MAX_SAMPLED_ROWS / len(units))
         units = [replace(unit, rows=tuple(range(min(rows_per_unit, unit.num_rows)))) for unit in units]
     num_sampled, num_prompt_tokens, num_output_tokens = 0, 0, 0
     letters: list[dict[str, Any]] = []

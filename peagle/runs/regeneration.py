@@ -17,7 +17,7 @@ from peagle import hardware
 from peagle.bench.engine import StartEngine, with_engine
 from peagle.catalog.local import tokenizer_of
 from peagle.catalog.targets import resolve_model
-from peagle.corpus.scan import read
+from peagle.corpus.scan import read_span
 from peagle.engine.interface import CompletionOutput, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin
 from peagle.engine.response_parser import PARSER_KEYS, ResponseParser, has_parser
@@ -28,7 +28,7 @@ from peagle.parquet_table import read_table
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
-from peagle.runs.columns import plain_names
+from peagle.runs.columns import internal_names
 from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.plan import WorkUnit
 from peagle.storage import open_to_read
@@ -73,7 +73,7 @@ class _Sample:
 
 
 def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
-    """Return the run's target; raises ConfigError if this machine has another precision or other weights."""
+    """Return the engine for the sample; raises ConfigError if this machine has another precision or other weights."""
     spec = EngineSpec.from_dict(manifest["engine"])
     run_precision = manifest["fingerprint"]["precision"]
     if uses_fake_engine(manifest):
@@ -93,17 +93,17 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEn
     return AuditedEngine(spec=spec, is_fake=False, precision=run_precision, max_tie=tie)
 
 
-def choose(rows_of: dict[int, int], num_rows: int, seed: int) -> dict[int, list[int]]:
+def sample_rows(rows_by_unit: dict[int, int], num_rows: int, seed: int) -> dict[int, list[int]]:
     """Return a random sample of rows: for each unit, the positions of the sampled rows in its file.
 
-    >>> choose({0: 2, 3: 1}, 8, seed=0)
+    >>> sample_rows({0: 2, 3: 1}, 8, seed=0)
     {0: [0, 1], 3: [0]}
     """
-    total = sum(rows_of.values())
+    total = sum(rows_by_unit.values())
     chosen = sorted(random.Random(seed).sample(range(total), min(num_rows, total)))
     positions: dict[int, list[int]] = {}
     first = 0
-    for unit, count in rows_of.items():
+    for unit, count in rows_by_unit.items():
         if rows := [row - first for row in chosen if first <= row < first + count]:
             positions[unit] = rows
         first += count
@@ -128,7 +128,7 @@ def audit_rows(
     for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
             table = read_table(file)
-        table = table.rename_columns(plain_names(table.schema)).select(columns).take(rows)
+        table = table.rename_columns(internal_names(table.schema)).select(columns).take(rows)
         outcomes += _samples(units[number], table.to_pylist(), builder, base, parser, is_fake=target.is_fake)
     samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
     audits = _regenerate(samples, target, announce, start) if samples else {}
@@ -172,7 +172,7 @@ def _samples(
 ) -> list[RowAudit | _Sample]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
-        source = list(read(unit.span))
+        source = list(read_span(unit.span))
     except InputError as error:
         return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
     outcomes: list[RowAudit | _Sample] = []

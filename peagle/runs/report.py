@@ -23,7 +23,7 @@ from peagle.files import converted_write_errors
 from peagle.plain_json import to_json
 from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory, read_rows, uses_fake_engine
-from peagle.runs.scaling import most_at_once
+from peagle.runs.scaling import max_concurrent_engines
 from peagle.storage import StoragePath, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def until_settled(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
+def retry_if_changed(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
     """Return the result of `make`, which is called again if the run changes in the meantime.
 
     A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
@@ -55,18 +55,18 @@ def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
     """Write and return the report of a run in its current state."""
-    return until_settled(run, lambda: _make(run))
+    return retry_if_changed(run, lambda: _write_report(run))
 
 
-def _make(run: RunDirectory) -> dict[str, Any]:
+def _write_report(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
     times, price = UnitTimes(), Price.from_dict(manifest["price"])
-    total = account(times.keep(run.usages()), _read_late(run), price)
+    total = account(times.record(run.usages()), _read_late(run), price)
     sessions = run.sessions()
     information = {
         **manifest["run"],
-        "num_engines": most_at_once(sessions) or manifest["run"].get("num_engines") or 0,
+        "num_engines": max_concurrent_engines(sessions) or manifest["run"].get("num_engines") or 0,
         "path": str(run),
         "num_input_rows": plan.num_rows,
         "started_at": manifest["created_at"],
@@ -115,10 +115,10 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
 
     Returns:
         `num_read`, `finish_reasons` (counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`) and `samples`
-        (`id`, `input` as pairs of name and text, `answer`, `finish_reason`; long texts are cut).
+        (`id`, `input` as pairs of name and text, `answer`, `finish_reason`; long texts are truncated).
     """
     committed = sorted(run.committed())
-    paths = [run.unit_path(unit) for unit in _evenly(committed, MAX_UNITS)]
+    paths = [run.unit_path(unit) for unit in _spread_evenly(committed, MAX_UNITS)]
     with ThreadPoolExecutor(_READERS) as readers:
         batches = [(path, batch) for path, batch in zip(paths, readers.map(_first_rows, paths), strict=True) if batch]
     num_read = sum(batch.num_rows for _, batch in batches)
@@ -142,7 +142,7 @@ def failures(run: RunDirectory) -> list[dict[str, Any]]:
     counts, examples = Counter[str](), dict[str, str]()
     for letter in run.dead_letters():
         counts[letter["reason"]] += 1
-        examples.setdefault(letter["reason"], _cut(str(letter["message"]), _MESSAGE_CHARS))
+        examples.setdefault(letter["reason"], _truncated(str(letter["message"]), _MESSAGE_CHARS))
     return [{"reason": reason, "count": count, "example": examples[reason]} for reason, count in counts.most_common()]
 
 
@@ -180,10 +180,10 @@ def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) ->
         return next(batches, None)
 
 
-def _evenly(units: Sequence[int], most: int) -> list[int]:
+def _spread_evenly(units: Sequence[int], most: int) -> list[int]:
     """Return at most `most` units, evenly spread.
 
-    >>> _evenly([0, 1, 2, 3, 4, 5], 3)
+    >>> _spread_evenly([0, 1, 2, 3, 4, 5], 3)
     [0, 2, 4]
     """
     num = min(most, len(units))
@@ -209,13 +209,13 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
         "input": [
-            [name, _cut(value if isinstance(value, str) else to_json(value), _INPUT_CHARS)]
+            [name, _truncated(value if isinstance(value, str) else to_json(value), _INPUT_CHARS)]
             for name, value in columns[:_NUM_INPUTS]
         ],
-        "answer": _cut(row["response"] or "", _ANSWER_CHARS),
+        "answer": _truncated(row["response"] or "", _ANSWER_CHARS),
         "finish_reason": row["finish_reason"],
     }
 
 
-def _cut(text: str, max_chars: int) -> str:
+def _truncated(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else f"{text[:max_chars]} …"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.extensions import plain, to_values
+from peagle.corpus.extensions import cast_to_plain, to_values
 from peagle.corpus.rows import RawRow
 from peagle.corpus.schema import can_be_stored, to_table
 from peagle.engine.interface import CompletionOutput, Generation
@@ -41,7 +41,7 @@ def require_storable(schema: pa.Schema) -> None:
             )
 
 
-def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
+def prepare_rows(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
     """Return the input's columns and, for each row, its request or its dead letter."""
     prompts: list[list[int] | None] = []
     sampling: list[str | None] = []
@@ -80,7 +80,7 @@ def encode_rows(table: pa.Table) -> pa.Table:
 
 
 def decode_rows(batch: pa.Table) -> pa.Table:
-    return plain(pa.ipc.open_stream(batch.column(_ENCODED)[0].as_buffer()).read_all())
+    return cast_to_plain(pa.ipc.open_stream(batch.column(_ENCODED)[0].as_buffer()).read_all())
 
 
 class PreparedUnit:

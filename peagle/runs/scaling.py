@@ -36,15 +36,15 @@ class EngineRange:
         """The number of engines if it is fixed, or None."""
         return self.smallest if self.smallest == self.largest else None
 
-    def at_start(self, room: int, num_units: int, calls: int) -> int:
-        """Return the number of engines to start with. There is room for `room` engines; each runs `calls` units."""
-        return max(self.smallest, min(self.largest, room, num_units // calls))
+    def at_start(self, room: int, num_units: int, units_per_engine: int) -> int:
+        """Return the number of engines to start with. There is room for `room` engines."""
+        return max(self.smallest, min(self.largest, room, num_units // units_per_engine))
 
     def __str__(self) -> str:
         return f"{self.smallest}:{self.largest}" if self.fixed is None else str(self.fixed)
 
 
-def most_at_once(sessions: Iterable[EngineSession]) -> int:
+def max_concurrent_engines(sessions: Iterable[EngineSession]) -> int:
     """Return the largest number of engines that were alive at the same time."""
     sessions = list(sessions)
     starts = [session.started_at for session in sessions]

@@ -11,7 +11,7 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import FAKE_ENGINE, format_duration, format_price, format_usd
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs.directory import RunDirectory, uses_fake_engine
-from peagle.runs.lease import Lease, clock, read_lease
+from peagle.runs.lease import Lease, format_time, read_lease
 from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s
 from peagle.runs.plan import Plan
 from peagle.runs.progress import seconds_left
@@ -136,7 +136,7 @@ class StatusReader:
         new = committed - self._usages.keys()
         self._run.read_ahead(new)
         for unit in new:
-            self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters(unit))
+            self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters_of_unit(unit))
             self._usages[unit] = self._run.usage(unit)
         return committed
 
@@ -155,12 +155,12 @@ def _driver(state: State, lease: Lease | None) -> str:
     if state == "running":
         return f"{lease.describe()}, last heartbeat {max(0.0, time.time() - lease.renewed_at):.0f} s ago"
     if lease.outcome is None:
-        silent = f"{lease.describe()}; no heartbeat since {clock(lease.renewed_at)}"
+        silent = f"{lease.describe()}; no heartbeat since {format_time(lease.renewed_at)}"
         if state != "finished":
             return f"{silent}: the same command continues the run"
         # The report and the export come after the last unit.
         return f"{lease.describe()}, is writing the report" if lease.seems_alive() else f"{silent}: {_REPORT_HINT}"
-    return f"{clock(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
+    return f"{format_time(lease.renewed_at)} by {lease.user} on {lease.host}: {lease.outcome.splitlines()[0]}"
 
 
 class Spending:

@@ -134,7 +134,7 @@ class RowsInEngine:
         finally:
             self._rows[unit].remove(index)
 
-    def any(self) -> bool:
+    def has_rows(self) -> bool:
         """Return whether a row is in the engine."""
         return any(self._rows.values())
 

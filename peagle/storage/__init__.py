@@ -2,11 +2,12 @@
 
 These operations work on both:
 
-    write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
-    write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
+    operation      result                                                 local disk     | object store
+    write_once     create a file; only the first of several writers wins  exclusive link | PUT with If-None-Match: *
+    write_atomic   replace a file; readers see the old or the new bytes   rename         | PUT
     atomic_file    the same for data larger than memory                   rename         | upload in parts
-    make_folder    a folder that outlasts a power cut                     mkdir          | nothing
-    remove         a deletion that outlasts a power cut                   unlink         | DELETE
+    make_folder    create a folder that survives a power cut              mkdir          | nothing
+    remove         delete a file, even if the power is cut afterwards     unlink         | DELETE
 
 All other operations are methods of `pathlib.Path` that `S3Path` also has.
 """
@@ -74,7 +75,7 @@ def storage_path(location: "str | StoragePath") -> StoragePath:
     return user_path(str(location)).absolute()
 
 
-def on_disk(location: Any) -> Any:
+def require_local_path(location: Any) -> Any:
     """Refuse URLs. A pydantic validator for local paths."""
     # A URL would otherwise be used as a relative path.
     if "://" in str(location):
@@ -154,7 +155,7 @@ def remove(path: StoragePath) -> None:
 def remove_temporaries(folder: StoragePath, *, older_than_s: float = 0.0) -> int:
     """Delete the temporary files of killed writers in `folder`; return their number.
 
-    If other processes may be writing, spare files and uploads of the last `older_than_s` seconds.
+    Pass `older_than_s` if other processes may be writing: files and uploads younger than that are kept.
     """
     if isinstance(folder, S3Path):
         return folder.abort_uploads(older_than_s)

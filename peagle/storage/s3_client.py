@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 _PATIENCE_S = 120.0
 SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
-_MARK = "peagle-writer"
+_WRITER_KEY = "peagle-writer"
 _store_lock = threading.Lock()
 _MAX_CACHED, _MAX_CACHED_BYTES = 4096, 1 << 15  # objects in the cache, and bytes of each; for heartbeats and the like
 
@@ -100,7 +100,7 @@ def is_transient(error: Exception) -> bool:
     return isinstance(error, _TRANSIENT) or status_of(error) in _TRANSIENT_STATUS or code_of(error) in _TRANSIENT_CODES
 
 
-def refused(what: str, error: Exception) -> StorageError:
+def permanent_error(what: str, error: Exception) -> StorageError:
     """Return the StorageError for a permanent error. Its message starts with `what`."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return StorageError(f"{what}: there are no credentials ({error})", hint=_CHECK_CREDENTIALS)
@@ -122,7 +122,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListEntry:
     """An entry of a listing; a subfolder has no `etag`."""
 
     name: str
@@ -132,7 +132,7 @@ class Listed:
 
 def writer_metadata(writer: str) -> dict[str, str]:
     """Return the metadata that identifies the writer of an object."""
-    return {_MARK: writer}
+    return {_WRITER_KEY: writer}
 
 
 class ObjectStore:
@@ -152,11 +152,11 @@ class ObjectStore:
         try:
             self.api: Any = Session().create_client("s3", config=config, region_name=os.environ.get("AWS_REGION"))
         except (*ERRORS, ValueError) as error:
-            raise refused("the object store cannot be reached", error) from error
+            raise permanent_error("the object store cannot be reached", error) from error
         self._patience_s = patience_s
         self._cache: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._is_lost = False  # whether the store has stopped responding: then requests have less patience
+        self._is_unresponsive = False  # whether the store has stopped responding: then requests have less patience
 
     # --- reading
 
@@ -210,7 +210,7 @@ class ObjectStore:
         response = self.request(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
         return int(response["ContentLength"])
 
-    def names(self, folder: Address, prefix: str = "", *, page: int = 1000) -> Iterator[Listed]:
+    def entries(self, folder: Address, prefix: str = "", *, page_size: int = 1000) -> Iterator[ListEntry]:
         """Yield the entries of a folder that start with `prefix`, sorted within a page."""
         begin = f"{folder.key}/" if folder.key else ""
         continuation: dict[str, str] = {}
@@ -220,15 +220,15 @@ class ObjectStore:
                 Bucket=folder.bucket,
                 Prefix=begin + prefix,
                 Delimiter="/",
-                MaxKeys=page,
+                MaxKeys=page_size,
                 **continuation,
             )
             response = self.request(f"{folder}: cannot be listed", folder, list_page)
             for item in response.get("Contents", ()):
                 if name := item["Key"].removeprefix(begin):  # some tools create an empty object for the folder itself
-                    yield Listed(name, item["ETag"], item["Size"])
+                    yield ListEntry(name, item["ETag"], item["Size"])
             for item in response.get("CommonPrefixes", ()):
-                yield Listed(item["Prefix"].removeprefix(begin).rstrip("/"), None)
+                yield ListEntry(item["Prefix"].removeprefix(begin).rstrip("/"), None)
             if not response.get("NextContinuationToken"):
                 return
             continuation = {"ContinuationToken": response["NextContinuationToken"]}
@@ -239,7 +239,7 @@ class ObjectStore:
         try:
             return str(self.api.generate_presigned_url("get_object", Params=parameters, ExpiresIn=valid_s))
         except ERRORS as error:
-            raise refused(f"{at}: cannot create a URL", error) from error
+            raise permanent_error(f"{at}: cannot create a URL", error) from error
 
     # --- writing
 
@@ -268,7 +268,7 @@ class ObjectStore:
     def writer_of(self, at: Address, taken: ClientError) -> str | None:
         """Return the id of the writer of an object, without retries; raise `taken` if the object no longer exists."""
         try:
-            writer: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
+            writer: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_WRITER_KEY)
         except ClientError as error:
             if is_missing(error):
                 raise taken from error
@@ -292,23 +292,23 @@ class ObjectStore:
         Raises FileNotFoundError if the object does not exist.
         """
         started_at = time.monotonic()
-        patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s
+        patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_unresponsive else self._patience_s
         for number in itertools.count(1):
             try:
                 result = call()
-                self._is_lost = False
+                self._is_unresponsive = False
                 return result
             except ERRORS as error:
                 if is_missing(error):
                     raise FileNotFoundError(f"{at}: no such object") from error
                 if not is_transient(error):
-                    raise refused(what, error) from error
+                    raise permanent_error(what, error) from error
                 pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(number - 1, 16)) * random.uniform(0.5, 1)
-                passed_s = time.monotonic() - started_at
-                if passed_s + pause_s > patience_s:
-                    self._is_lost = True
+                elapsed_s = time.monotonic() - started_at
+                if elapsed_s + pause_s > patience_s:
+                    self._is_unresponsive = True
                     raise StorageError(
-                        f"{what}: failed for {passed_s:.0f} s and {number} requests; the last error: {error}",
+                        f"{what}: failed for {elapsed_s:.0f} s and {number} requests; the last error: {error}",
                         hint="make sure that the store is reachable, then repeat the command: committed units are safe;"
                         f" {_CHECK_ENDPOINT}",
                     ) from error

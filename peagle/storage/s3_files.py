@@ -48,12 +48,12 @@ class _Reader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = self._some(min(len(buffer), self._size - self._position))
+        data = self._read_some(min(len(buffer), self._size - self._position))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
-    def _some(self, num_bytes: int) -> bytes:
+    def _read_some(self, num_bytes: int) -> bytes:
         """Return 1 to `num_bytes` bytes at the current position, or none at the end of the object."""
         if num_bytes <= 0:
             return b""
@@ -106,7 +106,7 @@ def _abort(store: ObjectStore, at: Address, upload: str) -> None:
 class _Writer(io.RawIOBase):
     def __init__(self, store: ObjectStore, at: Address) -> None:
         self._store, self._at = store, at
-        self._writer = uuid.uuid4().hex
+        self._writer_id = uuid.uuid4().hex
         self._pending = bytearray()
         self._position = 0
         self._upload: str | None = None
@@ -140,7 +140,9 @@ class _Writer(io.RawIOBase):
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
         if self._upload is None:
-            upload = self._request(self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer)))
+            upload = self._request(
+                self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer_id))
+            )
             self._upload = str(upload["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
@@ -153,7 +155,7 @@ class _Writer(io.RawIOBase):
             self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
             # An earlier attempt may have succeeded, although its response was lost.
-            if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
+            if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer_id:
                 raise
 
     def _operation(self, name: str, **parameters: Any) -> Any:

@@ -29,7 +29,7 @@ class FolderFile:
 
 def list_files(folder: S3Path) -> tuple[list[FolderFile], list[str]]:
     """Return the files of a folder, except hidden ones, and the names of its subfolders."""
-    listed = sorted(store().names(Address(folder.bucket, folder.key)), key=lambda entry: entry.name)
+    listed = sorted(store().entries(Address(folder.bucket, folder.key)), key=lambda entry: entry.name)
     files = [
         FolderFile(entry.name, entry.num_bytes, entry.etag)
         for entry in listed
@@ -43,7 +43,7 @@ def read_ranges(folder: S3Path, file: FolderFile, ranges: list[range]) -> bytes:
     return b"".join(_read(folder, file, part) for part in ranges)
 
 
-def copy_path(file: FolderFile, to: Path) -> Path:
+def partial_path(file: FolderFile, to: Path) -> Path:
     """Return the path of a file in the folder `to` while it is being downloaded."""
     return to / f".{file.name}.{hashlib.sha256(file.etag.encode()).hexdigest()[:8]}.part"
 
@@ -57,7 +57,7 @@ def fetch_file(
         count: called with the number of bytes of each piece, and first with the bytes of an earlier download.
         is_cancelled: called before each piece; the download stops if it returns True.
     """
-    part = copy_path(file, to)
+    part = partial_path(file, to)
     with part.open("ab") as out:
         num_bytes = min(os.fstat(out.fileno()).st_size, file.num_bytes)
         begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
@@ -82,5 +82,5 @@ def _read(folder: S3Path, file: FolderFile, piece: range) -> bytes:
     except FileNotFoundError as error:
         raise StorageError(f"{at}: was deleted while it was read", hint="repeat the command") from error
     if len(data) != len(piece):
-        raise StorageError(f"{at}: the store gave {len(data)} of {len(piece)} bytes", hint="repeat the command")
+        raise StorageError(f"{at}: the store returned {len(data)} of {len(piece)} bytes", hint="repeat the command")
     return data

@@ -37,7 +37,7 @@ class S3Path:
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         parts = key.strip("/").split("/")
         if not bucket or not all(parts) or {".", ".."} & set(parts):
-            raise ConfigError(f"{url!r} names no folder of a bucket", hint=f"use {SCHEME}BUCKET/FOLDER")
+            raise ConfigError(f"{url!r} does not name a folder in a bucket", hint=f"use {SCHEME}BUCKET/FOLDER")
         return cls(bucket, "/".join(parts))
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class S3Path:
 
     def is_dir(self) -> bool:
         """Whether an object has this prefix."""
-        return next(self._store.names(self._address, page=1), None) is not None
+        return next(self._store.entries(self._address, page_size=1), None) is not None
 
     def stat(self) -> ObjectStat:
         return ObjectStat(self._store.size(self._address))
@@ -77,7 +77,7 @@ class S3Path:
     def glob(self, pattern: str) -> Iterator["S3Path"]:
         """Yield the entries of the folder that match a pattern of `*` and `?`."""
         literal = pattern.replace("?", "*").partition("*")[0]
-        for listed in self._store.names(self._address, literal):
+        for listed in self._store.entries(self._address, literal):
             if fnmatchcase(listed.name, pattern):
                 yield S3Path(self.bucket, f"{self.key}/{listed.name}", listed.etag)
 

@@ -108,7 +108,7 @@ def replan(request: RunRequest, directory: RunDirectory) -> Plan:
         InputError: the corpus cannot be read, or has no rows.
     """
     stored = directory.plan()
-    return make_plan(request.config, stored.cut, like=stored.corpus_fingerprint)
+    return make_plan(request.config, stored.cut, earlier_fingerprint=stored.corpus_fingerprint)
 
 
 # --- the hardware
@@ -146,7 +146,7 @@ def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> H
             "continue it",
             hint="remove --accelerator-type, or start a new run with another --output",
         )
-    if directory.plan().left(directory.committed()):
+    if directory.plan().remaining_units(directory.committed()):
         return None
     may_retry = config.retry_failed and any(usage.num_failed_rows for usage in directory.usages())
     return None if may_retry else stored

@@ -149,7 +149,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     hardware, is_here, num_nodes = _machines(config)
     plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
-    left = plan.left(directory.committed()) if directory.exists else plan.units
+    left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
     return RunForecast(
         run=run,
         is_here=is_here,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from peagle.errors import StoppedEarly
-from peagle.runs.limits import Limits, MaxFailedRows, Situation, parse_deadline, reached
+from peagle.runs.limits import Limits, MaxFailedRows, Situation, find_reached_limit, parse_deadline
 from peagle.runs.stopping import resume_command
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.lender import Lender
@@ -69,8 +69,8 @@ class RunRequest:
         Raises:
             StoppedEarly: the deadline is near, or the run was asked to stop.
         """
-        situation = Situation(now=time.time(), spent_usd=0.0, num_done_rows=0, num_failed_rows=0)
-        limit = reached(replace(self.limits, budget_usd=self.budget_usd), situation)
+        situation = Situation(now=time.time(), spent_usd=0.0, num_processed_rows=0, num_failed_rows=0)
+        limit = find_reached_limit(replace(self.limits, budget_usd=self.budget_usd), situation)
         if self.stop.is_set() or limit:
             raise self.stopped_before_engines(limit.message if limit else BY_SIGNAL)
 

@@ -64,7 +64,7 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
         progress.enter("planning")
         resolved = decide(request, cluster, progress.say)
         with open_run(request, resolved, progress) as run:
-            units = run.plan.left(run.directory.committed())
+            units = run.plan.remaining_units(run.directory.committed())
             if units:
                 execute(request, run, units, cluster, progress)
             return finish(request, run, was_already_finished=not units)
@@ -130,7 +130,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
             run.price,
             run.hardware,
             before=Price.from_dict(before["price"]),
-            keys_before=before["config"],
+            recorded_options=before["config"],
             machine=machine_of(before["run"]["hardware"]),
         )
     directory.open()
@@ -249,4 +249,4 @@ def _export(run: ResolvedRun) -> Export | None:
     output_format = run.config.output_format
     if output_format == "auto":
         output_format = "openai-batch" if run.plan.is_batch else "parquet"
-    return None if output_format == "parquet" else export(run.directory, output_format, again=False)
+    return None if output_format == "parquet" else export(run.directory, output_format, force=False)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from peagle.corpus.cutting import calls_per_engine
+from peagle.corpus.cutting import concurrent_units
 from peagle.economics.usage import UnitUsage
 from peagle.engine.startup import format_start_warning
 from peagle.errors import EngineError, PeagleError, StoppedEarly
-from peagle.runs.lease import taken_over
+from peagle.runs.lease import taken_over_error
 from peagle.runs.plan import WorkUnit, chunks, longest_first, unit_from_json, unit_to_json
 from peagle.runs.prepare import prepare_unit
 from peagle.runs.progress import RunProgress
@@ -58,7 +58,7 @@ def stream(
     finally:
         progress.close()
     run.directory.stop.clear()
-    if run.plan.left(run.directory.committed()):
+    if run.plan.remaining_units(run.directory.committed()):
         raise supervisor.error()
 
 
@@ -76,7 +76,7 @@ def _watch(
             continue
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
-            raise taken_over(run.directory.root)
+            raise taken_over_error(run.directory.root)
         observed_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
         metrics.update(supervisor.tally, supervisor.sessions)
@@ -133,7 +133,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
     cluster.use_one_block_per_row()
     cluster.scale_actors_with_queue()
     pieces = chunks(longest_first(units))
-    calls = min(len(units), calls_per_engine(run.plan.cut, run.num_slots))
+    calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
     stage_run = run.for_stages()
     return (

@@ -18,7 +18,7 @@ from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.budget_draws import TagDraw
 from peagle.runs.directory import RunDirectory
-from peagle.runs.limits import Limits, Reached, Situation, parse_deadline, reached
+from peagle.runs.limits import Limits, ReachedLimit, Situation, find_reached_limit, parse_deadline
 from peagle.runs.liveness import engines_at_work, tokens_per_s
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
@@ -170,7 +170,7 @@ class Supervisor:
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
         committed = self._directory.committed()  # the tally may miss the last units
         num_units, num_done = len(self._run.plan.units), len(committed)
-        rows_left = sum(unit.num_rows for unit in self._run.plan.left(committed))
+        rows_left = sum(unit.num_rows for unit in self._run.plan.remaining_units(committed))
         command = resume_command(self._request.command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
@@ -184,7 +184,7 @@ class Supervisor:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
-        if limit := reached(self._limits, self._situation()):
+        if limit := find_reached_limit(self._limits, self._situation()):
             return self._ending_of(limit)
         if self._draw and (message := self._draw.reached(self._spending.usd, self._limits.reserve_usd)):
             return Ending(error=StoppedEarly, message=message, advice=_ROOM)
@@ -212,11 +212,11 @@ class Supervisor:
         return Situation(
             now=time.time(),
             spent_usd=self._spending.usd,
-            num_done_rows=self.tally.num_rows + self.tally.num_failed_rows,
+            num_processed_rows=self.tally.num_rows + self.tally.num_failed_rows,
             num_failed_rows=self.tally.num_failed_rows,
         )
 
-    def _ending_of(self, limit: Reached) -> Ending:
+    def _ending_of(self, limit: ReachedLimit) -> Ending:
         if limit.limit == "budget":
             flags: dict[str, str | None] = {"--budget-usd": f"{self._budget_to_finish():.2g}"}
             return Ending(
@@ -260,8 +260,8 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     if allowed is None:
         return
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
-    done = Situation(now=0.0, spent_usd=0.0, num_done_rows=num_done + num_failed, num_failed_rows=num_failed)
-    if limit := reached(Limits(max_failed_rows=allowed), done):
+    done = Situation(now=0.0, spent_usd=0.0, num_processed_rows=num_done + num_failed, num_failed_rows=num_failed)
+    if limit := find_reached_limit(Limits(max_failed_rows=allowed), done):
         command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",

@@ -68,7 +68,7 @@ class EngineWorker:
             self._engine.signs_of_life,
             limit_s=run.config.engine_timeout_s,
             grace=grace,
-            is_busy=self._rows.any,
+            is_busy=self._rows.has_rows,
             die=self._die,
             leave=self._leave,
         )
@@ -208,7 +208,7 @@ class EngineWorker:
             num_prompt_tokens=sum(g.num_prompt_tokens for g in generations),
             num_cached_tokens=sum(g.num_cached_tokens or 0 for g in generations),
             num_output_tokens=sum(g.num_output_tokens for g in generations),
-            busy_s=self._session.meter.take(prepared.unit.unit),
+            busy_s=self._session.meter.pop_busy_s(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
             finished_at=max(started_at, time.time()),  # the clock may have been set back

@@ -13,7 +13,7 @@ from typing import Any
 
 from peagle.catalog.targets import name_of
 from peagle.economics.ledger import read_sessions
-from peagle.economics.price_options import names_accelerators, require_device, resolve_price
+from peagle.economics.price_options import instance_has_accelerators, require_device, resolve_price
 from peagle.economics.prices import Device, Price
 from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text
@@ -83,7 +83,7 @@ def _inspect(config: ServeConfig) -> Hardware:
     On Kubernetes, the application is built before machines with accelerators have started. So if the configuration
     names such machines, wait for them.
     """
-    must_wait = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
+    must_wait = "KUBERNETES_SERVICE_HOST" in os.environ and instance_has_accelerators(config)
     deadline = time.monotonic() + (_MACHINES_WAIT_S if must_wait else 0.0)
     while True:
         hardware = inspect()

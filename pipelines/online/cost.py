@@ -17,7 +17,7 @@ from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
-from peagle.economics.statement import dimensions, statement
+from peagle.economics.statement import parse_dimensions, statement
 from peagle.economics.usage import Work
 from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
@@ -117,7 +117,7 @@ def requested_period(
     except ValueError as error:
         raise ApiError(400, f"end: {error}", code="invalid_value", param="end") from error
     try:
-        return dimensions(by or ""), days
+        return parse_dimensions(by or ""), days
     except ConfigError as error:
         raise ApiError(400, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
 

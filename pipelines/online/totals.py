@@ -314,7 +314,7 @@ class Totals:
             if not self._is_restored:
                 self._restore()
             self._attach_followers()
-            for request in self._reader.each():
+            for request in self._reader.iter_new():
                 self._attach_followers()
                 self._add(request)
                 for follower in self._followers:
@@ -345,7 +345,7 @@ class Totals:
 
     def recent(self, since: float) -> Iterator[RequestUsage]:
         """Yield records of requests that ended after a Unix time."""
-        return self._reader.again(since)
+        return self._reader.reread_since(since)
 
     def _read_until_success(self) -> None:
         while True:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.economics.shared_budgets import BUDGETS_NAME, SharedBudget, changing_budgets
+from peagle.economics.shared_budgets import BUDGETS_NAME, SharedBudget, edit_budgets
 from pipelines.online.gateway.keys import LOCAL_NAME, KeyRecord, new_key
 from tests.browser.fake_endpoint import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER
 
@@ -318,7 +318,7 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
 
     key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
     endpoint = serve(num_requests=3, budgets=(key,))
-    with changing_budgets(endpoint.ledger / BUDGETS_NAME) as budgets:
+    with edit_budgets(endpoint.ledger / BUDGETS_NAME) as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=20.0, budget_every="month")
     opened(page, endpoint.url)
     page.run("document.getElementById('spend').scrollIntoView()")

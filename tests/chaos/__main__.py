@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--every",
         type=int,
         default=int(env("CHAOS_EVERY", "1")),
-        help="pause drivers at every Nth step, on S3 at every fourth of these; CHAOS_EVERY; default 1",
+        help="pause drivers at every Nth durable step, on S3 at every fourth of these; CHAOS_EVERY; default 1",
     )
     parser.add_argument(
         "--crossed", type=int, default=20, help="plays of each scene in which both drivers are paused; default 20"

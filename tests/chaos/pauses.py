@@ -5,8 +5,8 @@
 
 In a play, the first driver runs to a step and is stopped (SIGSTOP). Its lease expires, and a second driver runs the
 same command to its end. Then the first driver resumes. In a crossed play, both drivers are stopped several times, in
-turns. Finally, the command is run once more. Every id must then be in exactly one row or dead letter, the report and
-export must be correct, and no temporary file may be left. `stepping.py` defines the steps.
+turns. Finally, the same command is run once more. Every id must then be in exactly one row or dead letter, the report
+and export must be correct, and no temporary file may be left. `stepping.py` defines the steps.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from peagle.runs.export import export
 from peagle.runs.lease import read_lease
 from peagle.storage import open_to_read, storage_path
 from tests.chaos.ray_nodes import ROOT
-from tests.chaos.stepping import Driver, Steps, forked
+from tests.chaos.stepping import Driver, Steps, run_in_fork
 
 _NUM_ROWS = 10
-_REFUSED = frozenset({1, 6})  # rows that become dead letters
+_REFUSED_ROWS = frozenset({1, 6})  # rows that become dead letters
 _FLAGS = (
     "--engine", "fake", "--rows-per-unit", "4", "--usd-per-hour", "1", "--max-num-seqs", "4",
     "--output-format", "jsonl",
@@ -54,12 +54,12 @@ class Scene:
     Attributes:
         before: state of the run before the play: `nothing`, `killed` midway, or `finished` with dead letters.
         flags: additional flags of the first and the second driver.
-        of_renewals: whether the driver is stopped at the steps of the lease's renewal.
+        at_renewals: whether the driver is stopped at the steps of the lease's renewal.
     """
 
     before: str
     flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    of_renewals: bool = False
+    at_renewals: bool = False
 
 
 SCENES = {
@@ -68,7 +68,7 @@ SCENES = {
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
     "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
     "finish": Scene(before="finished"),
-    "renewals": Scene(before="nothing", of_renewals=True),
+    "renewals": Scene(before="nothing", at_renewals=True),
 }
 
 
@@ -101,7 +101,7 @@ class Stage:
         self._corpus = folder / "prompts.jsonl"
         self._corpus.write_text("".join(json.dumps({"prompt": f"Say {row}."}) + "\n" for row in range(_NUM_ROWS)))
 
-    def each_step(self, name: str, steps: range) -> Plays:
+    def play_each_step(self, name: str, steps: range) -> Plays:
         """Play the scene once per step, until the run has fewer steps."""
         plays = Plays(scene=name)
         for step in steps:
@@ -109,15 +109,15 @@ class Stage:
                 break
         return plays
 
-    def crossed(self, name: str, rng: random.Random, num_plays: int, num_steps: int) -> Plays:
+    def play_crossed(self, name: str, rng: random.Random, num_plays: int, num_steps: int) -> Plays:
         """Play the scene with both drivers stopped at several steps and resumed in turns."""
         plays = Plays(scene=f"{name}, crossed")
         for _ in range(num_plays):
-            chosen = [(frozenset(rng.sample(range(1, num_steps), 4)), number) for number in range(2)]
-            self._play(plays, chosen)
+            stops_by_driver = [(frozenset(rng.sample(range(1, num_steps), 4)), number) for number in range(2)]
+            self._play(plays, stops_by_driver)
         return plays
 
-    def _play(self, plays: Plays, chosen: list[tuple[frozenset[int], int]]) -> bool:
+    def _play(self, plays: Plays, stops_by_driver: list[tuple[frozenset[int], int]]) -> bool:
         """Play once; return whether a driver was stopped."""
         scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
         folder = self._folder / f"play-{number:04d}"
@@ -126,18 +126,18 @@ class Stage:
         self._prepare(scene, output, folder)
         under = f"/play-{number:04d}" if self._bucket else output
         steps, drivers = folder / "steps", []
-        refused = _REFUSED if scene.before != "finished" else frozenset({1})
-        for at, place_in_turn in chosen:
-            stops = Steps(at=at, under=under, log=steps, of_renewals=scene.of_renewals) if at else None
-            arguments = (*self._command(output), *scene.flags[place_in_turn])
-            drivers.append(Driver(arguments, folder / f"driver-{place_in_turn}.log", steps=stops, refused=refused))
+        refused = _REFUSED_ROWS if scene.before != "finished" else frozenset({1})
+        for at, index in stops_by_driver:
+            stops = Steps(at=at, under=under, log=steps, at_renewals=scene.at_renewals) if at else None
+            arguments = (*self._command(output), *scene.flags[index])
+            drivers.append(Driver(arguments, folder / f"driver-{index}.log", steps=stops, refused=refused))
             drivers[-1].wait()
         _take_turns(drivers)
         stopped_at = steps.read_text().splitlines() if steps.exists() else []
         last = Driver(self._command(output), folder / "last.log", refused=refused)
         last.wait()
         where = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
-        problems = [*_wrong_ends(drivers, last), *forked(lambda: _wrong(output), folder / "audit")]
+        problems = [*_exit_problems(drivers, last), *run_in_fork(lambda: _run_problems(output), folder / "audit")]
         plays.num_plays += 1
         plays.steps += stopped_at
         plays.codes[", ".join(str(driver.exit_code) for driver in drivers)] += 1
@@ -157,7 +157,7 @@ class Stage:
         stopped_at = _STOPPED_AT // 3 if self._bucket else _STOPPED_AT
         at = frozenset({stopped_at}) if scene.before == "killed" else frozenset()
         steps = Steps(at=at, under=under, log=folder / "before")
-        driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED)
+        driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED_ROWS)
         is_stopped = driver.wait()
         driver.end()
         assert is_stopped == bool(at), driver.read_output()
@@ -173,16 +173,18 @@ def _take_turns(drivers: list[Driver]) -> None:
             driver.wait()
 
 
-_REFUSALS = ("is in use by", "was taken over by another driver", "has planned retry")
+_REFUSAL_MESSAGES = ("is in use by", "was taken over by another driver", "has planned retry")
 
 
-def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
+def _exit_problems(drivers: list[Driver], last: Driver) -> Iterator[str]:
     """Check that each driver finished, or was refused because another driver is running."""
     for driver in [*drivers, last]:
         output = driver.read_output()
         if "Traceback" in output:
             yield f"a traceback: {output[-600:]}"
-        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(text in output for text in _REFUSALS)):
+        elif driver.exit_code not in (0, 1) or (
+            driver.exit_code and not any(text in output for text in _REFUSAL_MESSAGES)
+        ):
             yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
         yield f"no driver finished the run: {[driver.read_output()[-200:] for driver in drivers]}"
@@ -190,7 +192,7 @@ def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
         yield f"the same command, once more, ended with {last.exit_code}: {last.read_output()[-600:]}"
 
 
-def _wrong(output: str) -> list[str]:
+def _run_problems(output: str) -> list[str]:
     """Return the problems of a finished run."""
     run = RunDirectory(output)
     audit = audit_files(run, run.manifest())
@@ -206,7 +208,7 @@ def _wrong(output: str) -> list[str]:
         problems.append("the report describes another state of the run")
     if report["account"]["num_failed_rows"] != len(failed):
         problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(failed)}")
-    problems += _wrong_export(run, rows, failed)
+    problems += _export_problems(run, rows, failed)
     problems += [f"{path} was left behind" for path in _unfinished(storage_path(output))]
     if (last := read_lease(run.root)) is None or last.outcome != "ended":
         problems.append(f"the lease says {last and last.outcome}")
@@ -219,7 +221,7 @@ def _rows(run: RunDirectory, unit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _wrong_export(run: RunDirectory, rows: list[str], failed: list[str]) -> Iterator[str]:
+def _export_problems(run: RunDirectory, rows: list[str], failed: list[str]) -> Iterator[str]:
     folder = run.root / "export" / "jsonl"
     for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", failed)):
         result = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
@@ -227,7 +229,7 @@ def _wrong_export(run: RunDirectory, rows: list[str], failed: list[str]) -> Iter
             yield f"export/jsonl/{name} has the rows {result}, not {ids}"
     before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
     description = json.loads((folder / "export.json").read_bytes())
-    if description["commits"] != export(run, "jsonl", again=True).commits:
+    if description["commits"] != export(run, "jsonl", force=True).commits:
         yield "export/jsonl/export.json describes other units"
     if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
         yield "export/jsonl was of an earlier state of the run"
@@ -239,7 +241,7 @@ def _unfinished(root: Any) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def store(folder: Path) -> Iterator[str]:
+def s3_server(folder: Path) -> Iterator[str]:
     """Run an S3 server in a process, set the AWS variables, and yield the URL of a bucket."""
     address_file = folder / "s3"
     folder.mkdir(parents=True, exist_ok=True)
@@ -276,14 +278,14 @@ def _serve(message: Path) -> None:
 def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
     """Play the scenes, on disk or S3."""
     played, rng = [], random.Random(args.seed)
-    with store(folder / "s3") if args.s3 else contextlib.nullcontext() as bucket:
+    with s3_server(folder / "s3") if args.s3 else contextlib.nullcontext() as bucket:
         stage = Stage(folder, bucket)
         for name in args.scenes:
             first = args.first if args.first is not None else rng.randint(1, args.every)
-            played.append(stage.each_step(name, range(first, args.last + 1, args.every)))
-            if args.crossed and not SCENES[name].of_renewals:
+            played.append(stage.play_each_step(name, range(first, args.last + 1, args.every)))
+            if args.crossed and not SCENES[name].at_renewals:
                 num_steps = max(8, played[-1].num_plays * args.every)
-                played.append(stage.crossed(name, rng, args.crossed, num_steps))
+                played.append(stage.play_crossed(name, rng, args.crossed, num_steps))
     return played
 
 
@@ -306,7 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.pauses", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--every", type=int, default=1, help="stop at every Nth step; default 1")
+    parser.add_argument("--every", type=int, default=1, help="stop at every Nth durable step; default 1")
     parser.add_argument("--first", type=int, help="first step; by default, a random one of the first EVERY steps")
     parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; by default, the last one of the run")
     parser.add_argument("--crossed", type=int, default=0, help="number of crossed plays of each scene; default 0")

@@ -14,7 +14,7 @@ from tests.chaos.schedule import Kill
 
 _POLL_S = 0.05
 _MAX_ATTEMPTS = 20
-_LEFT_AFTER_S = 60.0
+_MAX_EXIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class Player:
     ) -> None:
         self._job, self._pending, self._nodes, self._say = job, list(kills), nodes, say
         self._started = time.monotonic()
-        self._units_at_last = 0
+        self._units_at_last_kill = 0
         self._due_at: float | None = None
-        self._until = self._started + limit_s
+        self._give_up_at = self._started + limit_s
         self._played = Played()
 
     def play(self) -> Played:
@@ -95,19 +95,19 @@ class Player:
             return True
         if len(attempts) >= _MAX_ATTEMPTS:
             self._played.problems.append(f"not done after {len(attempts)} attempts: {attempts[-1].last_words}")
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._give_up_at:
             self._played.problems.append(f"the run hung: not done after {time.monotonic() - self._started:.0f} s")
         return bool(self._played.problems)
 
     def _watch(self, driver: Driver) -> None:
-        while driver.exit_code() is None and time.monotonic() < self._until:
+        while driver.exit_code() is None and time.monotonic() < self._give_up_at:
             if self._pending and self._is_due(self._pending[0]):
                 self._try(self._pending[0], driver)
             time.sleep(_POLL_S)
 
     def _is_due(self, kill: Kill) -> bool:
         now = time.monotonic()
-        if self._due_at is None and self._num_committed() >= self._units_at_last + kill.after_units:
+        if self._due_at is None and self._num_committed() >= self._units_at_last_kill + kill.after_units:
             self._due_at = now + kill.wait_s
         return self._due_at is not None and now >= self._due_at
 
@@ -118,7 +118,7 @@ class Player:
         if victim is None:
             return
         self._pending.pop(0)
-        self._due_at, self._units_at_last = None, num_committed
+        self._due_at, self._units_at_last_kill = None, num_committed
         done = CarriedOut(
             kind=kill.kind,
             victim=victim,
@@ -155,7 +155,7 @@ class Player:
 
     def _survivors(self) -> list[str]:
         """Return a problem for each engine that outlived the run."""
-        deadline = time.monotonic() + _LEFT_AFTER_S
+        deadline = time.monotonic() + _MAX_EXIT_S
         while pids := processes.actors(self._job.output):
             if time.monotonic() > deadline:
                 return [f"process {pid} is alive: {processes.command_line(pid)[:80]}" for pid in pids]

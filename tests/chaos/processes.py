@@ -20,14 +20,14 @@ def actors(run_dir: Path) -> list[int]:
     return [pid for group in groups for pid in group if _parent(pid) not in group]
 
 
-def of_engines(run_dir: Path) -> list[int]:
-    """Return all processes that print into the engine logs of a run."""
+def engine_processes(run_dir: Path) -> list[int]:
+    """Return all processes that write to the engine logs of a run."""
     return [pid for group in _by_log(run_dir).values() for pid in group]
 
 
 def cores(run_dir: Path) -> list[int]:
     """Return the engine core processes of a run."""
-    return [pid for pid in of_engines(run_dir) if any(name in command_line(pid) for name in _CORE_NAMES)]
+    return [pid for pid in engine_processes(run_dir) if any(name in command_line(pid) for name in _CORE_NAMES)]
 
 
 def descendants(pid: int) -> list[int]:

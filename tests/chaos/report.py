@@ -95,7 +95,7 @@ def _totals(engines: dict[str, dict[str, Any]]) -> str:
 
 
 def _runs(results: list[dict[str, Any]]) -> str:
-    rows = [("run", "cluster", "kills", "drivers ended with", "s", "rows", "lost", "duplicated", "tokens again")]
+    rows = [("run", "cluster", "kills", "driver exit codes", "s", "rows", "lost", "duplicated", "tokens regenerated")]
     for run in results:
         kills = ", ".join(f"{kill['kind']} {kill['at_s']:.0f} s" for kill in run["kills"])
         codes = ", ".join(str(attempt["exit_code"]) for attempt in run["attempts"])
@@ -107,7 +107,7 @@ def _runs(results: list[dict[str, Any]]) -> str:
 
 
 def _pauses(results: list[dict[str, Any]]) -> str:
-    rows = [("scene", "where", "plays", "different steps", "drivers ended with", "problems")]
+    rows = [("scene", "where", "plays", "different steps", "driver exit codes", "problems")]
     for result in results:
         for plays in result["plays"]:
             codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))

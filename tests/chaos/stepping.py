@@ -43,14 +43,14 @@ class Steps:
     Attributes:
         at: numbers of the steps, from 1.
         under: text that is in the path or URL of every file in the run directory.
-        of_renewals: whether to count only the steps of the lease's renewal and heartbeats, or only all others.
+        at_renewals: whether to count only the steps of lease renewals and heartbeats, or only all others.
         log: file to which each step is written at which a driver stopped.
     """
 
     at: frozenset[int]
     under: str
     log: Path
-    of_renewals: bool = False
+    at_renewals: bool = False
 
     def install(self) -> None:
         """Make this process stop at these steps from now on."""
@@ -77,7 +77,7 @@ class Steps:
             action, path = bytes(arguments[1]).decode(errors="replace").split(" ", 2)[:2]
         else:
             return None
-        if self.under not in str(path) or self._is_renewal() != self.of_renewals:
+        if self.under not in str(path) or self._is_renewal() != self.at_renewals:
             return None
         return f"{action} {_UNIQUE.sub('ID', str(path).partition(self.under)[2].partition('?')[0]) or '/'}"
 
@@ -144,13 +144,13 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 
 def _replace_ray(refused: frozenset[int]) -> None:
     """Make the driver run its stages in this process, with a short lease."""
-    take_lease = lease._take
+    acquire = lease._acquire
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
     streaming._dataset = _InProcess
     session.redirect_output = lambda _: None
-    lease._take = lambda root, _, *rest: take_lease(root, LEASE_S, *rest)
+    lease._acquire = lambda root, _, *rest: acquire(root, LEASE_S, *rest)
     answer = FakeEngine.generate
 
     async def generate(self: FakeEngine, request_id: str, *rest: Any) -> Any:
@@ -180,7 +180,7 @@ class _InProcess:
         return [row async for table in worker(batch) for row in table.to_pylist()]
 
 
-def forked(check: Callable[[], list[str]], answer: Path) -> list[str]:
+def run_in_fork(check: Callable[[], list[str]], answer: Path) -> list[str]:
     """Run `check` in a fork and return its result, so that this process never has threads or connections."""
     pid = os.fork()
     if pid == 0:

@@ -15,11 +15,11 @@ from tests.chaos.ray_nodes import ROOT
 from tests.faults import report
 from tests.faults.arrivals import overload
 from tests.faults.endpoint import PARTS, Endpoint, Size, serving
-from tests.faults.scenes import VANISHING, kill_part, vanish_under_way
+from tests.faults.scenes import CLIENTS_DISCONNECT, disconnect_clients, kill_part
 from tests.origin import say
 
 OVERLOAD = "overload"
-_FAULTS = [VANISHING, *PARTS, OVERLOAD]
+_FAULTS = [CLIENTS_DISCONNECT, *PARTS, OVERLOAD]
 
 
 def main() -> int:
@@ -40,15 +40,15 @@ async def _play(
     if await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, args.start_s) is None:
         raise SystemExit(f"not all processes of the endpoint were running after {args.start_s:g} s")
     results: list[dict[str, Any]] = []
-    for fault in (name for name in (VANISHING, *PARTS) if name in args.only):
+    for fault in (name for name in (CLIENTS_DISCONNECT, *PARTS) if name in args.only):
         say(fault)
-        if fault == VANISHING:
-            results.append(await vanish_under_way(endpoint, size, num_clients=size.admitted))
+        if fault == CLIENTS_DISCONNECT:
+            results.append(await disconnect_clients(endpoint, size, num_clients=size.admitted))
         else:
             results.append(
                 await kill_part(
                     endpoint, size, fault, num_clients=args.clients, before_s=args.seconds, after_s=args.seconds,
-                    whole_s=args.start_s,
+                    max_recovery_s=args.start_s,
                 )
             )  # fmt: skip
         say(f"  {results[-1]}")

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.faults.clients import Tally, ask
+from tests.faults.clients import Tally, send_request
 from tests.faults.endpoint import Size
 
 _TIMEOUT = httpx.Timeout(120.0, connect=30.0)
@@ -21,7 +21,7 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http:
 
         async def send(number: int) -> None:
-            tally.requests.append(await ask(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
+            tally.requests.append(await send_request(http, f"arrival {number}", size.tokens, is_stream=number % 2 == 0))
 
         tasks, started, next_at = [], time.monotonic(), 0.0
         while (next_at := next_at + rng.expovariate(rate)) < seconds:

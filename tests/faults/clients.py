@@ -71,7 +71,7 @@ def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> 
     return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
 
 
-async def ask(
+async def send_request(
     http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL
 ) -> SentRequest:
     """Send a request, and judge its outcome."""
@@ -140,14 +140,14 @@ class Clients:
             number = 0
             while not self._is_stopped:
                 text, is_stream = f"client {client}, request {number}", (client + number) % 2 == 0
-                result = await ask(http, text, self._num_tokens, is_stream=is_stream)
+                result = await send_request(http, text, self._num_tokens, is_stream=is_stream)
                 self.tally.requests.append(result)
                 number += 1
                 if result.outcome != "answered":
                     await asyncio.sleep(_RETRY_S)
 
 
-async def vanish(url: str, num_clients: int, num_tokens: int) -> list[str]:
+async def start_and_disconnect(url: str, num_clients: int, num_tokens: int) -> list[str]:
     """Start streams and disconnect after their first bytes; return the request ids."""
 
     async def leave(client: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from peagle.tables import markdown
 from tests.faults.clients import OUTCOMES
-from tests.faults.scenes import VANISHING
+from tests.faults.scenes import CLIENTS_DISCONNECT
 from tests.origin import origin, origin_text, write_report
 
 _METHOD = """\
@@ -22,8 +22,8 @@ def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] 
 def to_markdown(data: dict[str, Any]) -> str:
     parts = [f"# Faults of the endpoint under load: {data['date']}", origin_text(data), _METHOD]
     if data["faults"]:
-        parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != VANISHING]))
-    parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == VANISHING]
+        parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != CLIENTS_DISCONNECT]))
+    parts += [_disconnected_clients(fault) for fault in data["faults"] if fault["fault"] == CLIENTS_DISCONNECT]
     if data["overload"]:
         parts += ["## Overload", _overload(data["overload"])]
     if problems := [f"- {fault['fault']}: {problem}" for fault in data["faults"] for problem in fault["problems"]]:
@@ -59,26 +59,26 @@ def _faults(results: list[dict[str, Any]]) -> str:
     return "\n".join(markdown(rows))
 
 
-def _vanished(fault: dict[str, Any]) -> str:
+def _disconnected_clients(fault: dict[str, Any]) -> str:
     return (
         f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected"
-        f" immediately. The ledger has {fault['cut']} of them as cut, with at most {fault['most_tokens_made']} tokens."
-        f" Afterwards, {fault['slots_answered']} of {fault['slots']} slots were free, and"
-        f" {fault['num_billed_twice']} requests were billed twice."
+        f" immediately. The ledger records {fault['cut']} of them as cut off, with at most"
+        f" {fault['most_tokens_made']} tokens. Afterwards, {fault['slots_answered']} of {fault['slots']} slots were"
+        f" free, and {fault['num_billed_twice']} requests were billed twice."
     )
 
 
 def _overload(row: dict[str, Any]) -> str:
     rows = [
         ("", ""),
-        ("times the capacity", f"{row['factor']:g}"),
+        ("load, as a multiple of capacity", f"{row['factor']:g}"),
         ("capacity, requests/s", f"{row['capacity_per_s']:.1f}"),
         ("seconds", f"{row['seconds']:.0f}"),
         ("requests", row["num_requests"]),
         *row["outcomes"].items(),
         ("share refused", f"{row['share_refused']:.1%}"),
         ("answer without load, s", f"{row['alone_s']:.2f}"),
-        ("latency of the answered: p50, s", _seconds(row["latency_p50_s"])),
+        ("latency of answered requests: p50, s", _seconds(row["latency_p50_s"])),
         ("p95, s", _seconds(row["latency_p95_s"])),
         ("longest, s", _seconds(row["latency_max_s"])),
         ("time to a refusal: p95, s", _seconds(row["refusal_p95_s"])),

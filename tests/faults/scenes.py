@@ -8,10 +8,10 @@ from typing import Any
 
 from peagle.economics.ledger import RequestReader
 from tests.chaos.processes import kill
-from tests.faults.clients import OUTCOMES, Clients, ask, vanish
+from tests.faults.clients import OUTCOMES, Clients, send_request, start_and_disconnect
 from tests.faults.endpoint import Endpoint, Size
 
-VANISHING = "clients that vanish"
+CLIENTS_DISCONNECT = "clients that vanish"
 _ALLOWED = OUTCOMES[:3]
 # The proxy has the clients' sockets, so killing it also breaks connections.
 _ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
@@ -19,19 +19,26 @@ _SETTLE_S = 30.0
 
 
 async def kill_part(
-    endpoint: Endpoint, size: Size, part: str, *, num_clients: int, before_s: float, after_s: float, whole_s: float
+    endpoint: Endpoint,
+    size: Size,
+    part: str,
+    *,
+    num_clients: int,
+    before_s: float,
+    after_s: float,
+    max_recovery_s: float,
 ) -> dict[str, Any]:
     """Kill a part under load; continue the load until `after_s` after all parts run again.
 
     Args:
-        whole_s: maximum seconds until all parts run again.
+        max_recovery_s: maximum seconds until all parts run again.
     """
     clients = Clients(endpoint.url, num_clients, size.tokens)
     await asyncio.sleep(before_s)
     (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
     assert kill(victim), f"{part} had already ended"
     await asyncio.sleep(1.0)  # a dead process may still count as running
-    recovered_s = await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, whole_s)
+    recovered_s = await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, max_recovery_s)
     await asyncio.sleep(after_s)
     ended_at = time.monotonic()
     await clients.stop()
@@ -51,19 +58,19 @@ async def kill_part(
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
     if recovered_s is None:
-        result["problems"].append(f"not all parts ran again within {whole_s:g} s")
+        result["problems"].append(f"not all parts ran again within {max_recovery_s:g} s")
     return result
 
 
-async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) -> dict[str, Any]:
+async def disconnect_clients(endpoint: Endpoint, size: Size, *, num_clients: int) -> dict[str, Any]:
     """Disconnect clients from long streams; check that the engines stopped, and what the ledger bills."""
     num_tokens = 20 * size.tokens
-    ids = set(await vanish(endpoint.url, num_clients, num_tokens))
+    ids = set(await start_and_disconnect(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
     records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
     max_generated = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
-        "fault": VANISHING,
+        "fault": CLIENTS_DISCONNECT,
         "num_requests": num_clients,
         "outcomes": dict.fromkeys(OUTCOMES, 0),
         "cut": sum(record.outcome == "cut" for record in records),
@@ -112,7 +119,7 @@ async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
 
     started = time.monotonic()
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=60) as http:
-        pending = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
+        pending = [send_request(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
         ended = await asyncio.gather(*pending)
     return time.monotonic() - started, sum(result.outcome == "answered" for result in ended)
 

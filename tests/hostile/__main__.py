@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.same_engine import take_cores
 from tests.chaos.ray_nodes import ROOT
 from tests.hostile import report
-from tests.hostile.attacks import ATTACKS, WORK
+from tests.hostile.attacks import ATTACKS, NORMAL_REQUESTS
 from tests.hostile.scenes import ALL, play
 from tests.hostile.tenants import tenants
 from tests.origin import say
@@ -26,7 +26,7 @@ def main() -> int:
     names = list(args.only)
     with tenants(
         args.folder,
-        [WORK, *names, ALL],
+        [NORMAL_REQUESTS, *names, ALL],
         engine=args.engine,
         model=_MODELS[args.engine],
         tokens=args.tokens,

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 
 from pipelines.online.wire import Context
-from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, TIED, Tenants
+from tests.hostile.tenants import ATTACKER, NEIGHBOUR, PARALLEL_REQUESTS, POOR, REQUESTS_PER_MIN, RESTRICTED, Tenants
 
 CHAT, COMPLETIONS, FILES, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/files", "/v1/batches"
-WORK = "a second key works"
+NORMAL_REQUESTS = "normal requests"
 _ALLOWED_5XX = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
@@ -98,14 +98,14 @@ def _never_answered(response: httpx.Response) -> str | None:
     return f"answered: {response.url.raw_path.decode()}" if response.status_code == 200 else None
 
 
-def _anything(_: httpx.Response) -> None:
+def _accept_any(_: httpx.Response) -> None:
     return None
 
 
-async def work(tenants: Tenants, seconds: float) -> AttackResult:
+async def normal_requests(tenants: Tenants, seconds: float) -> AttackResult:
     """Send normal requests, like the neighbour; this shows the effect of sharing an engine without an attack."""
     sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any, num_clients=PARALLEL_REQUESTS)
 
 
 # --- rules of a key
@@ -136,7 +136,7 @@ async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     sends = [_post(f"{path}{mark}", body) for path, body in bodies.items() for mark in marks]
     sends += [_post(path, chat) for path in chats]
     sends += [_post(f"{CHAT}%0A", _chat(tenants, "x" * 20 * _MIB))]
-    return await _hammer(tenants, TIED, sends, seconds, judge=_never_answered)
+    return await _hammer(tenants, RESTRICTED, sends, seconds, judge=_never_answered)
 
 
 async def headers(tenants: Tenants, seconds: float) -> AttackResult:
@@ -168,7 +168,7 @@ async def budget(tenants: Tenants, seconds: float) -> AttackResult:
         while time.monotonic() < began + seconds:
             sent = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
             for response in await asyncio.gather(*sent):
-                _count(result, response, _anything)
+                _count(result, response, _accept_any)
             await asyncio.sleep(1.0)
     if result.statuses[200] > 1:
         result.note(f"{result.statuses[200]} answers with a budget below the cost of one request")
@@ -266,7 +266,7 @@ def _constraints() -> Iterator[dict[str, Any]]:
 async def schemas(tenants: Tenants, seconds: float) -> AttackResult:
     """Send schemas, expressions, grammars and templates that take long to compile or render."""
     sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything)
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any)
 
 
 async def answers(tenants: Tenants, seconds: float) -> AttackResult:
@@ -279,7 +279,7 @@ async def answers(tenants: Tenants, seconds: float) -> AttackResult:
         {"prompt": [[1] * 500] * 120, "max_tokens": 1, "prompt_logprobs": 5, "return_token_ids": True},
     ]
     sends = [_post(COMPLETIONS, {"model": tenants.model, **body}) for body in bodies]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=2)
+    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any, num_clients=2)
 
 
 # --- connections, files, batches
@@ -295,7 +295,7 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
         except httpx.HTTPError as error:  # the endpoint refused the upload and closed the connection
             result.statuses[type(error).__name__] += 1
             return result
-        _count(result, uploaded, _anything)
+        _count(result, uploaded, _accept_any)
         if uploaded.status_code != 200:
             return result
         file_id = uploaded.json()["id"]
@@ -307,7 +307,7 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
         await asyncio.sleep(seconds)
         for writer in sockets:
             writer.close()
-        _count(result, await http.delete(f"{FILES}/{file_id}"), _anything)
+        _count(result, await http.delete(f"{FILES}/{file_id}"), _accept_any)
     return result
 
 
@@ -334,7 +334,7 @@ async def batches(tenants: Tenants, seconds: float) -> AttackResult:
 
     async with tenants.client(ATTACKER) as http:
         body = {**order, "input_file_id": await upload(http)}
-    result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
+    result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_accept_any, num_clients=8)
     async with tenants.client(NEIGHBOUR) as http:
         response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
         if response.status_code != 200:
@@ -367,13 +367,15 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
-    """Run these attacks (or `WORK`) concurrently, at a low priority.
+    """Run these attacks (or `NORMAL_REQUESTS`) concurrently, at a low priority.
 
     A real attacker has its own machine, so here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
     async def gather() -> list[AttackResult]:
-        return await asyncio.gather(*({**ATTACKS, WORK: work}[name](tenants, seconds) for name in names))
+        return await asyncio.gather(
+            *({**ATTACKS, NORMAL_REQUESTS: normal_requests}[name](tenants, seconds) for name in names)
+        )
 
     return asyncio.run(gather())

@@ -9,7 +9,7 @@ from tests.origin import origin, origin_text, write_report
 
 _INTRODUCTION = """\
 One key has two clients, which send one request after another. Another key attacks. A scene is one attack, or all of
-them; in "a second key works", the second key also sends normal requests, which shows the effect of sharing an engine.
+them; in "normal requests", the second key does not attack either, which shows the effect of sharing an engine.
 Both load generators run on the endpoint's machine. The attacker's is a separate process at a low priority (nice 10).
 A vLLM engine has its cores exclusively, like a GPU; with --shared-cores, other processes use them, too. Latencies are
 those of the first key, "statuses" those of the attacker. Memory is the peak resident size of the ingress and of

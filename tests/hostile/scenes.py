@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.same_engine import cpu_spent, cpu_times
 from tests.faults.endpoint import Endpoint
-from tests.hostile.attacks import WORK, AttackResult, attack_together
+from tests.hostile.attacks import NORMAL_REQUESTS, AttackResult, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
 QUIET, ALL = "quiet", "all attacks"
@@ -25,7 +25,12 @@ def play(
     endpoint: Endpoint, tenants: Tenants, names: list[str], seconds: float, *, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Play the scenes, with the attackers in a separate process; return the results by scene."""
-    scenes = {QUIET: [], WORK: [WORK], **{name: [name] for name in names}, **({ALL: names} if len(names) > 1 else {})}
+    scenes = {
+        QUIET: [],
+        NORMAL_REQUESTS: [NORMAL_REQUESTS],
+        **{name: [name] for name in names},
+        **({ALL: names} if len(names) > 1 else {}),
+    }
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
         attack = partial(_attack, attackers)
@@ -35,7 +40,7 @@ def play(
             row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attackers_view, attacks, seconds)))
             rows.append(row)
             if name != QUIET:
-                _compare(row, rows[0], is_attack=name != WORK)
+                _compare(row, rows[0], is_attack=name != NORMAL_REQUESTS)
             say(f"{name}: {row}")
     return rows
 

@@ -14,10 +14,10 @@ import psutil
 
 from benchmarks.same_engine import leave_cores
 from pipelines.online.gateway.keys import edit_keys, new_key
-from tests.faults.clients import Tally, ask
+from tests.faults.clients import Tally, send_request
 from tests.faults.endpoint import Endpoint, serving
 
-NEIGHBOUR, ATTACKER, POOR, TIED = "neighbour", "attacker", "poor", "tied"
+NEIGHBOUR, ATTACKER, POOR, RESTRICTED = "neighbour", "attacker", "poor", "restricted"
 BUDGET_USD = 1e-7  # less than the cost of one request
 REQUESTS_PER_MIN = 600
 PARALLEL_REQUESTS = 2
@@ -81,7 +81,7 @@ def tenants(
         limits_by_name: dict[str, dict[str, Any]] = {
             NEIGHBOUR: {},
             POOR: {"budget_usd": BUDGET_USD},
-            TIED: {"models": (OTHER_MODEL,), "requests_per_min": 1},
+            RESTRICTED: {"models": (OTHER_MODEL,), "requests_per_min": 1},
             **{attacker(scene): limits for scene in scenes},
         }
         for name, key_limits in limits_by_name.items():
@@ -129,7 +129,9 @@ class Neighbour:
             while not self._is_stopped:
                 text = f"client {client}, request {number}, {time.time_ns()}"
                 is_stream = (client + number) % 2 == 0
-                result = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
+                result = await send_request(
+                    http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model
+                )
                 self.tally.requests.append(result)
                 number += 1
 

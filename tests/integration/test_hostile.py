@@ -19,7 +19,7 @@ def test_attacks_fail(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     (report,) = (tmp_path / "report").glob("*.json")
     rows = {row["scene"]: row for row in json.loads(report.read_text())["scenes"]}
-    assert set(rows) == {"quiet", "a second key works", *ATTACKS, "all attacks"}, ended.stderr[-2000:]
+    assert set(rows) == {"quiet", "normal requests", *ATTACKS, "all attacks"}, ended.stderr[-2000:]
     # `make hostile` checks latencies, on an otherwise idle machine.
     problems = [
         f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"] if "p95" not in problem

@@ -86,7 +86,7 @@ def followers(output):
 
 def require_end_of_engines(output):
     deadline = time.monotonic() + 60
-    while remaining := processes.of_engines(output):
+    while remaining := processes.engine_processes(output):
         assert time.monotonic() < deadline, [processes.command_line(pid) for pid in remaining]
         time.sleep(0.5)
 

@@ -1,4 +1,4 @@
-"""A run and an endpoint keep files and ports private, even with a permissive umask."""
+"""A run and an endpoint keep files and ports private, even with an empty umask."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from strangers import exposed_without_token
+from unauthenticated_calls import port_protection
 
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import descendants
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 
 @pytest.fixture(autouse=True)
-def permissive(tmp_path, monkeypatch):
-    """Set no umask, a home without a token, and a world-writable temporary folder, which is the value."""
+def shared_tmp(tmp_path, monkeypatch):
+    """Clear the umask, use a home without a token, and yield a world-writable temporary folder."""
     shared = Path("/tmp") / f"shared-{os.getpid()}"  # short, because paths of Ray's sockets have a maximum length
     shared.mkdir()
     shared.chmod(0o1777)
@@ -56,15 +56,15 @@ def accessible_to_others(folder):
     return results
 
 
-def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
-    corpus, run_dir = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
+def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
+    corpus, parent = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
     command = [
-        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", run_dir / "run",
+        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", parent / "run",
         "--rows-per-unit", "2", "--output-format", "jsonl",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in (run_dir / "run").iterdir()} >= {
+    assert {path.name for path in (parent / "run").iterdir()} >= {
         "data",
         "failed",
         "ledger",
@@ -72,9 +72,9 @@ def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
         "run.json",
         "export",
     }
-    assert accessible_to_others(run_dir) == []
-    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o770
-    check_shared_folders_are_private(permissive)
+    assert accessible_to_others(parent) == []
+    assert stat.S_IMODE(parent.stat().st_mode) == 0o770
+    check_shared_folders_are_private(shared_tmp)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def certificate(tmp_path):
     return certificate, key
 
 
-def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
+def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
     key, record = new_key("alice")
     keys, folder = tmp_path / "keys.json", tmp_path / "made"
     write_keys(keys, [record])
@@ -103,13 +103,13 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
         use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
         others = reachable(endpoint.process.pid) - {port}
         # Serve's replicas listen on all addresses, but must require Ray's token.
-        assert {exposed_without_token(own_address(), other) for other in others} <= {"token"}
+        assert {port_protection(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
     (folder / "serve.log").chmod(0o600)  # created by this test, not by the endpoint
     assert {path.name for path in (folder / "state").iterdir()} >= {"ledger", "logs", "prompts"}
     assert accessible_to_others(folder) == []
-    check_shared_folders_are_private(permissive)
+    check_shared_folders_are_private(shared_tmp)
 
 
 def use(url, key, trusted):

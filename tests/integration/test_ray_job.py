@@ -118,7 +118,7 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
         variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
         job_server.submit("--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
-        return lambda: job_server.ended(name)
+        return lambda: job_server.wait_until_ended(name)
 
     return submitted
 

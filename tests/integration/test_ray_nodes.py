@@ -81,14 +81,14 @@ def test_stopped_job_can_be_continued(cluster, bulk):
     began = time.monotonic()
     jobs.call("stop", "stopped")
     _log.info(f"`ray job stop` returned after {time.monotonic() - began:.1f} s")
-    assert "Job 'stopped' was stopped" in jobs.ended("stopped")
+    assert "Job 'stopped' was stopped" in jobs.wait_until_ended("stopped")
     output = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
     assert 0 < rows < bulk.num_rows
     assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in output
     assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in output
     _log.info("\n".join(output.strip().splitlines()[-6:]))
-    wait_for("engines are left", lambda: not processes.of_engines(bulk.output))
+    wait_for("engines are left", lambda: not processes.engine_processes(bulk.output))
     jobs.submit("--submission-id", "continued", "--", *bulk.command())
     require_complete(bulk)
 
@@ -107,7 +107,7 @@ def test_nodes_can_leave_and_join(cluster, bulk):
     took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
     assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
-    assert "Job 'moved' succeeded" in jobs.ended("moved")
+    assert "Job 'moved' succeeded" in jobs.wait_until_ended("moved")
     require_complete(bulk)
 
 

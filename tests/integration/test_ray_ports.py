@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from strangers import exposed_without_token, grpc_status
+from unauthenticated_calls import grpc_status, port_protection
 
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
@@ -149,7 +149,7 @@ def open_node(tmp_path_factory):
 
 
 def documented():
-    """Return {process: {(address, what is exposed without a token)}} from the table in docs/security.md."""
+    """Return {process: {(address, protection of the port)}} from the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
     result = {}
@@ -169,7 +169,7 @@ def test_listening_ports_are_documented_and_need_the_token(node):
     result = {}
     for process, ip, port in node.sockets():
         host = "127.0.0.1" if address(ip) == "loopback" else node.host
-        result.setdefault(process, set()).add((address(ip), exposed_without_token(host, port)))
+        result.setdefault(process, set()).add((address(ip), port_protection(host, port)))
     table = documented()
     assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
     assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {

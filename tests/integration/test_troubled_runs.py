@@ -25,6 +25,7 @@ def outcomes(output):
     return dict(result)
 
 
+# The engine reports its death, its host process is killed, or the engine hangs.
 @pytest.mark.parametrize("trait", ["die_on", "kill_on", "hang_on"])
 def test_row_that_kills_engines_becomes_a_dead_letter(write_jsonl, tmp_path, trait):
     corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])

@@ -1,6 +1,7 @@
 """Rehearse one cell: choose its configuration as `peagle generate` would, and let vLLM accept or refuse it.
 
-A cell is a model, a drafter and a number of concurrent requests on the card of this process. Call `pretend` first.
+A cell is a model, a drafter and a number of concurrent requests on the GPU that this process pretends to have (see
+`pretend.py`).
 
 vLLM's workers choose attention back ends, KV cache groups and CUDA graphs only after loading. Here, the same vLLM
 functions choose them, but from descriptions of the layers instead of loaded layers.
@@ -52,7 +53,9 @@ class Accepted:
     Attributes:
         flags: flags that were added to make the model fit, besides those for model, drafter and requests.
         back_ends, draft_back_ends: names of attention back ends, without duplicates.
-        verify, draft: how the widest steps run: FULL, PIECEWISE or NONE (eagerly); "-" if there is no such step.
+        verify, draft: how steps with the maximum number of requests run: FULL, PIECEWISE or NONE (eagerly); "-" without
+            such a step.
+        num_sizes, largest_size: of the captured CUDA graphs.
         graphs_to: the highest concurrency at which both run as CUDA graphs.
         kv_cache_gib: KV cache of one request of full length according to vLLM.
         estimated_gib: KV cache of one request of full length according to our estimate.
@@ -126,7 +129,7 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
     footprint = read_footprint(spec.model) or footprint_of(model)
     assert footprint is not None
     with tempfile.TemporaryDirectory() as folder:
-        arguments = engine_args(spec, hardware) | _in_int8(spec, model, Path(folder))
+        arguments = engine_args(spec, hardware) | _int8_model_argument(spec, model, Path(folder))
         config = AsyncEngineArgs(**arguments).create_engine_config()
     need = gpu_need(spec, hardware, footprint)
     target, draft = list(_target_layers(config)), list(_draft_layers(config))
@@ -163,8 +166,8 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
     )
 
 
-def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
-    """Return the `model` argument: a folder that describes the target in INT8, without weights; else nothing."""
+def _int8_model_argument(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
+    """For INT8, return a `model` argument: a folder with the target's INT8 configuration, without weights."""
     if spec.precision != "int8":
         return {}
     write_json(folder, {**model.config, "quantization_config": quantization_config([])})
@@ -304,7 +307,7 @@ def _cache(
 
 
 def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
-    """Return how vLLM runs the widest verify and draft steps, and the highest concurrency at which both are graphs."""
+    """Return how vLLM runs the largest verify and draft steps, and the highest concurrency at which both are graphs."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -137,7 +137,7 @@ class DrivenRun:
             assert plan.num_retries >= self.num_retries
             for unit in run.committed():
                 assert run.usage(unit) == USAGE
-                list(run.letters(unit))
+                list(run.letters_of_unit(unit))
 
 
 def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):

@@ -149,7 +149,7 @@ cli.main([])
 
 @BOTH
 def test_simultaneous_signals_keep_exit_code(number):
-    """`timeout` signals its child and then their process group."""
+    """The command `timeout` signals its child and then the process group of both, so the child gets two signals."""
     process = subprocess.Popen([sys.executable, "-c", _INTERRUPTED_SCRIPT], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):

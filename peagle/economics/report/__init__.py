@@ -1,1 +1,1 @@
-"""The report of a run and the statement of a period, each as data, text, CSV and HTML."""
+"""The report of a run and the statement of a period, each as data, text and HTML; statements also as CSV."""

@@ -1,6 +1,7 @@
 """The report of a run, or of several side by side, as data.
 
-The terminal summary, report.json and report.html are made from `report_dict`, so they can be recreated from the file.
+The terminal summary, report.json and report.html are made from the same data, the result of
+`report_dict`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
     if info.complete is False:
         of_all = f" of {info.num_input_rows:,}" if info.num_input_rows is not None else ""
         done = account.num_rows + account.num_failed_rows
-        notes.append(f"The run is not finished: {done:,}{of_all} rows so far. The same command continues it.")
+        notes.append(f"The run is not finished: {done:,}{of_all} rows so far. Run the same command again to continue.")
     if account.num_failed_rows:
         notes.append(f"{account.num_failed_rows:,} rows failed; see failed/.")
     notes += [
@@ -160,7 +161,7 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     figures = []
     for figure in FIGURES.values():
         values = [figure.value(report) for report in checked]
-        ratios = [_ratio(value, values[baseline]) if figure.is_ratio else None for value in values]
+        ratios = [_ratio(value, values[baseline]) if figure.has_ratio else None for value in values]
         figures.append({"name": figure.name, "label": figure.label, "values": values, "ratios": ratios})
     return {
         "schema": SCHEMA,
@@ -203,5 +204,5 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> li
             conditions = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
             if "num_input_rows" in differing:
                 conditions += "; loading is a larger share of the shorter run, so compare busy time"
-            notes.append(f"{label} differs from the baseline also in {conditions}.")
+            notes.append(f"{label} also differs from the baseline in {conditions}.")
     return notes

@@ -9,7 +9,7 @@ from peagle.economics.usage import EngineSession
 
 SHARES = ("load", "compile", "busy", "idle", "lost")
 SHARE_MEANINGS = {
-    "load": "weights into memory",
+    "load": "loading weights into memory",
     "compile": "compiling and warming up",
     "busy": "committed output",
     "idle": "engine running without requests",
@@ -62,19 +62,19 @@ def format_share(share: float) -> str:
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
-def _decimals(value: float) -> str:
+def _format_decimals(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure of a report. `path` is its location; `is_ratio` is False if the ratio of two runs is meaningless."""
+    """A figure of a report. `path` is its location; `has_ratio` tells whether the ratio of two runs is meaningful."""
 
     name: str
     label: str
     path: tuple[str, ...]
     format: Callable[[float], str]
-    is_ratio: bool = True
+    has_ratio: bool = True
 
     def value(self, report: Mapping[str, Any]) -> float | None:
         value: Any = report
@@ -87,37 +87,37 @@ class Figure:
         return UNKNOWN if value is None else self.format(value)
 
 
-def _account(name: str, label: str, format: Callable[[float], str], *, is_ratio: bool = True) -> Figure:
-    return Figure(name=name, label=label, path=("account", name), format=format, is_ratio=is_ratio)
+def _account_figure(name: str, label: str, format: Callable[[float], str], *, has_ratio: bool = True) -> Figure:
+    return Figure(name=name, label=label, path=("account", name), format=format, has_ratio=has_ratio)
 
 
 FIGURES = {
     figure.name: figure
     for figure in (
-        _account("tokens_per_usd", "output tokens per dollar", format_count),
-        _account("usd_per_million_tokens", "per million output tokens", format_usd),
-        _account("tokens_per_busy_usd", "tokens per dollar, busy time only", format_count),
-        _account("output_tokens_per_s", "output tokens/s of a busy engine", _decimals),
-        _account("output_tokens_per_wall_s", "output tokens/s of the whole run", _decimals),
+        _account_figure("tokens_per_usd", "output tokens per dollar", format_count),
+        _account_figure("usd_per_million_tokens", "per million output tokens", format_usd),
+        _account_figure("tokens_per_busy_usd", "tokens per dollar, busy time only", format_count),
+        _account_figure("output_tokens_per_s", "output tokens/s of a busy engine", _format_decimals),
+        _account_figure("output_tokens_per_wall_s", "output tokens/s of the whole run", _format_decimals),
         Figure(
             name="acceptance_length",
             label="acceptance length",
             path=("account", "speculation", "acceptance_length"),
             format="{:.2f}".format,
         ),
-        Figure(name="total_usd", label="cost", path=("account", "usd", "total"), format=format_usd, is_ratio=False),
-        _account("wall_s", "engines up", format_duration, is_ratio=False),
-        _account("num_rows", "rows committed", format_count, is_ratio=False),
-        _account("num_failed_rows", "rows failed", format_count, is_ratio=False),
-        _account("num_output_tokens", "output tokens", format_count, is_ratio=False),
-        _account("num_prompt_tokens", "prompt tokens", format_count, is_ratio=False),
+        Figure(name="total_usd", label="cost", path=("account", "usd", "total"), format=format_usd, has_ratio=False),
+        _account_figure("wall_s", "engines up", format_duration, has_ratio=False),
+        _account_figure("num_rows", "rows committed", format_count, has_ratio=False),
+        _account_figure("num_failed_rows", "rows failed", format_count, has_ratio=False),
+        _account_figure("num_output_tokens", "output tokens", format_count, has_ratio=False),
+        _account_figure("num_prompt_tokens", "prompt tokens", format_count, has_ratio=False),
         *(
             Figure(
                 name=f"share_{share}",
                 label=f"spent on {share}",
                 path=("shares", share),
                 format=format_share,
-                is_ratio=False,
+                has_ratio=False,
             )
             for share in SHARES
         ),
@@ -157,6 +157,8 @@ def format_price(price: Mapping[str, Any]) -> str:
     market = price["market"].replace("_", "-")
     origin = ", ".join(part for part in (price["instance_type"], market, place) if part)
     basis = f"; {price['basis']}" if price.get("basis") else ""  # missing in older reports
+    if price["market"] == "fixed":
+        origin, basis = "stated by the user", ""
     return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin}{basis})"
 
 
@@ -167,7 +169,7 @@ def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tup
         ("drafter", _speculation(saved["speculation"])),
         ("spot", _spot(saved["spot"])),
         ("cached", f"{format_count(cached)} of {format_count(prompt)} prompt tokens{share}"),
-        ("prompts", _split(saved)),
+        ("prompts", _prompt_and_generation(saved)),
     )
     return [(name, text) for name, text in lines if text]
 
@@ -203,7 +205,7 @@ def _spot(savings: Mapping[str, Any]) -> str:
     return _with_unknown(known, savings["unknown_usd"], "there is no on-demand price")
 
 
-def _split(saved: Mapping[str, Any]) -> str:
+def _prompt_and_generation(saved: Mapping[str, Any]) -> str:
     known = ""
     if saved["prompt_usd"] is not None:
         known = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"

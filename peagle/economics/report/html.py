@@ -33,9 +33,9 @@ from peagle.economics.report.plots import (
     bars_svg,
     engines_svg,
     histogram_svg,
-    money_svg,
     plain_bar,
     series_svg,
+    shares_svg,
     tick,
     usd_tick,
 )
@@ -47,10 +47,10 @@ class Panel:
     lead: str
     plots: Sequence[tuple[str, str]]
     legend: Sequence[tuple[str, str]] = ()
-    is_money: bool = False
+    shows_dollars: bool = False
 
 
-def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
+def headline_panel(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
     """Return the panel of output tokens per dollar: of several runs, or of one run with and without its drafter."""
     bars = []
     for report, label in zip(reports, labels, strict=True):
@@ -62,11 +62,11 @@ def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Pan
         without, lead = _without_drafter(reports[0])
         bars += without
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars))
-    return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], is_money=True)
+    return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], shows_dollars=True)
 
 
 def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
-    """Return the bar of the same work without the drafter, and the text of the panel."""
+    """Return the bar of the same work without the drafter, and the lead of the panel."""
     saved, account = report.get("saved") or {"speculation": {"usd": None}}, report["account"]
     savings = saved["speculation"]
     if savings["usd"] is None:
@@ -80,13 +80,13 @@ def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
         value_text = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, value_text, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
-    unknown = f" Unknown for {format_usd(savings['unknown_usd'])} of it." if savings["unknown_usd"] else ""
+    unknown = f" Unknown for {format_usd(savings['unknown_usd'])} of the cost." if savings["unknown_usd"] else ""
     lead = f"Without the drafter: estimated from step times ({sources}); loading, idle and lost time unchanged."
     lead += unknown
     return [bar], lead
 
 
-def over_time(report: Mapping[str, Any]) -> list[Panel]:
+def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
     timeline = report.get("timeline")
     if not timeline:
         return []
@@ -98,7 +98,7 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
     cost = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
         "Heartbeats record the duration of states, not their order. Busy is drawn while a committed unit was running, "
-        f"and lost time at the end of an engine.{selection}"
+        f"and lost time at the end of an engine's life.{selection}"
     )
     return [
         Panel(
@@ -116,7 +116,7 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
             heading="Dollars spent",
             lead=cost + pauses,
             plots=[("", series_svg(timeline["usd"], timeline, f"Dollars over time: {cost}", usd_tick, is_sum=True))],
-            is_money=True,
+            shows_dollars=True,
         ),
     ]
 
@@ -130,7 +130,7 @@ _MEASURES = {
 }
 
 
-def of_rows(report: Mapping[str, Any]) -> list[Panel]:
+def row_panels(report: Mapping[str, Any]) -> list[Panel]:
     panels, plots, rows, failed = [], [], report.get("rows"), report.get("failures")
     if rows:
         read, num = rows["num_read"], report["account"]["num_rows"]
@@ -177,10 +177,10 @@ def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str
     checked = [check_report(report) for report in ([reports] if isinstance(reports, Mapping) else reports)]
     source = (files("peagle.economics.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(_contents(checked))
+    return environment.from_string(source).render(_template_values(checked))
 
 
-def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     compared = compare(reports)
     labels = compared["labels"]
     all_rates = [report["account"]["speculation"]["acceptance_rates"] for report in reports]
@@ -204,8 +204,8 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "rules": RULES + SHARE_RULES,
         },
         "money_labels": _money_labels(reports, labels),
-        "headline": headline(reports, labels),
-        "details": [*over_time(first), *of_rows(first)] if is_single else [],
+        "headline": headline_panel(reports, labels),
+        "details": [*timeline_panels(first), *row_panels(first)] if is_single else [],
         "samples": (first.get("rows") or {}).get("samples", []) if is_single else [],
         "status": _status(first) if is_single else None,
         "labels": labels,
@@ -224,7 +224,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for curve, (index, _) in zip(curves, drafting, strict=True)
         ],
         "num_unplotted": max(len(curves) - MAX_SERIES, 0),
-        "money_svg": money_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
+        "money_svg": shares_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),
         "money": [
             {
                 "name": name,
@@ -270,7 +270,7 @@ def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys that are equal in all runs, and the keys that differ, by run."""
+    """Return the settings that are equal in all runs, and by run those that differ."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     known_rows = [(name, cells) for name, cells in rows if set(cells) != {UNKNOWN}]

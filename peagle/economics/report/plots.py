@@ -82,7 +82,7 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
     return drawing(HEIGHT, "Acceptance by position", parts)
 
 
-def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+def shares_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
     parts, y = [], 4.0
     for label, shares in runs:
@@ -182,6 +182,7 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
+    """Plot stacked columns (label, amounts by layer). A layer is (name, CSS class)."""
     stacked = []
     for label, amounts in columns:
         parts = [
@@ -193,7 +194,9 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
 
 
 def _columns(
-    columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, format_value: Callable[[float], str]
+    columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]],
+    width_share: float,
+    format_value: Callable[[float], str],
 ) -> list[str]:
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
     width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
@@ -203,7 +206,11 @@ def _columns(
         for kind, amount, tooltip in parts:
             if amount > 0:
                 height = max(y(below) - y(below + amount), 1.0)
-                drawn.append(_rect(kind, middle - width * share / 2, y(below) - height, width * share, height, tooltip))
+                drawn.append(
+                    _rect(
+                        kind, middle - width * width_share / 2, y(below) - height, width * width_share, height, tooltip
+                    )
+                )
             below += amount
         if index % every == 0:
             drawn.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
@@ -248,7 +255,7 @@ _UNITS = (
 )
 _TICKS_S = sorted(unit_s * number for unit_s, _, numbers in _UNITS for number in numbers)
 _MAX_TICKS = 6
-_LANE, _LANE_HEIGHT = 46, 18
+_LANE_PITCH, _LANE_HEIGHT = 46, 18
 
 
 def series_svg(
@@ -288,7 +295,7 @@ def engines_svg(timeline: Mapping[str, Any]) -> str:
         labels.append(f"engine {engine['engine']}{starts}: {states}")
         drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
         drawn += _lane(engine, x, y + 17)
-        y += _LANE
+        y += _LANE_PITCH
     drawn += _time_axis(timeline, x, 0, y - 4)
     return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
 

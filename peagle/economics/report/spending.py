@@ -41,7 +41,7 @@ def csv_statement(statement: Mapping[str, Any]) -> str:
     """Return a CSV line per group; the lines add up to the total."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    converted = [f"{kind}_{code.lower()}" for code in _other_currency(statement) for kind in _COLUMNS]
+    converted = [f"{kind}_{code.lower()}" for code in _other_currencies(statement) for kind in _COLUMNS]
     writer.writerow(
         [*statement["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *converted, "usd_per_million_tokens"]
     )
@@ -60,7 +60,7 @@ def round_for_display(statement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
     known = statement["total"]["usd"]["total"] or statement["total"]["usd"]["attributed"]
     digits = 2 if known >= 1 else 6
-    for code in _other_currency(statement):
+    for code in _other_currencies(statement):
         statement = convert_currency(statement, code, statement["per_usd"], digits)
     return {**round_amounts(statement, digits), "digits": digits}
 
@@ -75,7 +75,7 @@ def format_period(statement: Mapping[str, Any]) -> str:
 def statement_table(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the header, a row per group and the total. `statement` is a result of `round_for_display`."""
     heads = [_LABELS.get(name, name) for name in statement["by"]] or [""]
-    converted = [f"total, {code}" for code in _other_currency(statement)]
+    converted = [f"total, {code}" for code in _other_currencies(statement)]
     rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
     for row in statement["rows"] if statement["by"] else []:
         rows.append(_line([row[name] or "-" for name in statement["by"]], row, statement["digits"]))
@@ -105,7 +105,7 @@ def summary_rows(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
             _dollars(usd[kind], digits),
             *(
                 f"{_amount(statement['total']['converted'][kind], digits)} {code}"
-                for code in _other_currency(statement)
+                for code in _other_currencies(statement)
             ),
         )
         for kind in ("attributed", "overhead", "lost", "total")
@@ -118,7 +118,7 @@ def saved_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*saved_lines(total["saved"], total), *measured]
 
 
-def _other_currency(statement: Mapping[str, Any]) -> list[str]:
+def _other_currencies(statement: Mapping[str, Any]) -> list[str]:
     return [statement["currency_beside"]] if "currency_beside" in statement else []
 
 
@@ -130,10 +130,11 @@ def _amount(amount: float | None, digits: int) -> str:
     return UNKNOWN if amount is None else f"{amount:,.{digits}f}"
 
 
-MAX_COLUMNS = 62  # days; with more, columns are months
+MAX_COLUMNS = 62  # days; with more days, each column is a month
 MAX_BARS = 12
 _OTHERS = "all others"
-_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # with the colour of a share
+# Each kind, and the share whose colour it has.
+_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))
 _STYLE = (
     ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
     "@media(prefers-color-scheme:dark){:root{--note:#2a2517;" + DARK + SHARE_DARK + "}}"
@@ -155,13 +156,13 @@ _STYLE = (
 def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
     rounded = round_for_display(statement)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in statement["notes"])
-    noted = f'<ul class="notes">{notes}</ul>' if notes else ""
+    note_list = f'<ul class="notes">{notes}</ul>' if notes else ""
     title = html.escape(format_period(statement))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
-        f'{noted}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
+        f'{note_list}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
         f"{_table(statement_table(rounded), has_head=True)}\n{_table(summary_rows(rounded), has_head=False)}\n"
         f"{_table([('saved', ''), *saved_rows(rounded)], has_head=True, kind='words')}\n"
         "</main></body></html>"
@@ -170,24 +171,26 @@ def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> st
 
 def _by_day(daily: Mapping[str, Any]) -> str:
     dimension = daily["by"][1]
-    of_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    of_name: defaultdict[str, float] = defaultdict(float)
+    usd_by_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    usd_by_name: defaultdict[str, float] = defaultdict(float)
     for row in daily["rows"]:
-        of_name[row[dimension]] += row["usd"]["attributed"] or 0.0
-    largest = sorted((name for name in of_name if of_name[name] > 0), key=lambda name: (-of_name[name], name))
+        usd_by_name[row[dimension]] += row["usd"]["attributed"] or 0.0
+    largest = sorted(
+        (name for name in usd_by_name if usd_by_name[name] > 0), key=lambda name: (-usd_by_name[name], name)
+    )
     named = largest if len(largest) <= MAX_SERIES else largest[: MAX_SERIES - 1]
     for row in daily["rows"]:
         name = row[dimension] if row[dimension] in named else _OTHERS
-        day, usd = of_day[row["day"]], row["usd"]
+        day, usd = usd_by_day[row["day"]], row["usd"]
         day[f"of {name}"] += usd["attributed"] or 0.0
         day["overhead"] += usd["overhead"] or 0.0
         day["lost"] += usd["lost"] or 0.0
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(named)]
     layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(largest) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
-    if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
+    if not any(usd > 0 for sums in usd_by_day.values() for usd in sums.values()):
         return ""
-    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
+    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(usd_by_day)]
     legend = [(label, kind) for _, label, kind in layers]
     totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
     sums = ", ".join(f"{label} {format_usd(usd)}" for (label, _), usd in zip(legend, totals, strict=True))
@@ -195,14 +198,14 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     return _figure(f"By day and {dimension}", plot, legend)
 
 
-def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield every day from the first to the last, or every month if there are many days."""
-    first, last = (date.fromisoformat(day) for day in (min(of_day), max(of_day)))
+def _columns(usd_by_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield the sums of every day from the first to the last, or of every month if there are many days."""
+    first, last = (date.fromisoformat(day) for day in (min(usd_by_day), max(usd_by_day)))
     days = [(first + timedelta(days=number)).isoformat() for number in range((last - first).days + 1)]
     date_part = slice(5, 10) if len(days) <= MAX_COLUMNS else slice(0, 7)
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for day in days:
-        for key, usd in of_day.get(day, {}).items():
+        for key, usd in usd_by_day.get(day, {}).items():
             sums[day[date_part]][key] += usd
         sums[day[date_part]]  # keep days without spending
     yield from sums.items()

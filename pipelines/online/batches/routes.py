@@ -11,7 +11,7 @@ from fastapi import Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from peagle.errors import RunInUse, shown
-from peagle.runs.lease import Holding, hold_lease
+from peagle.runs.lease import HeldLease, hold_lease
 from pipelines.online.batches.creation import (
     MAX_FIELD_BYTES,
     BatchCreator,
@@ -146,7 +146,7 @@ class Batches:
                 _log.exception("batches: scheduling failed; it will be retried")
             self._ended.wait(_RETRY_S)
 
-    def _schedule_with(self, lease: Holding) -> None:
+    def _schedule_with(self, lease: HeldLease) -> None:
         self.store.begin_to_schedule()
         try:
             while not (self._ended.is_set() or lease.lost.is_set()):

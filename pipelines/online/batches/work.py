@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
-from peagle.corpus.lines import Lines, lines_of
+from peagle.corpus.lines import Lines, open_span
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
@@ -145,7 +145,7 @@ class Stop:
 
 def collect(task: BatchTask, reason: Reason | None) -> BatchResult:
     directory = RunDirectory(task.run)
-    exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
+    exported = export(directory, "openai-batch", partial=True, force=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
     output_bytes = exported.files["output.jsonl"] if exported and exported.num_rows else 0
     return BatchResult(
@@ -191,7 +191,7 @@ def _unexecuted(task: BatchTask, directory: RunDirectory) -> Iterator[str]:
     committed = directory.committed()
     for unit in directory.plan().units:
         if unit.unit not in committed:
-            with lines_of(replace(unit.span, path=task.input)) as lines:
+            with open_span(replace(unit.span, path=task.input)) as lines:
                 yield from _custom_ids(lines)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import HalfSurrogate, finite_float, from_json
-from peagle.requests.bounds import AnswerShape, bounds_error, request_error, token_id_error
+from peagle.requests.bounds import AnswerShape, bounds_error, constraint_error, token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, has_no_effect, refused_field
 from peagle.requests.messages import message_error
 from peagle.requests.openai import template_error
@@ -329,7 +329,7 @@ def check_contents(values: Mapping[str, Any], model: ServedModel) -> None:
         if isinstance(message, dict) and isinstance(message.get("role"), str) and (reason := message_error(message)):
             raise ApiError(400, f"messages[{index}]: {reason}", code="invalid_value", param="messages")
     _check_media(values, model.media or {}, model.media_domains)
-    if wrong := request_error(values):
+    if wrong := constraint_error(values):
         field, reason = wrong
         raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
 

@@ -10,10 +10,10 @@ from peagle.economics.shared_budgets import (
     ENDPOINT,
     ENDPOINT_ACCOUNT,
     SharedBudget,
-    drawn,
     engines_usd,
     period_of,
     read_draws,
+    sum_draws,
 )
 from peagle.economics.spending import today
 from pipelines.online.budgets import Budgets
@@ -50,7 +50,7 @@ def budget_status(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
     """Update the budgets with the cost of the endpoint's engines, and with what bulk runs have spent and reserved."""
-    spent, held = drawn(read_draws(totals.folder))
+    spent, held = sum_draws(read_draws(totals.folder))
     totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, held)
 
 

@@ -130,7 +130,7 @@ class EngineAccount:
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)
-        busy_s = self._meter.take(request.number)
+        busy_s = self._meter.pop_busy_s(request.number)
         ttft_s = request.ttft_s
         first_token_at = request.sequences.first_token_at
         if ttft_s is None and first_token_at is not None and outcome != "failed":

@@ -100,7 +100,7 @@ class FakeServeEngine:
         body = openai.parse_body(url, values)
         if isinstance(body, str):
             return body
-        token_ids = self._prompts.of_body(body)
+        token_ids = self._prompts.build_from_body(body)
         if isinstance(token_ids, RowError):
             return token_ids.message
         max_tokens = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))

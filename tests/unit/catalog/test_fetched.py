@@ -81,18 +81,17 @@ def test_concurrent_processes_fetch_once(s3, model):
         is_waiting.set()
 
     with locked(path):
-        other = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
-        other.start()
+        waiting_thread = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
+        waiting_thread.start()
         assert is_waiting.wait(10)
         assert messages == [f"{URL}: waiting for another process of this node that is fetching it"]
-        fetched._fetch(
-            stored.at, list(stored.files), other_folder := peagle_home() / "fetched" / f"mine-{stored.revision}"
-        )
+        folder = peagle_home() / "fetched" / f"mine-{stored.revision}"
+        fetched._fetch(stored.at, list(stored.files), folder)
         s3.requests.clear()
-    other.join(10)
+    waiting_thread.join(10)
     assert messages[1:] == []
     assert s3.requests == []
-    assert files_of(other_folder) == files_of(model)
+    assert files_of(folder) == files_of(model)
 
 
 @pytest.mark.parametrize("num_bytes", [120_500, 100_000, 100, 0])
@@ -102,7 +101,7 @@ def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_bytes):
     folder = fetch(stored)
     file = next(file for file in stored.files if file.name == "model-1.safetensors")
     damaged = model.joinpath(file.name).read_bytes()[: num_bytes - num_bytes % 50_000] + bytes(num_bytes % 50_000)
-    s3_folder.copy_path(file, folder).write_bytes(damaged)
+    s3_folder.partial_path(file, folder).write_bytes(damaged)
     s3.requests.clear()
     messages = []
     fetch(stored, weights=True, announce=messages.append)
@@ -115,7 +114,7 @@ def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_bytes):
 
 def test_failed_requests_are_retried(s3, model):
     stored = find_stored(URL)
-    for fault in (500, "cut", "half"):
+    for fault in (500, "connection_cut", "body_truncated"):
         s3.fail(fault, method="GET", path=".safetensors")
     assert files_of(fetch(stored, weights=True)) == files_of(model)
 
@@ -163,7 +162,7 @@ def test_incomplete_folders_are_refused(s3, model, removed, message):
 @pytest.mark.parametrize(
     ("url", "kind", "message"),
     [
-        ("s3://bucket", ConfigError, "names no folder of a bucket"),
+        ("s3://bucket", ConfigError, "does not name a folder in a bucket"),
         ("s3://bucket/nothing/here", CatalogError, "has no files"),
         ("s3://no-such-bucket/a", StorageError, "NoSuchBucket"),
     ],

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, calls_per_engine, enough_rows
+from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, concurrent_units, enough_rows
 from peagle.corpus.rows import RawRow, WorkEstimate
 
 
@@ -32,7 +32,7 @@ def test_cut_covers_all_rows(rows, engines, seqs):
 def test_small_units_keep_an_engine_full():
     cut = auto_cut(10**6, 4, 256)
     assert (cut.rows_per_unit, cut.small[-1]) == (256, 32)
-    assert calls_per_engine(cut, 256) * cut.small[-1] == 3 * 256 + 32
+    assert concurrent_units(cut, 256) * cut.small[-1] == 3 * 256 + 32
     # Four engines have 4 x 25 units in flight. Each unit has at most a third of the rows that are left per unit.
     remaining = itertools.accumulate(reversed(cut.small))
     assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), remaining, strict=True))
@@ -44,7 +44,7 @@ def test_rows_beyond_enough_rows_make_no_difference():
 
 def test_no_small_units_for_high_concurrency():
     assert auto_cut(10**6, 1, 4096) == Cut(rows_per_unit=256)
-    assert calls_per_engine(Cut(rows_per_unit=256), 4096) == 49
+    assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49
 
 
 WORKLOAD = WorkEstimate(max_tokens=256)

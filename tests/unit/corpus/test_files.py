@@ -117,7 +117,7 @@ def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
         write(f"runs/second/{name}", b"x")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     for own in (tmp_path / "runs/second", tmp_path / "link/second"):
-        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", outside=str(own))}
+        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", exclude=str(own))}
         assert files <= set(map(Path, others)), files
         assert files
 
@@ -125,13 +125,13 @@ def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
 def test_glob_with_only_the_runs_own_files(write, tmp_path):
     write("run/export/jsonl/output.jsonl", b"x")
     with pytest.raises(InputError, match="no such file"):
-        discover(f"{tmp_path}/**/*.jsonl", outside=f"{tmp_path}/run")
+        discover(f"{tmp_path}/**/*.jsonl", exclude=f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("glob", ["", "/*"])
 def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b"{}")
-    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not UTF-8"):
+    with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not valid UTF-8"):
         discover(f"{tmp_path}{glob}")
 
 
@@ -156,7 +156,7 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
     bucket("prompts/a.parquet", path.read_bytes())
     disk_fingerprint, s3_fingerprint = (
-        corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
+        corpus.scan(corpus.find_files(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
         for uri in (str(path), "s3://bucket/prompts/a.parquet")
     )
     assert s3_fingerprint == disk_fingerprint
@@ -170,8 +170,8 @@ def test_s3_files_folders_and_globs(bucket):
         "s3://bucket/prompts/b.csv",
     ]
     assert [file.path for file in discover("s3://bucket/prompts/*.csv")] == ["s3://bucket/prompts/b.csv"]
-    spans, _, _ = corpus.scan(corpus.find("s3://bucket/prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
-    assert [row.columns["prompt"] for span in spans for row in corpus.read(span)] == ["one", "two", "three"]
+    spans, _, _ = corpus.scan(corpus.find_files("s3://bucket/prompts"), Cut(rows_per_unit=1), None, WorkEstimate())
+    assert [row.columns["prompt"] for span in spans for row in corpus.read_span(span)] == ["one", "two", "three"]
     with pytest.raises(InputError, match="no such file"):
         discover("s3://bucket/prompts/c.jsonl")
 
@@ -189,7 +189,7 @@ def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
     announced = []
-    discover("s3://bucket/prompts/set", outside="s3://bucket/prompts/set/run", announce=announced.append)
+    discover("s3://bucket/prompts/set", exclude="s3://bucket/prompts/set/run", announce=announced.append)
     assert announced == [
         f"input s3://bucket/prompts/set: b.json {UNKNOWN}",
         "input s3://bucket/prompts/set: y=1/ ignored: subfolders need a glob such as 's3://bucket/prompts/set/**/*.parquet'",
@@ -201,7 +201,7 @@ def test_existing_s3_key_is_not_a_glob(bucket):
         bucket(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
         assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [f"s3://bucket/prompts/{name}"]
-        assert [row.columns["prompt"] for row in corpus.read(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
+        assert [row.columns["prompt"] for row in corpus.read_span(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
     assert [file.path for file in discover("s3://bucket/prompts/set[1]")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
     assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
 
@@ -209,7 +209,7 @@ def test_existing_s3_key_is_not_a_glob(bucket):
 def test_s3_glob_excludes_the_runs_own_folder(bucket):
     for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
         bucket(f"prompts/{name}", b"x")
-    files = discover("s3://bucket/prompts/data/**/*.jsonl", outside="s3://bucket/prompts/data/run")
+    files = discover("s3://bucket/prompts/data/**/*.jsonl", exclude="s3://bucket/prompts/data/run")
     assert [file.path for file in files] == [
         "s3://bucket/prompts/data/a.jsonl",
         "s3://bucket/prompts/data/run2/b.jsonl",
@@ -217,7 +217,7 @@ def test_s3_glob_excludes_the_runs_own_folder(bucket):
 
 
 def _only_span(uri):
-    (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())
+    (span,), _, _ = corpus.scan(corpus.find_files(uri), Cut(rows_per_unit=9), None, WorkEstimate())
     return span
 
 

@@ -13,7 +13,7 @@ from peagle.errors import InputError
 
 
 def scan(path, **keys):
-    return corpus.scan(corpus.find(str(path)), Cut(rows_per_unit=700), None, WorkEstimate(), **keys)
+    return corpus.scan(corpus.find_files(str(path)), Cut(rows_per_unit=700), None, WorkEstimate(), **keys)
 
 
 @pytest.fixture
@@ -32,23 +32,23 @@ def test_fingerprint_covers_every_byte(file_and_edited_copy):
     assert pq.read_metadata(before).equals(pq.read_metadata(after))
     assert pq.read_table(before) != pq.read_table(after)
     assert scan(before)[2] != scan(after)[2]
-    assert scan(before)[2] == scan(before, like=scan(after)[2])[2]
+    assert scan(before)[2] == scan(before, earlier_fingerprint=scan(after)[2])[2]
 
 
 def test_older_fingerprints_can_be_compared(file_and_edited_copy):
     path, _ = file_and_edited_copy
     data = path.read_bytes()
     older = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
-    assert scan(path, like=older)[2] == older
+    assert scan(path, earlier_fingerprint=older)[2] == older
 
 
 @pytest.mark.parametrize("row_group_size", [3, 1000, 5000])
 def test_parquet_spans_can_be_read_in_any_order(tmp_path, row_group_size):
     pq.write_table(pa.table({"n": list(range(5000))}), tmp_path / "a.parquet", row_group_size=row_group_size)
-    spans, _, _ = corpus.scan(corpus.find(str(tmp_path)), Cut(rows_per_unit=700), None, WorkEstimate())
+    spans, _, _ = corpus.scan(corpus.find_files(str(tmp_path)), Cut(rows_per_unit=700), None, WorkEstimate())
     for order in ([0, 1, 2, 3, 4, 5, 6, 7], [1, 4, 7], [6, 2, 3]):
         for index in order:
-            rows = [row.columns["n"] for row in corpus.read(spans[index])]
+            rows = [row.columns["n"] for row in corpus.read_span(spans[index])]
             assert rows == list(range(index * 700, min(5000, index * 700 + 700)))
 
 
@@ -81,7 +81,7 @@ ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
 def test_row_with_unrepresentable_value_is_invalid(tmp_path, values):
     pq.write_table(pa.table({"n": list(range(3)), "x": values}), tmp_path / "a.parquet")
     spans, schema, _ = scan(tmp_path)
-    good, bad, last = corpus.read(spans[0])
+    good, bad, last = corpus.read_span(spans[0])
     assert (good.error, last.error, good.columns["n"], last.columns["n"]) == (None, None, 0, 2)
     assert (bad.columns, bad.reason) == ({"n": 1}, "invalid_row")
     assert f"a.parquet row 1 (counted from 0): column 'x', a {schema.field('x').type}, cannot be read: " in bad.error
@@ -93,7 +93,7 @@ def test_unreadable_row_is_named_by_number(tmp_path):
     far[4321] = 10**15
     pq.write_table(pa.table({"at": pa.array(far).cast(pa.timestamp("s"))}), tmp_path / "a.parquet", row_group_size=3000)
     spans, _, _ = scan(tmp_path)
-    errors = [row.error for span in reversed(spans) for row in corpus.read(span) if row.error]
+    errors = [row.error for span in reversed(spans) for row in corpus.read_span(span) if row.error]
     assert [error.partition(" (")[0] for error in errors] == [f"{tmp_path}/a.parquet row 4321"]
 
 
@@ -127,7 +127,7 @@ def test_nanosecond_times_are_refused_if_they_would_be_rounded(tmp_path, nested)
     table = pa.table({"n": [1, 2], "x": nested(whole)})
     pq.write_table(table, tmp_path / "a.parquet")
     spans, schema, _ = scan(tmp_path)
-    assert to_table(list(corpus.read(spans[0])), schema).equals(table)
+    assert to_table(list(corpus.read_span(spans[0])), schema).equals(table)
 
 
 YEAR_9999, YEAR_1 = datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999), datetime.datetime(1, 1, 1)
@@ -150,7 +150,7 @@ def test_int96_timestamps_are_exact_in_all_years(tmp_path, nest):
     moments = [YEAR_9999, YEAR_1, datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]
     write_int96(tmp_path / "a.parquet", nest, pa.array(moments * 1000))
     spans, schema, _ = scan(tmp_path)
-    table = to_table([row for span in spans for row in corpus.read(span)], schema)
+    table = to_table([row for span in spans for row in corpus.read_span(span)], schema)
     expected = nest(pa.array(moments * 1000, pa.timestamp("us")))
     assert table.column("at").combine_chunks().equals(expected)
     assert table.column("a.at").to_pylist() == moments * 1000
@@ -160,4 +160,4 @@ def test_int96_timestamps_keep_nanoseconds(tmp_path):
     near = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
     write_int96(tmp_path / "a.parquet", NESTED["plain"], near)
     spans, schema, _ = scan(tmp_path)
-    assert to_table(list(corpus.read(spans[0])), schema).column("at").combine_chunks().equals(near)
+    assert to_table(list(corpus.read_span(spans[0])), schema).column("at").combine_chunks().equals(near)

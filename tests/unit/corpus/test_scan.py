@@ -7,7 +7,7 @@ from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import WorkEstimate
-from peagle.corpus.scan import UniqueIds, read
+from peagle.corpus.scan import UniqueIds, read_span
 from peagle.corpus.schema import to_table
 from peagle.errors import InputError
 
@@ -24,7 +24,7 @@ def scan(paths, rows_per_span, limit):
 
 
 def rows_of(spans):
-    return [row for span in spans for row in read(span)]
+    return [row for span in spans for row in read_span(span)]
 
 
 @pytest.mark.parametrize("rows_per_span", [1, 2, 3, 100])

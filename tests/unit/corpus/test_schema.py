@@ -11,7 +11,7 @@ from peagle.corpus import scan as corpus
 from peagle.corpus.cutting import Cut
 from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import WorkEstimate
-from peagle.corpus.scan import read
+from peagle.corpus.scan import read_span
 from peagle.corpus.schema import to_table
 
 
@@ -26,7 +26,7 @@ def round_trip(*paths):
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
     spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, WorkEstimate())
     sink = io.BytesIO()
-    pq.write_table(to_table([row for span in spans for row in read(span)], schema), sink)
+    pq.write_table(to_table([row for span in spans for row in read_span(span)], schema), sink)
     return pq.read_table(io.BytesIO(sink.getvalue())).to_pylist()
 
 

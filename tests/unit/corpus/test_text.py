@@ -14,11 +14,11 @@ CSV = b'\xef\xbb\xbfprompt,n\r\n"two\nlines, quoted ""so""",1\r\n\r\nplain,2\r\n
 
 
 def scan(path, rows_per_span=2, limit=None, input_format="auto"):
-    return corpus.scan(corpus.find(path, input_format), Cut(rows_per_unit=rows_per_span), limit, WorkEstimate())
+    return corpus.scan(corpus.find_files(path, input_format), Cut(rows_per_unit=rows_per_span), limit, WorkEstimate())
 
 
 def rows_of(spans):
-    return [row for span in spans for row in corpus.read(span)]
+    return [row for span in spans for row in corpus.read_span(span)]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -83,7 +83,7 @@ def test_fingerprint_depends_on_format(write):
 
 
 def test_count_rows_stops_at_limit(write):
-    files = corpus.find(write("a.txt.gz", b"x\n" * 1000))
+    files = corpus.find_files(write("a.txt.gz", b"x\n" * 1000))
     assert corpus.count_rows(files, 10) == 10
     assert corpus.count_rows(files, 5000) == 1000
 

@@ -20,13 +20,13 @@ def engine_node_type(workload):
 
 
 def test_minimum_workers_without_accelerator_request(workload):
-    keys = f"{S3}instance_type: g7e.2xlarge\nregion: us-east-1\nengines: 2:5\n"
-    engines = engine_node_type(workload(keys))
+    text = f"{S3}instance_type: g7e.2xlarge\nregion: us-east-1\nengines: 2:5\n"
+    engines = engine_node_type(workload(text))
     assert (engines["min_workers"], engines["max_workers"]) == (2, 5)
     assert "accelerator_type" not in str(engines["resources"])
     assert "InstanceMarketOptions" not in engines["node_config"]
     with_request = engine_node_type(
-        workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n")
+        workload(f"{text}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n")
     )
     assert (with_request["min_workers"], with_request["resources"]["accelerator_type:RTX-PRO-6000"]) == (0, 1)
     assert with_request["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
@@ -34,8 +34,8 @@ def test_minimum_workers_without_accelerator_request(workload):
 
 @pytest.mark.parametrize(("machine", "lock"), [("g7e.2xlarge", "cuda"), ("c7a.large", "cpu")])
 def test_machine_type_selects_vllm_build(workload, machine, lock):
-    set_up = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
-    assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
+    setup_commands = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
+    assert f"make setup LOCK={lock} PYTHON=python3.12" in setup_commands[-1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from jobs import flags
 from jobs.deploying import read_workload
-from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, PodOptions, manifests, secrets_of
+from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, PodOptions, manifests, secret_commands
 from peagle.errors import ConfigError
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
@@ -87,7 +87,7 @@ def test_secrets_are_referenced_but_not_written(tmp_path):
         assert cluster["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
         assert pods(cluster)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
-    commands = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
+    commands = secret_commands(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
     assert [command.split()[6] for command in commands] == ["peagle-ray", "peagle-keys", "peagle-aws"]
     assert all("-n team" in command for command in commands)
 

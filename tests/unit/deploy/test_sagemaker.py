@@ -12,7 +12,7 @@ from peagle.errors import CapacityError, ConfigError, PriceError
 PUBLISHED = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
 MODEL = "qwen3-coder-30b-a3b-instruct"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:0.1.0"
-NEEDED = {"instance_type": "ml.g7e.2xlarge", "image": IMAGE, "role": "arn:aws:iam::123456789012:role/peagle"}
+REQUIRED = {"instance_type": "ml.g7e.2xlarge", "image": IMAGE, "role": "arn:aws:iam::123456789012:role/peagle"}
 
 
 def card_of(name: str) -> ModelCard:
@@ -83,16 +83,18 @@ def test_own_container_reads_every_preset(name: str) -> None:
     assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
 
-def make_test_requests(resolved: Preset | None = None, **keys: Any) -> Requests:
-    has = {f"has_{name}": keys.get(name) is not None for name in ("model_data", "head_data")}
-    return make_requests(card_of(MODEL), SageMakerOptions(**NEEDED | keys), resolved or preset(card_of(MODEL), **has))
+def make_test_requests(resolved: Preset | None = None, **options: Any) -> Requests:
+    has = {f"has_{name}": options.get(name) is not None for name in ("model_data", "head_data")}
+    return make_requests(
+        card_of(MODEL), SageMakerOptions(**REQUIRED | options), resolved or preset(card_of(MODEL), **has)
+    )
 
 
 def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
     created = make_test_requests()
     assert created.name == "qwen3-coder-30b-a3b-instruct"
     container = created.model["PrimaryContainer"]
-    assert (container["Image"], created.model["ExecutionRoleArn"]) == (IMAGE, NEEDED["role"])
+    assert (container["Image"], created.model["ExecutionRoleArn"]) == (IMAGE, REQUIRED["role"])
     variables = container["Environment"]
     assert variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
     assert '"num_speculative_tokens": 3' in variables[VARIABLE]
@@ -125,7 +127,7 @@ def test_options_reach_container_and_instances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"),
+    ("options", "reason"),
     [
         ({"instance_type": "g7e.2xlarge"}, "must have the form ml.g7e.2xlarge"),
         ({"role": "peagle"}, "must have the form arn:aws:iam::123456789012:role/NAME"),
@@ -137,9 +139,9 @@ def test_options_reach_container_and_instances() -> None:
         ({"variables": ["HF_HOME=/a", "HF_HOME=/b"]}, "HF_HOME is given twice"),
     ],
 )
-def test_invalid_keys_are_refused(keys: dict[str, Any], reason: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        SageMakerOptions(**NEEDED | keys)
+        SageMakerOptions(**REQUIRED | options)
 
 
 def test_unknown_price_must_be_set() -> None:

@@ -2,7 +2,7 @@ import pytest
 from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 
 from jobs.deploying import read_workload
-from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable, require_room
+from peagle.deploy.workload import count_machines, dns_label, offer_of, require_reachable, require_room
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
@@ -27,9 +27,9 @@ CPU = Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0)
     ],
 )
 def test_engines_are_packed_onto_machines(machine, parts, num):
-    assert machines_for(machine, parts) == num
+    assert count_machines(machine, parts) == num
     with pytest.raises(ConfigError, match="needs 9 accelerators of one machine, and eight has 8"):
-        machines_for(EIGHT, [(9, 1)])
+        count_machines(EIGHT, [(9, 1)])
 
 
 def test_machine_of_a_configuration(tmp_path):
@@ -44,25 +44,25 @@ def test_machine_of_a_configuration(tmp_path):
         offer_of(PriceOptions(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
 
 
-def test_label_of():
-    assert label_of("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
+def test_dns_label():
+    assert dns_label("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
     for name in ("8 GPUs", "..."):
         with pytest.raises(ConfigError, match="does not start with a letter"):
-            label_of(name, max_length=20)
+            dns_label(name, max_length=20)
     with pytest.raises(ConfigError, match="has 6 characters; the limit is 5"):
-        label_of("abcdef", max_length=5)
+        dns_label("abcdef", max_length=5)
 
 
 def test_local_paths_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
-    for keys in ({"input": "in.jsonl"}, {"output": "/mnt/peaglet/run"}, {"model": str(tmp_path / "model")}):
+    for settings in ({"input": "in.jsonl"}, {"output": "/mnt/peaglet/run"}, {"model": str(tmp_path / "model")}):
         with pytest.raises(ConfigError, match="a local path"):
-            require_reachable(keys, ("input", "output", "model"), "/mnt/peagle")
-    keys = {"input": "s3://bucket/in", "output": "/mnt/peagle/run", "model": "Org/model"}
-    require_reachable(keys, ("input", "output", "model", "drafter"), "/mnt/peagle")
+            require_reachable(settings, ("input", "output", "model"), "/mnt/peagle")
+    settings = {"input": "s3://bucket/in", "output": "/mnt/peagle/run", "model": "Org/model"}
+    require_reachable(settings, ("input", "output", "model", "drafter"), "/mnt/peagle")
 
 
-def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
+def test_workload_has_settings_of_configuration_and_profile(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
     monkeypatch.setenv("PEAGLE_TOP_K", "3")  # variables of this shell do not apply to other machines
@@ -95,7 +95,7 @@ def offer(instance_type):
     return PriceTable.load().offer(instance_type)
 
 
-def keys(**options):
+def target_options(**options):
     return TargetOptions.model_validate({"model": MODEL, **options})
 
 
@@ -111,10 +111,10 @@ def keys(**options):
 )
 def test_too_small_machine_is_refused(instance_type, options, message):
     with pytest.raises(CapacityError, match=message) as refused:
-        require_room(offer(instance_type), keys(**options))
+        require_room(offer(instance_type), target_options(**options))
     assert "name a larger instance type" in refused.value.hint
     with pytest.raises(PrecisionError, match="fp8"):
-        require_room(offer("p4d.24xlarge"), keys(precision="fp8"))
+        require_room(offer("p4d.24xlarge"), target_options(precision="fp8"))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,10 @@ def test_too_small_machine_is_refused(instance_type, options, message):
     ],
 )
 def test_large_enough_or_unknown_machine_passes(instance_type, options):
-    require_room(offer(instance_type), keys(**options))
-    require_room(Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), keys())
+    require_room(offer(instance_type), target_options(**options))
+    require_room(
+        Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), target_options()
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pyarrow as pa
 from usage_records import drafts, engine_session, unit_usage
 
 from peagle.corpus.rows import Span
-from peagle.economics.baseline import Baseline, Step
+from peagle.economics.baseline import Baseline, StepTimes
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import PriceTable
 from peagle.economics.tags import NO_TAGS
@@ -21,8 +21,7 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 
 NO_DRAFTS = SpeculationStats.empty()
-H100 = 6.88 / 3600
-"""USD per second."""
+H100_USD_PER_S = 6.88 / 3600
 
 
 def at(month, day, hour, minute=0):
@@ -45,12 +44,12 @@ def a_request(key, *, usd, tags=NO_TAGS, **usage):
 
 
 STEPS = Baseline(
-    source="the example's steps", steps=(Step(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
+    source="the example's steps", steps=(StepTimes(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
 )
 SERVING = engine_session(
     "serving", device="accelerator", started_at=at(11, 3, 22), load_s=600.0, busy_s=5700.0, idle_s=8100.0,
     num_output_tokens=3_000_000, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge", provider="aws",
-    region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}', num_speculative_tokens=4,
+    region="us-east-1", usd_per_device_s=H100_USD_PER_S, tags='{"team": "search"}', num_speculative_tokens=4,
     market="on_demand", baseline=STEPS.to_text(),
 )  # fmt: skip
 AT_MIDNIGHT = replace(

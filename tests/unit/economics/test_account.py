@@ -39,7 +39,7 @@ def test_the_worked_example_of_the_docstring():
 
 
 def test_duplicate_work_is_lost_once():
-    # Both engines did the same unit; one commit won, so only its usage exists.
+    # Both engines ran the same unit, but only one could commit it, so only its usage exists.
     winner = session("a", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
     loser = session("b", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
     result = account([unit("a", busy_s=50.0, tokens=1500)], [winner, loser], PRICE)
@@ -60,7 +60,7 @@ def test_open_work_of_a_killed_session_is_lost():
 
 
 def test_a_commit_after_the_last_heartbeat_is_charged_and_not_lost():
-    # Killed between the commit at 1090 and the heartbeat with its last 20 busy seconds.
+    # Killed after the commit at 1090, before a heartbeat could record the last 20 busy seconds.
     stale = session(states=(20.0, 0.0, 30.0, 0.0), tokens=600, ended=False)
     result = account([unit(busy_s=50.0, tokens=1500)], [stale], PRICE)
     assert result.device_s == Shares(load=40, busy=100)

@@ -1,14 +1,14 @@
 import pytest
 
-from peagle.economics.baseline import Baseline, Step, recorded_baseline
+from peagle.economics.baseline import Baseline, StepTimes, recorded_baseline
 from peagle.errors import PeagleError
 
 BASELINE = Baseline(
     source="bench",
     steps=(
-        Step(concurrency=1, step_s=0.030, plain_step_s=0.020, error=0.02),
-        Step(concurrency=4, step_s=0.060, plain_step_s=0.020, error=0.05),
-        Step(concurrency=8, step_s=0.080, plain_step_s=0.040),
+        StepTimes(concurrency=1, step_s=0.030, plain_step_s=0.020, error=0.02),
+        StepTimes(concurrency=4, step_s=0.060, plain_step_s=0.020, error=0.05),
+        StepTimes(concurrency=8, step_s=0.080, plain_step_s=0.040),
     ),
 )
 

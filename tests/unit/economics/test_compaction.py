@@ -12,8 +12,8 @@ from peagle.economics.ledger import (
     SessionReader,
     append_beat,
     append_request,
+    read_session_at,
     read_sessions,
-    session_at_time,
     write_batch,
     write_session,
 )
@@ -73,7 +73,7 @@ def contents(folder):
         sessions,
         sorted(SessionReader(folder).all(), key=lambda session: session.session_id),
         [
-            session_at_time(folder, session, session.last_seen_at - seconds)
+            read_session_at(folder, session, session.last_seen_at - seconds)
             for session in sessions
             for seconds in (30, 60, 90)
         ],
@@ -130,7 +130,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
     for kill_at in range(len(steps)):
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
         reader, work = RequestReader(folder), WorkReader(folder)
-        first = next(reader.each())
+        first = next(reader.iter_new())
         assert sum(counted.num_requests for _, counted in work.new()) == 21
         with monkeypatch.context() as patch:
             record_steps(patch, kill_at)

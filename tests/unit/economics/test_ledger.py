@@ -16,7 +16,7 @@ from peagle.economics.ledger import (
     append_beat,
     append_request,
     is_billed,
-    session_at_time,
+    read_session_at,
     write_session,
 )
 from peagle.economics.usage import RequestUsage
@@ -32,7 +32,7 @@ def request(request_id, session_id="s"):
 
 
 @pytest.fixture
-def nearly_full():
+def limit_file_size():
     """Return a function that limits the size of files that this process writes; None removes the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def nearly_full():
 
 
 @pytest.mark.parametrize("room", [0, 100])
-def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
+def test_a_full_disk_loses_only_one_record(tmp_path, limit_file_size, room):
     append_request(tmp_path, request("1"))
     append_beat(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, last_seen_at=1180.0, busy_s=180.0))
@@ -50,10 +50,10 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
         (tmp_path / "requests-s.jsonl", append_request, request("2")),
         (tmp_path / "beats-s.jsonl", append_beat, SESSION),
     ):
-        nearly_full(path.stat().st_size + room)
+        limit_file_size(path.stat().st_size + room)
         with pytest.raises(OSError, match=r"No space left|File too large"):
             append(tmp_path, record)
-        nearly_full(None)
+        limit_file_size(None)
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
     assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1", "3"]
@@ -108,8 +108,8 @@ def test_unchanged_sessions_are_read_once(tmp_path, monkeypatch):
     write_session(tmp_path, SESSION)
     write_session(tmp_path, replace(SESSION, session_id="t"))
     reader = SessionReader(tmp_path)
-    read, original = [], ledger.sessions_of
-    monkeypatch.setattr(ledger, "sessions_of", lambda path: read.append(path.name) or original(path))
+    read, original = [], ledger.read_session_file
+    monkeypatch.setattr(ledger, "read_session_file", lambda path: read.append(path.name) or original(path))
     sessions_before = reader.all()
     assert read == ["session-s.parquet", "session-t.parquet"]
     write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0, idle_s=59.0))
@@ -173,7 +173,7 @@ def test_session_at_time_is_interpolated(tmp_path, minute, has_bad_lines):
             with (tmp_path / "beats-s.jsonl").open("ab") as file:
                 file.write(b'{"torn": ' + b"x" * (number % 7) + b"\n")
     last = replace(beats[-1], last_seen_at=1000 + 36_000.0 + 1, idle_s=36_001 - busy_s, ended=True)
-    then = session_at_time(tmp_path, last, 1000 + 60.0 * minute + 30)
+    then = read_session_at(tmp_path, last, 1000 + 60.0 * minute + 30)
     busy_at = [0.0, *(beat.busy_s for beat in beats)]
     expected = busy_at[minute] + 30 / 60 * (busy_at[minute + 1] - busy_at[minute]) if minute < 599 else busy_s
     assert then.busy_s == pytest.approx(expected)

@@ -24,7 +24,7 @@ def gpus(number, name="H100"):
 
 
 @pytest.mark.parametrize(
-    ("keys", "hardware", "names", "expected"),
+    ("options", "hardware", "machine_names", "expected"),
     [
         ({}, CPU, (), ("c7a.large", "assumed")),
         ({}, CPU, ("m7i.large",), ("m7i.large", "detected")),
@@ -37,8 +37,8 @@ def gpus(number, name="H100"):
         ({}, gpus(8, "NVIDIA B300"), (), ("p6-b300.48xlarge", "assumed")),
     ],
 )
-def test_price_is_stated_detected_or_assumed(keys, hardware, names, expected):
-    price = resolve_price(PriceOptions(**keys), replace(hardware, machine_names=names))
+def test_price_is_stated_detected_or_assumed(options, hardware, machine_names, expected):
+    price = resolve_price(PriceOptions(**options), replace(hardware, machine_names=machine_names))
     assert (price.instance_type, price.basis) == expected
 
 
@@ -60,15 +60,15 @@ def test_spot_price_of_the_detected_region():
 
 
 @pytest.mark.parametrize(
-    ("keys", "accelerator"),
+    ("options", "accelerator"),
     [({"usd_per_hour": 1}, None), ({"instance_type": "p5.48xlarge"}, "H100"), ({"instance_type": "g6.xlarge"}, None)],
 )
-def test_machines_to_be_added_have_a_stated_price(keys, accelerator):
-    require_price(PriceOptions(**keys), accelerator)
+def test_machines_to_be_added_have_a_stated_price(options, accelerator):
+    require_price(PriceOptions(**options), accelerator)
 
 
 @pytest.mark.parametrize(
-    ("keys", "accelerator", "reason"),
+    ("options", "accelerator", "reason"),
     [
         ({}, None, "machines that do not exist yet have no price"),
         ({}, "H100", "no price for 'H100' without an instance type; 13"),
@@ -76,20 +76,20 @@ def test_machines_to_be_added_have_a_stated_price(keys, accelerator):
         ({"instance_type": "p5.48xlrage"}, "H100", "no price for the instance type"),
     ],
 )
-def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
+def test_machines_to_be_added_need_a_price(options, accelerator, reason):
     with pytest.raises(PriceError, match=reason):
-        require_price(PriceOptions(**keys), accelerator)
+        require_price(PriceOptions(**options), accelerator)
 
 
-def require_continuable(before, first, keys, now):
-    """Check that a run with the price options `before` on hardware `first` can continue with `keys` on `now`."""
+def require_continuable(options_before, hardware_before, options, hardware):
+    """Check that a run can continue with other price options, on other hardware."""
     require_same_price(
-        keys,
-        resolve_price(keys, now),
-        now,
-        before=resolve_price(before, first),
-        keys_before=before.model_dump(mode="json"),
-        machine=machine_of(first.to_dict()),
+        options,
+        resolve_price(options, hardware),
+        hardware,
+        before=resolve_price(options_before, hardware_before),
+        recorded_options=options_before.model_dump(mode="json"),
+        machine=machine_of(hardware_before.to_dict()),
     )
 
 
@@ -97,21 +97,22 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
 
 
 @pytest.mark.parametrize(
-    ("before", "first", "keys", "now"),
+    ("options_before", "hardware_before", "options", "hardware"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(8)),
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
         (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
-        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),  # as a detected machine
+        # the type of the machine is detected, at the same price
+        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),
     ],
 )
-def test_a_run_continues_at_the_same_price(before, first, keys, now):
-    require_continuable(before, first, keys, now)
+def test_a_run_continues_at_the_same_price(options_before, hardware_before, options, hardware):
+    require_continuable(options_before, hardware_before, options, hardware)
 
 
 @pytest.mark.parametrize(
-    ("before", "first", "keys", "now"),
+    ("options_before", "hardware_before", "options", "hardware"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=9), gpus(8)),
         (PriceOptions(usd_per_hour=8), gpus(8), H100_SPOT, gpus(8)),
@@ -120,22 +121,22 @@ def test_a_run_continues_at_the_same_price(before, first, keys, now):
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), CPU),
     ],
 )
-def test_a_run_does_not_continue_at_another_price(before, first, keys, now):
+def test_a_run_does_not_continue_at_another_price(options_before, hardware_before, options, hardware):
     with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
-        require_continuable(before, first, keys, now)
+        require_continuable(options_before, hardware_before, options, hardware)
 
 
 def test_a_changed_price_table_does_not_change_a_run():
-    old, now = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8), resolve_price(H100_SPOT, gpus(8))
-    keys_before = H100_SPOT.model_dump(mode="json", exclude_none=True)
-    require_same_price(H100_SPOT, now, gpus(8), before=old, keys_before=keys_before, machine="8 x H100")
+    before, price = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8), resolve_price(H100_SPOT, gpus(8))
+    recorded_options = H100_SPOT.model_dump(mode="json", exclude_none=True)
+    require_same_price(H100_SPOT, price, gpus(8), before=before, recorded_options=recorded_options, machine="8 x H100")
 
 
 # --- hardware that an instance type or accelerator names
 
 
-def machine(accelerator=None, **keys):
-    return named_machine(PriceOptions(**keys), accelerator, num_accelerators=2)
+def machine(accelerator=None, **options):
+    return named_machine(PriceOptions(**options), accelerator, num_accelerators=2)
 
 
 def test_instance_type_determines_hardware_and_price():
@@ -150,11 +151,11 @@ def test_instance_type_determines_hardware_and_price():
     assert (price.num_devices, price.basis) == (8, "stated")
 
 
-@pytest.mark.parametrize("keys", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
-def test_default_machine_is_this_one(keys):
-    assert machine(**keys) is None
-    assert machine("any", **keys) is None
-    detected, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
+@pytest.mark.parametrize("options", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
+def test_default_machine_is_this_one(options):
+    assert machine(**options) is None
+    assert machine("any", **options) is None
+    detected, is_here = machine_for(PriceOptions(**options), None, num_accelerators=1)
     assert (detected.num_cpus, is_here) == (detect().num_cpus, True)
 
 

@@ -7,9 +7,9 @@ from peagle.economics.prices import (
     DEFAULT_CPU_INSTANCE,
     Price,
     PriceTable,
-    choices,
     default_instance,
     is_accelerator,
+    price_lines,
 )
 from peagle.errors import PriceError
 
@@ -172,22 +172,22 @@ def test_an_accelerator_with_several_instance_types(table, device_name, listed, 
     assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
 
 
-def test_choices_list_devices_price_and_provider(table):
-    lines = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "on_demand")]
+def test_price_lines_have_devices_price_and_provider(table):
+    lines = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
     assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only
-    spot = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "spot")]
+    spot = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "spot")]
     assert "p5en.48xlarge 8 x H200 $11.76 to $18.57/h spot aws" in spot
     assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
 
 
-def test_sells_compares_the_accelerator(table):
-    assert table.sells("p5.48xlarge", "NVIDIA H100 80GB HBM3")
-    assert table.sells("m7i.large", None)
-    assert not table.sells("p5.48xlarge", "NVIDIA H200")
-    assert not table.sells("p5.48xlarge", None)  # engines on its CPUs
-    assert not table.sells("m7i.large", "NVIDIA L4")
-    assert not table.sells("m7i.huge", None)
+def test_has_accelerator_compares_names(table):
+    assert table.has_accelerator("p5.48xlarge", "NVIDIA H100 80GB HBM3")
+    assert table.has_accelerator("m7i.large", None)
+    assert not table.has_accelerator("p5.48xlarge", "NVIDIA H200")
+    assert not table.has_accelerator("p5.48xlarge", None)  # engines on its CPUs
+    assert not table.has_accelerator("m7i.large", "NVIDIA L4")
+    assert not table.has_accelerator("m7i.huge", None)
 
 
 @pytest.mark.parametrize(

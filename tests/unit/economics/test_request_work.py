@@ -30,8 +30,8 @@ def write(folder, lines=()):
 
 
 def read_by_line(folder, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(request_work, "_columns", lambda piece: (_ for _ in ()).throw(ValueError))
+    with monkeypatch.context() as patch:  # parsing by column fails
+        patch.setattr(request_work, "_parse_columns", lambda piece: (_ for _ in ()).throw(ValueError))
         return read_work(folder)
 
 
@@ -41,7 +41,7 @@ def edited(**changes):
     return json.dumps({**record, **changes, "usage": {**record["usage"], **usage}}).encode() + b"\n"
 
 
-def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
+def test_parsing_by_column_equals_parsing_by_line(tmp_path, monkeypatch, caplog):
     write(tmp_path)
     parsed_lines = []
     monkeypatch.setattr(request_work, "_work_of", lambda request: parsed_lines.append(request))

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.economics.baseline import Baseline, Step
+from peagle.economics.baseline import Baseline, StepTimes
 from peagle.economics.prices import PriceTable
 from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.usage import Work
 
-STEPS = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.080, plain_step_s=0.040, error=0.1),))
+STEPS = Baseline(source="bench", steps=(StepTimes(concurrency=8, step_s=0.080, plain_step_s=0.040, error=0.1),))
 WORK = Work(
     num_requests=1, num_output_tokens=2501, num_drafts=1000, num_accepted_tokens=1500, busy_s=12.0, request_s=96.0,
     usd=0.12,
@@ -36,14 +36,14 @@ def test_a_loss_beyond_the_error_has_a_note():
 
 
 def test_generation_is_at_most_the_busy_time():
-    slow = Baseline(source="another machine", steps=(Step(concurrency=1, step_s=1.0, plain_step_s=0.5),))
+    slow = Baseline(source="another machine", steps=(StepTimes(concurrency=1, step_s=1.0, plain_step_s=0.5),))
     savings = work_savings(WORK, has_drafter=True, baseline=slow)
     assert (savings.prompt_usd, savings.generation_usd, savings.undrafted_usd) == (0.0, 0.12, pytest.approx(0.15))
     assert savings.to_dict()["speculation"]["error_usd"] is None
 
 
 def test_savings_without_a_drafter():
-    plain = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.040, plain_step_s=0.040),))
+    plain = Baseline(source="bench", steps=(StepTimes(concurrency=8, step_s=0.040, plain_step_s=0.040),))
     work = replace(WORK, num_drafts=0, num_accepted_tokens=0, busy_s=20.0, request_s=160.0)
     savings = work_savings(work, has_drafter=False, baseline=plain)
     assert savings.generation_usd == pytest.approx(0.12 * (2500 * 0.040 / 8) / 20.0)

@@ -6,11 +6,11 @@ from usage_records import engine_session
 from peagle.economics.shared_budgets import (
     Draw,
     SharedBudget,
-    changing_budgets,
-    drawn,
+    edit_budgets,
     engines_usd,
     read_budgets,
     read_draws,
+    sum_draws,
     write_draw,
 )
 from peagle.errors import ConfigError
@@ -24,7 +24,7 @@ def test_budgets_round_trip(tmp_path):
     path = tmp_path / "budgets.json"
     assert read_budgets(path) == ()
     for usd in (5.0, 7.0):
-        with changing_budgets(path) as budgets:
+        with edit_budgets(path) as budgets:
             budgets["team=search"] = SharedBudget(name="team=search", budget_usd=usd, budget_every="week")
     assert [(budget.name, budget.budget_usd, budget.budget_every) for budget in read_budgets(path)] == [
         ("team=search", 7.0, "week")
@@ -48,7 +48,7 @@ def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
     write_draw(tmp_path, Draw(run="a", tags=both, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0))
     write_draw(tmp_path, Draw(run="b", tags=search, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
     (tmp_path / "draw-c.json").write_text("{}")
-    spent_by_tag, reserved = drawn(read_draws(tmp_path), now=1000.0)
+    spent_by_tag, reserved = sum_draws(read_draws(tmp_path), now=1000.0)
     assert spent_by_tag == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
     assert reserved == {"project=x": 0.5, "team=search": 0.5}
     assert "draw-c.json" in caplog.text

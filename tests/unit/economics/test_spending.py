@@ -22,7 +22,7 @@ from peagle.economics.spending import (
     node_charges,
 )
 from peagle.economics.statement import statement
-from peagle.economics.usage import Work, session_at
+from peagle.economics.usage import Work, interpolate_session
 from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
@@ -35,7 +35,7 @@ def session(session_id="s", **values):
     return engine_session(session_id, **defaults | values)
 
 
-def ledger(sessions, work, at=lambda session, moment: session_at(moment, None, session)):
+def ledger(sessions, work, at=lambda session, moment: interpolate_session(moment, None, session)):
     return Ledger(run="r", sessions=sessions, work=work, session_at=at)
 
 
@@ -161,7 +161,7 @@ def test_without_a_price_the_cost_is_unknown():
 
 
 def test_spot_charges_compare_with_on_demand():
-    """5 of 35 s at 0.02 USD are lost; the other 30 s would cost 0.06 USD each on demand."""
+    """5 of 35 s, which cost 0.02 USD each, are lost. The other 30 s would cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
     savings = total_spend(ledger([spot], work)).savings

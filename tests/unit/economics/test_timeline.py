@@ -20,7 +20,7 @@ def unit(name, start, end, *, tokens=100, busy_s=None):
 
 def make_timeline(units, sessions):
     times = UnitTimes()
-    total = account(times.keep(units), sessions, PRICE)
+    total = account(times.record(units), sessions, PRICE)
     return total, times.timeline(sessions, PRICE)
 
 
@@ -44,7 +44,7 @@ def test_timeline_adds_up_to_the_account():
     assert len(timeline["usd"]) == len(timeline["tokens_per_s"]) == NUM_STEPS
 
 
-def test_pauses_are_cut_out():
+def test_pauses_are_omitted():
     units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
     _, timeline = make_timeline(units, [session(), session("b", at=9000)])
     assert timeline["total_s"] == 200.0

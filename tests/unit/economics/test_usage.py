@@ -11,7 +11,7 @@ from peagle.economics.usage import (
     UNIT_KEY,
     RequestUsage,
     UnitUsage,
-    session_at,
+    interpolate_session,
     session_since,
     sessions_from_table,
     sessions_to_table,
@@ -111,9 +111,9 @@ def with_column(table, name, values):
     [
         (lambda table: table.replace_schema_metadata(None), "version '' is not supported"),
         (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version '2' is not supported"),
-        (lambda table: table.drop_columns(["idle_s"]), "the columns are"),
-        (lambda table: table.append_column("colour", [["red"]]), "the columns are"),
-        (lambda table: with_column(table, "session_id", [7]), "the columns are"),
+        (lambda table: table.drop_columns(["idle_s"]), "expected the columns"),
+        (lambda table: table.append_column("colour", [["red"]]), "expected the columns"),
+        (lambda table: with_column(table, "session_id", [7]), "expected the columns"),
         (lambda table: with_column(table, "idle_s", [11.0]), "add up to"),
         (lambda table: with_column(table, "idle_s", pa.array([None], pa.float64())), "idle_s must be"),
     ],
@@ -172,8 +172,8 @@ def test_session_between_heartbeats():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 60, busy_s=30.0, idle_s=0.0, num_output_tokens=1000, ended=False
     )
-    then = session_at(SESSION.started_at + 70, earlier, SESSION)
+    then = interpolate_session(SESSION.started_at + 70, earlier, SESSION)
     assert (then.load_s, then.compile_s, then.busy_s, then.idle_s) == pytest.approx((20, 10, 37.5, 2.5))
     assert (then.last_seen_at, then.num_output_tokens, then.ended) == (SESSION.started_at + 70, 1375, False)
-    early = session_at(SESSION.started_at + 30, None, earlier)
+    early = interpolate_session(SESSION.started_at + 30, None, earlier)
     assert (early.load_s, early.compile_s, early.busy_s, early.num_output_tokens) == pytest.approx((10, 5, 15, 500))

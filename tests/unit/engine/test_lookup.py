@@ -18,7 +18,7 @@ def lookup_of(tokens, min_ngram):
 def reference_redraft(tokens, drafts, min_ngram):
     """Redraft by the definition: compare every earlier position with the last tokens."""
     text = [*tokens, *drafts[:1]]
-    for num_head in range(1, len(drafts)):
+    for num_from_head in range(1, len(drafts)):
         end = len(text)
         lengths = {
             position: next(
@@ -30,10 +30,10 @@ def reference_redraft(tokens, drafts, min_ngram):
         }  # for each position, how many tokens before it equal the last tokens
         longest = [position for position, length in lengths.items() if length == max(lengths.values())]
         if longest and lengths[longest[-1]] >= min_ngram:
-            for position in range(longest[-1], longest[-1] + len(drafts) - num_head):
+            for position in range(longest[-1], longest[-1] + len(drafts) - num_from_head):
                 text.append(text[position])
-            return text[len(tokens) :], num_head
-        text.append(drafts[num_head])
+            return text[len(tokens) :], num_from_head
+        text.append(drafts[num_from_head])
     return list(drafts), len(drafts)
 
 
@@ -42,12 +42,12 @@ def test_copies_from_the_latest_longest_match(min_ngram):
     rng = random.Random(0)
     num_copied = 0
     for _ in range(300):
-        # Few tokens, so that all candidates are compared.
+        # Short sequences over a small vocabulary, so that the lookup compares all candidates.
         tokens = [rng.randrange(4) for _ in range(rng.randrange(14))]
         drafts = [rng.randrange(4) for _ in range(rng.randrange(7))]
-        drafts_and_source = lookup_of(tokens, min_ngram).redraft(drafts)
-        assert drafts_and_source == reference_redraft(tokens, drafts, min_ngram)
-        num_copied += drafts_and_source[1] < len(drafts)
+        redrafted, num_from_head = lookup_of(tokens, min_ngram).redraft(drafts)
+        assert (redrafted, num_from_head) == reference_redraft(tokens, drafts, min_ngram)
+        num_copied += num_from_head < len(drafts)
     assert num_copied > 20
 
 
@@ -94,7 +94,7 @@ def test_min_ngram_must_be_positive():
 def test_lookup_is_fast_for_any_context():
     """The limit is 1 ms per step; text of one repeated word has the most candidates and the longest comparisons."""
     rng = random.Random(2)
-    worst = {}
+    median_s = {}
     for name, tokens in (("code", [rng.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
         lookup = lookup_of(tokens, 2)
         durations_s = []
@@ -103,5 +103,5 @@ def test_lookup_is_fast_for_any_context():
             lookup.extend(tokens[step : step + 3])
             lookup.redraft(tokens[step + 3 : step + 10])
             durations_s.append(time.perf_counter() - started_at)
-        worst[name] = statistics.median(durations_s)
-    assert max(worst.values()) < 0.001, worst
+        median_s[name] = statistics.median(durations_s)
+    assert max(median_s.values()) < 0.001, median_s

@@ -46,21 +46,21 @@ def test_tool_calls_and_text(tokenizer):
     )
 
 
-@pytest.mark.parametrize("parsing", [{}, {"tools": [TOOL], "tool_choice": "none"}])
-def test_text_without_tools_stays(tokenizer, parsing):
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_text_is_unchanged_if_no_tool_may_be_called(tokenizer, options):
     parser = ResponseParser(tokenizer, tool_call_parser="hermes", reasoning_parser=None)
-    parsed = parser.parse(generation(CALL), parsing)
+    parsed = parser.parse(generation(CALL), options)
     assert (parsed.text, parsed.tool_calls, parsed.finish_reason) == (CALL, (), "stop")
-    assert "structured_outputs" not in parser.sampling(parsing)
+    assert "structured_outputs" not in parser.sampling(options)
 
 
 def test_required_tools_are_a_constraint(tokenizer):
     parser = ResponseParser(tokenizer, tool_call_parser="hermes", reasoning_parser=None)
-    parsing = {"tools": [TOOL], "tool_choice": "required"}
-    sampling = parser.sampling(parsing)
+    options = {"tools": [TOOL], "tool_choice": "required"}
+    sampling = parser.sampling(options)
     assert "weather" in json.dumps(sampling["structured_outputs"])
     assert sampling["json_schema"] is None
-    parsed = parser.parse(generation(CALL), parsing)
+    parsed = parser.parse(generation(CALL), options)
     assert [call.name for call in parsed.tool_calls] == ["weather"]
     assert (parsed.text, parsed.finish_reason) == ("", "tool_calls")
 

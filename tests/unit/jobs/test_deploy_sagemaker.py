@@ -4,7 +4,7 @@ import pytest
 
 from jobs import cli
 from peagle.deploy import sagemaker_api
-from peagle.deploy.sagemaker_api import Removed
+from peagle.deploy.sagemaker_api import RemovedEndpoint
 
 MODEL = "qwen3-coder-30b-a3b-instruct"
 FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws:iam::123456789012:role/peagle")
@@ -25,7 +25,7 @@ def calls(monkeypatch):
 
         def remove(self, name):
             calls.append(name)
-            return Removed(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
+            return RemovedEndpoint(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
 
     monkeypatch.setattr(sagemaker_api, "SageMaker", Api)
     return calls

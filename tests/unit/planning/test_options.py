@@ -6,7 +6,7 @@ from jobs import cli, flags
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Machine, Option, estimate, machines_for
+from peagle.planning.options import Machine, Option, count_machines, estimate
 from peagle.planning.plan import make_plan, text_plan
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
@@ -92,7 +92,7 @@ def test_devices_without_an_engine_are_idle():
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
 def test_machines_for_is_minimal(changes):
     candidate = machine(**changes)
-    num_machines = machines_for(candidate, 50e6, 7200, provision_s=180)
+    num_machines = count_machines(candidate, 50e6, 7200, provision_s=180)
     assert num_machines > 2
     for count, is_in_time in ((num_machines, True), (num_machines - 1, False)):
         result = estimate(candidate, count, 50e6, provision_s=180)

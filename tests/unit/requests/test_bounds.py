@@ -6,7 +6,7 @@ import time
 import pytest
 
 from peagle.requests import bounds
-from peagle.requests.bounds import choice_error, grammar_error, pattern_error, request_error, schema_error
+from peagle.requests.bounds import choice_error, constraint_error, grammar_error, pattern_error, schema_error
 from peagle.requests.sampling import SamplingOptions, parse_overrides
 
 
@@ -126,7 +126,7 @@ STRICT = [{"type": "function", "function": {"name": "f", "parameters": HEAVY, "s
     ],
 )
 def test_every_constraint_of_a_request_is_bounded(body, field):
-    assert request_error(body)[0] == field
+    assert constraint_error(body)[0] == field
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_every_constraint_of_a_request_is_bounded(body, field):
      {"structured_outputs": [1]}, {"tools": "x", "tool_choice": "required"}, {"tools": [1], "tool_choice": "required"}],
 )  # fmt: skip
 def test_requests_without_constraints_pass(body):
-    assert request_error(body) is None
+    assert constraint_error(body) is None
 
 
 def test_bulk_runs_have_the_same_bounds():

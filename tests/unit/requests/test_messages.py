@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peagle.requests.messages import conversation, parse_messages, takes_parts
+from peagle.requests.messages import convert_messages, expects_parts, parse_messages
 
 USER = {"role": "user", "content": "weather?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
@@ -129,30 +129,30 @@ CHATS = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_takes_parts_matches_vllm(name):
+def test_expects_parts_matches_vllm(name):
     from vllm.renderers.hf import _detect_content_format
 
-    assert takes_parts(TEMPLATES[name]) == (_detect_content_format(TEMPLATES[name], default="string") == "openai")
+    assert expects_parts(TEMPLATES[name]) == (_detect_content_format(TEMPLATES[name], default="string") == "openai")
 
 
-def test_takes_parts_matches_vllm_for_shipped_templates():
+def test_expects_parts_matches_vllm_for_shipped_templates():
     from vllm.renderers import hf
     from vllm.transformers_utils import chat_templates
 
     shipped = [path.read_text() for path in Path(chat_templates.__file__).parent.glob("*.jinja")]
     assert shipped
     for text in shipped:
-        assert takes_parts(text) == (hf._detect_content_format(text, default="string") == "openai")
+        assert expects_parts(text) == (hf._detect_content_format(text, default="string") == "openai")
 
 
 @pytest.mark.parametrize("template", ["text", "parts by name", "developers"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_conversation_matches_vllm(chat, template):
+def test_converted_messages_match_vllm(chat, template):
     from vllm.renderers import hf
 
     text = TEMPLATES[template]
-    expected = vllm_conversation(CHATS[chat], "openai" if takes_parts(text) else "string")
+    expected = vllm_conversation(CHATS[chat], "openai" if expects_parts(text) else "string")
     if any(m["role"] == "developer" for m in expected) and not hf._detect_developer_role_support(text):
         expected = hf._consolidate_system_messages(hf._convert_developer_to_system(expected))
     expected = [{name: value for name, value in message.items() if value is not None} for message in expected]
-    assert conversation(parse_messages(CHATS[chat], keep_parts=takes_parts(text)), text) == expected
+    assert convert_messages(parse_messages(CHATS[chat], keep_parts=expects_parts(text)), text) == expected

@@ -20,8 +20,8 @@ class WordTokenizer:
         return " ".join(f"<{m['role']}> {m['content']}" for m in conversation) + " <assistant>"
 
 
-def config(**keys):
-    return GenerateConfig(input="x", output="y", **keys)
+def config(**options):
+    return GenerateConfig(input="x", output="y", **options)
 
 
 def build(spec, columns, max_model_len=100):
@@ -47,10 +47,10 @@ def test_prompt_template():
     assert build(spec, {"a": "x", "b": 3}) == [0, 1, 2, 99]
 
 
-@pytest.mark.parametrize("keys", [{"chat": True}, {"messages_column": "m"}, {"system_prompt": "s"}])
-def test_chat_options_need_a_chat_template(keys):
+@pytest.mark.parametrize("options", [{"chat": True}, {"messages_column": "m"}, {"system_prompt": "s"}])
+def test_chat_options_need_a_chat_template(options):
     with pytest.raises(ConfigError, match="chat template"):
-        resolve_prompts(config(**keys), ["prompt", "m"], False)
+        resolve_prompts(config(**options), ["prompt", "m"], False)
 
 
 @pytest.mark.parametrize(

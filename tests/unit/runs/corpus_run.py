@@ -26,8 +26,8 @@ ANSWER = Generation(
 class CorpusRun:
     """A finished run over `path`; every row is answered with "x"."""
 
-    def __init__(self, path, output, **keys):
-        config = GenerateConfig(input=str(path), output=output, engine="fake", usd_per_hour=1, **keys)
+    def __init__(self, path, output, **options):
+        config = GenerateConfig(input=str(path), output=output, engine="fake", usd_per_hour=1, **options)
         plan = make_plan(config)
         require_storable(plan.schema)
         resolved = resolve_run(config, plan, MACHINE)

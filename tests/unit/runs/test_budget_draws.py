@@ -3,7 +3,7 @@ from datetime import UTC, date, datetime
 import pytest
 
 from peagle.economics.ledger import append_request
-from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, read_draws, write_draw
+from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, read_draws, write_draw
 from peagle.errors import ConfigError
 from peagle.runs.budget_draws import TagDraw
 from tests.unit.pipelines.online.ledgers import a_request
@@ -18,7 +18,7 @@ def ledger(tmp_path):
     """A ledger with a budget of $10 a month for the tag team=search."""
     path = tmp_path / "ledger"
     path.mkdir()
-    with changing_budgets(path / "budgets.json") as budgets:
+    with edit_budgets(path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=10, budget_every="month")
     return path
 
@@ -46,7 +46,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
     spend(ledger, 50.0, tags='{"team": "ads"}')
     spend(ledger, 50.0, day=date(2026, 10, 31))
     clock.now += 5
-    assert draw.reached(1.5, 0.5) is None, "one dollar is left after the $0.5 that ending the other run may cost"
+    assert draw.reached(1.5, 0.5) is None, "one dollar is left after the $0.5 that shutting down the other run may cost"
     assert draw.reached(1.5, 1.0) == (
         "the budget of $10 a month of team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
         "it resets on 2026-12-01"
@@ -83,7 +83,7 @@ def test_reservation_of_a_killed_run_expires(ledger, make_draw):
 def test_budget_set_later_counts_earlier_cost(ledger, make_draw, clock):
     draw = make_draw(tags='{"team": "ads"}')
     assert draw.reached(5.0, 0.5) is None
-    with changing_budgets(ledger / "budgets.json") as budgets:
+    with edit_budgets(ledger / "budgets.json") as budgets:
         budgets["team=ads"] = SharedBudget(name="team=ads", budget_usd=4)
     clock.now += 5
     assert draw.reached(5.0, 0.5).startswith("the budget of $4 of team=ads is reached")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray, ArrowVariableShapedTensorArray
 
-from peagle.corpus.extensions import plain
+from peagle.corpus.extensions import cast_to_plain
 from peagle.corpus.text import BATCH_COLUMNS
 from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
 from tests.unit.runs.corpus_run import CorpusRun, strict_lines
@@ -97,7 +97,7 @@ def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
         assert table.column("x").type == expected_type
         assert repr(table.column("x").to_pylist()) == repr(original.slice(0, 2).to_pylist())
     # Rows must be sortable, since a retry reorders them.
-    assert plain(table).sort_by([("id", "descending")]).column("x")[0] == plain(table).column("x")[1]
+    assert cast_to_plain(table).sort_by([("id", "descending")]).column("x")[0] == cast_to_plain(table).column("x")[1]
     rows, letters = run.export("jsonl")
     assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == in_json
 

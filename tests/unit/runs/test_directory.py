@@ -127,8 +127,8 @@ def test_dead_letters_of_uncommitted_units_are_kept(run):
 
 def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
-    with hold(local) as lost:
-        local.hold(lost)
+    with hold(local) as lease:
+        local.hold(lease)
         other_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
         (local.root / ".lease" / "2.json").write_text(other_lease)
         leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
@@ -202,7 +202,7 @@ def test_regenerated_unit_has_new_dead_letters(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
-    (regenerated, retry) = plan.left(run.committed())
+    (regenerated, retry) = plan.remaining_units(run.committed())
     assert ((regenerated.unit, regenerated.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
 
     reopened = RunDirectory(run.root)
@@ -244,8 +244,8 @@ def remote(s3, one_unit_plan):
     return make_run("s3://bucket/runs/first", one_unit_plan)
 
 
-@pytest.mark.parametrize("fault", [500, 503, "cut", "lost"])
-def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, fault):
+@pytest.mark.parametrize("fault", [500, 503, "connection_cut", "response_lost"])
+def test_lost_store_responses_do_not_duplicate_a_commit(remote, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(fault, method="PUT", path="/data/", times=2)
     s3.fail(fault, method="PUT", path="/failed/")
@@ -304,7 +304,7 @@ def test_missing_or_damaged_dead_letters_are_an_error(run):
         list(run.dead_letters())
     path.unlink()
     with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*restore the file"):
-        list(run.letters(0))
+        list(run.letters_of_unit(0))
 
 
 @pytest.mark.parametrize("data", [b"PAR1xx", b""])

@@ -21,12 +21,12 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.storage import atomic_file, s3_files, write_atomic
 
-NUM_UNITS, ROWS = 3, 2
+NUM_UNITS, ROWS_PER_UNIT = 3, 2
 
 
 def usage(unit):
     return unit_usage(
-        num_rows=ROWS,
+        num_rows=ROWS_PER_UNIT,
         num_failed_rows=int(unit == 1),
         num_prompt_tokens=8,
         num_output_tokens=6,
@@ -70,7 +70,7 @@ def make_run(root):
 
 def commit(run, unit, *, row=None, **columns):
     letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
-    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS)]
+    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS_PER_UNIT)]
     assert run.commit(unit, output(ids, **columns), usage(unit), letters)
 
 
@@ -105,8 +105,8 @@ def test_jsonl_export_has_rows_in_order_and_dead_letters(make_run):
     assert [letter["row"] for letter in lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
     assert (done.num_rows, done.num_failed_rows, done.num_units) == (6, 1, 3)
     assert done.num_nulls == {"score": 3}
-    assert "note: column 'score': null for NaN or infinity, which JSON does not have, in 3 rows" in done.describe()
-    assert export(run, "jsonl", again=False) == done
+    assert "note: column 'score': NaN or infinity became null in 3 rows" in done.describe()
+    assert export(run, "jsonl", force=False) == done
     whole = export(run, "parquet")
     assert (whole.num_nulls, "note" in whole.describe()) == ({}, False)
 
@@ -186,14 +186,14 @@ def test_only_incomplete_exports_are_repeated(whole_run):
     first = export(whole_run, "jsonl")
     file = whole_run.root / "export" / "jsonl" / "output.jsonl"
     content, made_at = file.read_bytes(), file.stat().st_mtime_ns
-    assert export(whole_run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", force=False) == first
     assert file.stat().st_mtime_ns == made_at
     file.write_bytes(b"cut off")
     stale_upload, recent_upload = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
     for temporary in (stale_upload, recent_upload):
         temporary.write_bytes(b"partial")
     os.utime(stale_upload, (time.time() - 2 * 24 * 3600,) * 2)
-    assert export(whole_run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", force=False) == first
     assert file.read_bytes() == content
     assert list(file.parent.glob(".*")) == [recent_upload]
 
@@ -212,9 +212,9 @@ def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
 def test_export_is_repeated_after_a_new_commit(whole_run):
     export(whole_run, "jsonl")
     whole_run.unit_path(1).unlink()
-    ids = [f"{3 + index:09d}" for index in range(ROWS)]
-    assert whole_run.commit(1, output(ids, x=["new"] * ROWS), replace(usage(1), session_id="again"), [])
-    done = export(RunDirectory(whole_run.root), "jsonl", again=False)
+    ids = [f"{3 + index:09d}" for index in range(ROWS_PER_UNIT)]
+    assert whole_run.commit(1, output(ids, x=["new"] * ROWS_PER_UNIT), replace(usage(1), session_id="again"), [])
+    done = export(RunDirectory(whole_run.root), "jsonl", force=False)
     assert [row.get("x") for row in lines(whole_run, "jsonl")] == [None, None, "new", "new", None, None]
     assert done.num_failed_rows == 0
     assert lines(whole_run, "jsonl", "errors.jsonl") == []
@@ -225,7 +225,7 @@ def test_export_of_older_version_is_repeated(whole_run):
     metadata_path = whole_run.root / "export" / "jsonl" / "export.json"
     older = {key: value for key, value in json.loads(metadata_path.read_bytes()).items() if key != "commits"}
     write_atomic(metadata_path, json.dumps(older).encode())
-    assert export(whole_run, "jsonl", again=False) == first
+    assert export(whole_run, "jsonl", force=False) == first
     assert json.loads(metadata_path.read_bytes())["commits"] == first.commits
 
 
@@ -237,7 +237,7 @@ def test_partial_export_must_be_requested(make_run, capsys):
     assert cli.run(["export", str(run), "--format", "jsonl", "--partial"]) == 0
     assert "2 rows as jsonl" in capsys.readouterr().out
     commit(run, 2)
-    assert export(run, "jsonl", partial=True, again=False).num_rows == 4
+    assert export(run, "jsonl", partial=True, force=False).num_rows == 4
 
 
 def test_damaged_unit_is_named(whole_run):

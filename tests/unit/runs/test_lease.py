@@ -50,7 +50,7 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half of the expiry
+    assert time.monotonic() - started < 15  # half of the time to live
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
@@ -71,7 +71,7 @@ def test_silent_driver_is_replaced_after_expiry(root, foreign):
     started = time.monotonic()
     with hold(root) as own:
         assert own.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # the expiry of its own lease, not of the next
+    assert 1.0 <= time.monotonic() - started < 15  # the time to live of the silent driver's lease, not of the new one
 
 
 def test_wrong_clock_does_not_expire_a_lease(root, foreign):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.drafter.config import DECODING_MODES, TrainConfig
-from peagle.economics.ledger import sessions_bytes, sessions_of, write_batch
+from peagle.economics.ledger import read_session_file, sessions_to_parquet, write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
@@ -66,8 +66,8 @@ def test_fake_engines_and_assumed_prices_have_notes(month):
 
 def test_endpoint_ledgers_have_the_same_notes(month):
     path = next((month / "serve" / "ledger").glob("session-*.parquet"))
-    (session,) = sessions_of(path)
-    write_atomic(path, sessions_bytes([replace(session, is_stand_in=True, price_basis="assumed")]))
+    (session,) = read_session_file(path)
+    write_atomic(path, sessions_to_parquet([replace(session, is_stand_in=True, price_basis="assumed")]))
     assert find_ledgers(["serve", "nightly"]).notes == (
         "FAKE ENGINE: speed and dollars are not real (1 of 2 sources: serve, ...)",
         "price assumed (1 of 2 sources: serve, ...)",

@@ -3,18 +3,18 @@ import time
 
 import pytest
 
-from peagle.runs.limits import Limits, MaxFailedRows, Situation, parse_deadline, reached
+from peagle.runs.limits import Limits, MaxFailedRows, Situation, find_reached_limit, parse_deadline
 
 NOW = datetime.datetime(2026, 11, 21, 17, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))
 
 
 def situation(**changes):
-    return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_done_rows": 50, "num_failed_rows": 3, **changes})
+    return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_processed_rows": 50, "num_failed_rows": 3, **changes})
 
 
 @pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
-    limit_reached = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
+def test_budget_reserves_the_cost_of_shutdown(spent_usd, stops):
+    limit_reached = find_reached_limit(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
     assert (limit_reached is not None) == stops
     if limit_reached:
         assert limit_reached.limit == "budget"
@@ -23,8 +23,8 @@ def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
-def test_deadline_reserves_the_time_of_ending(now, stops):
-    limit_reached = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
+def test_deadline_reserves_time_for_shutdown(now, stops):
+    limit_reached = find_reached_limit(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
     assert (limit_reached and limit_reached.limit) == ("deadline" if stops else None)
 
 
@@ -44,7 +44,7 @@ def test_deadline_reserves_the_time_of_ending(now, stops):
 )
 def test_dead_letters_are_limited_by_number_or_share(text, failed, done, stops):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
-    limit_reached = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
+    limit_reached = find_reached_limit(limits, situation(num_failed_rows=failed, num_processed_rows=done))
     assert (limit_reached is not None) == stops
     if limit_reached:
         assert limit_reached.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"

@@ -14,7 +14,7 @@ def test_speed_is_known_once_an_engine_runs():
     assert tokens_per_s([loading, working, working]) == 200
 
 
-def test_seen_alive_has_the_latest_recent_session_per_slot():
+def test_seen_alive_has_the_latest_recent_session_per_engine():
     killed, restarted = session("killed"), session("restarted", started_at=105.0)
     silent = session("silent", engine_index=1, started_at=50.0)
     ended = session("ended", engine_index=2, ended=True)

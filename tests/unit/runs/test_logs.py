@@ -20,7 +20,7 @@ def test_logs_folder(tmp_path):
     assert folder != logs_folder(storage_path("s3://bucket/other"))
 
 
-def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):
+def test_grown_logs_are_copied_and_long_ones_are_truncated(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_BYTES", 10)
     log = tmp_path / "engine.log"
     copy = LogCopy(ROOT, log, "engine.log")

@@ -16,9 +16,9 @@ def test_docstring_example(meter, clock):
         meter.start(2)
     clock.now += 2
     assert meter.snapshot().busy_s == pytest.approx(4)
-    assert meter.take(1) == pytest.approx(2.5)
-    assert meter.take(2) == pytest.approx(1.5)
-    assert meter.take(2) == 0
+    assert meter.pop_busy_s(1) == pytest.approx(2.5)
+    assert meter.pop_busy_s(2) == pytest.approx(1.5)
+    assert meter.pop_busy_s(2) == 0
 
 
 def test_every_second_has_one_state(meter, clock):
@@ -41,7 +41,7 @@ def test_compile_time_is_limited_by_the_start(meter, clock):
     assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)
 
 
-def test_lent_meter_advances_with_billed_seconds():
+def test_meter_of_a_borrowed_engine_advances_with_billed_seconds():
     meter = BilledMeter()
     meter.start(1)
     meter.bill(2.0)
@@ -49,5 +49,5 @@ def test_lent_meter_advances_with_billed_seconds():
     meter.bill(0.5)  # for a cancelled row
     totals = meter.snapshot()
     assert (totals.elapsed_s, totals.load_s, totals.busy_s, totals.idle_s) == (2.5, 0.0, 2.0, 0.5)
-    assert (meter.take(1), totals.num_output_tokens) == (2.0, 7)
+    assert (meter.pop_busy_s(1), totals.num_output_tokens) == (2.0, 7)
     assert [is_lent(new_session_id(is_lent=lent)) for lent in (False, True)] == [False, True]

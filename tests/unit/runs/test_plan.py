@@ -104,11 +104,11 @@ def test_regenerated_unit_skips_retried_rows(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
     assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
-    assert [(unit.unit, unit.rows) for unit in plan.left({1, 2, 4})] == [(0, (0, 3)), (3, (1,))]
-    assert [unit.unit for unit in plan.left({0, 2, 3})] == [1, 4]
-    ids = [unit.row_id(index) for unit in plan.left(()) for index in range(unit.num_rows)]
+    assert [(unit.unit, unit.rows) for unit in plan.remaining_units({1, 2, 4})] == [(0, (0, 3)), (3, (1,))]
+    assert [unit.unit for unit in plan.remaining_units({0, 2, 3})] == [1, 4]
+    ids = [unit.row_id(index) for unit in plan.remaining_units(()) for index in range(unit.num_rows)]
     assert sorted(ids) == [f"{n:09d}" for n in range(10)]
-    assert plan.left(())[0].work == plan.units[0].work // 2
+    assert plan.remaining_units(())[0].work == plan.units[0].work // 2
 
 
 def unit(number, work):

@@ -17,7 +17,7 @@ from pipelines.batch.streaming import prepare_units
 
 
 @pytest.fixture
-def piece(tmp_path):
+def planned_batch(tmp_path):
     """Three units of two rows as Ray Data transports them, with their run and its directory."""
     corpus = tmp_path / "prompts.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"line\\n{n}"}) + "\n" for n in range(6)))
@@ -27,8 +27,8 @@ def piece(tmp_path):
     return pa.table({"units": ["\n".join(map(unit_to_json, run.plan.units))]}), run.for_stages(), run.directory
 
 
-def test_each_unit_becomes_one_row(piece):
-    batch, resolved, _ = piece
+def test_each_unit_becomes_one_row(planned_batch):
+    batch, resolved, _ = planned_batch
     prepared = list(prepare_units(batch, run=resolved))
     assert [block.num_rows for block in prepared] == [1, 1, 1]
     units = [PreparedUnit(decode_rows(block)) for block in prepared]
@@ -36,9 +36,9 @@ def test_each_unit_becomes_one_row(piece):
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
-def test_unit_with_only_retried_rows_is_empty(piece):
-    batch, resolved, run = piece
-    unit = run.plan().units[1].without({0, 1})
+def test_unit_with_only_retried_rows_is_empty(planned_batch):
+    batch, resolved, directory = planned_batch
+    unit = directory.plan().units[1].without({0, 1})
     (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
     assert not is_unfinished(prepared)
     empty = PreparedUnit(prepared)
@@ -47,11 +47,11 @@ def test_unit_with_only_retried_rows_is_empty(piece):
     assert empty.output({}, "m", None).schema == whole.output({}, "m", None).schema
 
 
-def test_stopped_run_prepares_nothing_more(piece):
-    batch, resolved, run = piece
+def test_stopped_run_prepares_nothing_more(planned_batch):
+    batch, resolved, directory = planned_batch
     stage = prepare_units(batch, run=resolved)
     assert not is_unfinished(decode_rows(next(stage)))
-    run.stop.request(5)
+    directory.stop.request(5)
     assert [is_unfinished(decode_rows(block)) for block in stage] == [True]
 
 

@@ -27,9 +27,9 @@ def test_no_time_left_after_the_last_row():
     assert "left" not in tally.line()
 
 
-@pytest.mark.parametrize("measured", [(5, 0, 0, 10.0), (5, 5, 0, 10.0), (5, 5, 100, 0.0), (0, 5, 100, 10.0)])
-def test_unknown_time_left_is_none(measured):
-    assert seconds_left(*measured) is None
+@pytest.mark.parametrize("arguments", [(5, 0, 0, 10.0), (5, 5, 0, 10.0), (5, 5, 100, 0.0), (0, 5, 100, 10.0)])
+def test_unknown_time_left_is_none(arguments):
+    assert seconds_left(*arguments) is None
 
 
 def test_lines_have_time_and_phase(monkeypatch):

@@ -58,7 +58,7 @@ def plan(num_units, num_retries=0):
 def test_result_is_repeated_if_the_run_changed_meanwhile(reads, times):
     calls = []
     run = SimpleNamespace(plan=lambda: reads[0][0], committed=lambda: reads.pop(0)[1])
-    report.until_settled(run, lambda: calls.append(1))
+    report.retry_if_changed(run, lambda: calls.append(1))
     assert len(calls) == times
 
 
@@ -115,7 +115,7 @@ def test_statistics_of_rows(run):
     }  # fmt: skip
 
 
-def test_three_sample_rows_with_cut_texts(run):
+def test_three_sample_rows_with_truncated_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]

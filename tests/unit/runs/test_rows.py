@@ -12,14 +12,14 @@ from peagle.errors import InputError
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
-from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file, plain_names
+from peagle.runs.columns import OUTPUT_SCHEMA, internal_names, names_in_file
 from peagle.runs.directory import RunDirectory, read_rows
 from peagle.runs.plan import WorkUnit
 from peagle.runs.rows import (
     PreparedUnit,
     decode_rows,
     encode_rows,
-    prepare,
+    prepare_rows,
     require_storable,
 )
 from peagle.speculation import SpeculationStats
@@ -36,7 +36,7 @@ def prepared():
     base = {"temperature": 0.0, "max_tokens": 8}
     builder = RequestBuilder(prompts, SamplingSpec(base=base, column="sampling", limits=limits))
     rows = [RawRow({"prompt": "ab", "id": 7}), RawRow(raw="{bad", error="not valid JSON"), RawRow({"prompt": "c"})]
-    return PreparedUnit(prepare(UNIT, rows, SCHEMA, builder))
+    return PreparedUnit(prepare_rows(UNIT, rows, SCHEMA, builder))
 
 
 def generation(**changes):
@@ -99,13 +99,16 @@ def test_dead_letters_have_the_input_row(tmp_path):
     prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
     builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
     without_prompt, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
-    unit = PreparedUnit(decode_rows(encode_rows(prepare(UNIT, [without_prompt, good], schema, builder))))
+    unit = PreparedUnit(decode_rows(encode_rows(prepare_rows(UNIT, [without_prompt, good], schema, builder))))
     unit.refuse(1, RowError(reason="time_limit", message=""))
     run = RunDirectory(tmp_path / "run")
     for folder in (run.data, run.failed):
         folder.mkdir(parents=True)
     run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
-    assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
+    assert [letter["row"] for letter in run.letters_of_unit(3)] == [
+        {"prompt": None, **expected},
+        {"prompt": "p", **expected},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,18 +120,18 @@ def test_dead_letters_have_the_input_row(tmp_path):
         (["RESPONSE", "peagle_response"], ["id", "peagle_peagle_response"]),
     ],
 )
-def test_output_columns_give_way_in_any_case(inputs, outputs):
+def test_output_columns_are_renamed_if_taken_in_any_case(inputs, outputs):
     stored = names_in_file(inputs, keeps_inputs=True)
     assert stored[: len(inputs) + 2] == [*inputs, *outputs]
     assert len({name.casefold() for name in stored}) == len(stored)
     file = pa.schema([(name, pa.string()) for name in stored])
-    assert plain_names(file)[len(inputs) :] == OUTPUT_SCHEMA.names
+    assert internal_names(file)[len(inputs) :] == OUTPUT_SCHEMA.names
 
 
 def test_names_in_older_files():
     stored = names_in_file(["id", "input_id", "a"], keeps_inputs=False)
     assert stored == ["input_id", "input_input_id", "a", *OUTPUT_SCHEMA.names]
-    assert plain_names(pa.schema([(name, pa.string()) for name in stored])) == stored
+    assert internal_names(pa.schema([(name, pa.string()) for name in stored])) == stored
 
 
 def test_encoded_unit_round_trip():

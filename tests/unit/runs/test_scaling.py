@@ -1,7 +1,7 @@
 import pytest
 from usage_records import engine_session
 
-from peagle.runs.scaling import EngineRange, is_worth_loading, most_at_once
+from peagle.runs.scaling import EngineRange, is_worth_loading, max_concurrent_engines
 
 
 def session(*, started_at=0.0, load_s=60.0, busy_s=100.0):
@@ -37,5 +37,5 @@ def test_unknown_times_do_not_delay_loading():
 
 def test_maximum_number_of_concurrent_engines():
     lives = [session(started_at=at, load_s=0.0, busy_s=10.0) for at in (0.0, 5.0, 9.0, 20.0)]
-    assert most_at_once(lives) == 3
-    assert most_at_once([]) == 0
+    assert max_concurrent_engines(lives) == 3
+    assert max_concurrent_engines([]) == 0

@@ -65,7 +65,7 @@ def hold(run, **keys):
 def test_status_labels_the_fake_engine(run):
     manifest = run.manifest() | {"config": {"engine": "fake"}}
     write_json(run.root / "run.json", manifest)
-    price = "$36 per hour for 1 vCPU (custom, fixed; stated)"
+    price = "$36 per hour for 1 vCPU (stated by the user)"
     assert StatusReader(run).read().price == f"{price}; FAKE ENGINE: speed and dollars are not real"
 
 
@@ -76,7 +76,7 @@ def test_status_of_a_running_run(run):
     assert (status.num_units_done, status.num_units) == (2, 4)
     assert (status.num_rows_done, status.num_failed_rows, status.num_rows_left, status.num_rows) == (3, 1, 4, 8)
     assert status.failed_by_reason == {"refused": 1}
-    assert status.price == "$36 per hour for 1 vCPU (custom, fixed; stated)"
+    assert status.price == "$36 per hour for 1 vCPU (stated by the user)"
     assert (status.num_output_tokens, status.num_lost_tokens, status.num_open_tokens) == (40, 30, 36)
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5

@@ -81,11 +81,11 @@ def test_crash_notes_name_the_rows_in_the_engine(folder):
     for unit in (1, 2, 3):
         rows.start(unit, UnitNotes(folder, unit, "a")).write(Note())
     rows.end(3)  # committed: its notes are cleared elsewhere
-    assert not rows.any()
+    assert not rows.has_rows()
     with rows.inside(1, 5), rows.inside(1, 0), rows.inside(3, 0):
         with rows.inside(1, 7), rows.inside(2, 0):
-            assert rows.any()
+            assert rows.has_rows()
         rows.mark_suspected(alone=False)
-    assert not rows.any()
+    assert not rows.has_rows()
     assert UnitNotes(folder, 1, "b").verdict(8) == verdict(suspects=[0, 5])
     assert sorted(path.name for path in folder.iterdir()) == ["unit-00000001.a.json", "unit-00000003.a.json"]

@@ -48,7 +48,7 @@ def test_atomic_file(folder):
         assert not (folder / "export").exists()
         file.write(b"more")
     with pytest.raises(TypeError), atomic_file(folder / "export") as file:
-        file.write("no bytes")
+        file.write("not bytes")
     assert (folder / "export").read_bytes() == b"some more"
     assert (folder / "export").stat().st_size == 9
     assert remove_temporaries(folder) == 0

@@ -18,7 +18,7 @@ RUN = {
 
 @pytest.fixture
 def make_report():
-    """Make the report of one engine on 2 vCPUs: 20 s load, 10 s compile, `busy_s` of committed work."""
+    """Return a function that reports on one engine on 2 vCPUs: 20 s load, 10 s compile, `busy_s` of committed work."""
 
     def make(*, tokens=4000, busy_s=100.0, lost_s=0.0, idle_s=0.0, num_failed_rows=0, accepted=(), num_drafts=0,
              price=PRICE, **run):  # fmt: skip

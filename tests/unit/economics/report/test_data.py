@@ -83,7 +83,7 @@ def test_ratios_are_relative_to_the_run_without_a_drafter(with_drafter, without_
 def test_labels_include_models_that_differ(make_report):
     comparison = compare([make_report(), make_report(model="other")])
     assert comparison["labels"] == ["smollm2-135m, no drafter", "other, no drafter"]
-    assert comparison["notes"] == ["other, no drafter differs from the baseline also in model."]
+    assert comparison["notes"] == ["other, no drafter also differs from the baseline in model."]
 
 
 def test_a_losing_drafter_has_a_note(make_report):
@@ -93,7 +93,7 @@ def test_a_losing_drafter_has_a_note(make_report):
     assert note == "peagle: the drafter costs more than it saves, 0.75 x the tokens per busy dollar."
     other = make_report(concurrency=8)
     notes = compare([other, slow])["notes"]
-    assert notes == ["peagle differs from the baseline also in concurrency."], "so the drafter is not judged"
+    assert notes == ["peagle also differs from the baseline in concurrency."], "so the drafter is not judged"
 
 
 def test_comparison_needs_a_report():

@@ -41,7 +41,7 @@ def test_prices_name_their_devices():
     )
     assert "for 8 H100 (p5.48xlarge" in format_price(table.price("p5.48xlarge").to_dict())
     stated = Price.fixed(usd_per_hour=2, device="accelerator", num_devices=1)
-    assert format_price(stated.to_dict()) == "$2 per hour for 1 accelerator (custom, fixed; stated)"
+    assert format_price(stated.to_dict()) == "$2 per hour for 1 accelerator (stated by the user)"
 
 
 def test_every_figure_is_found_in_a_report(with_drafter, without_drafter):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from peagle.economics.report.figures import ASSUMED, FAKE_ENGINE, format_usd
-from peagle.economics.report.html import headline, of_rows, over_time, render_html
+from peagle.economics.report.html import headline_panel, render_html, row_panels, timeline_panels
 from peagle.economics.report.plots import engines_svg, series_svg
 from tests.unit.economics.report.conftest import PRICE
 
@@ -53,7 +53,7 @@ def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
     text = CheckedPage(render_html(with_drafter)).text
     figures = {"830,769", "$1.20", "60.0", "1.60", "2 min 10 s"}
     configuration = {"temperature 0, max_tokens 128", "vllm 0.29.0", "stated by the user, undated"}
-    price = "$0.2 per hour for 2 vCPUs (custom, fixed; stated)"
+    price = "$0.2 per hour for 2 vCPUs (stated by the user)"
     assert {"smollm2-135m with peagle K=3", price, *figures, *configuration} <= set(text)
 
 
@@ -153,7 +153,7 @@ def report_with_steps(make_report, steps):
 
 
 def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
-    panel = headline([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
+    panel = headline_panel([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
     # The run costs $0.0072222. Half of the $0.0055556 of busy time is generation. Without the drafter, generation costs
     # 1.6 / 1.25 times as much, $0.0035556 (5 % error), so the run would cost $0.0007778 more.
@@ -163,13 +163,13 @@ def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report
 
 
 def test_savings_without_error_have_no_range(make_report):
-    ((_, plot),) = headline([report_with_steps(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
+    ((_, plot),) = headline_panel([report_with_steps(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
     assert "750,000 (error unknown)" in plot
     assert "whisker" not in plot
 
 
 def test_older_reports_have_fewer_panels(with_drafter):
-    assert over_time(with_drafter) == of_rows(with_drafter) == []
+    assert timeline_panels(with_drafter) == row_panels(with_drafter) == []
 
 
 def a_timeline(total_s=120.0, *, engines=(), pauses=()):

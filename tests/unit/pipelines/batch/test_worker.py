@@ -158,7 +158,7 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
         (True, True, True),
     ]
     assert run.counts(0) == (7, 1)
-    assert [(int(letter["id"]), letter["reason"]) for letter in run.run.letters(0)] == [(3, "engine_died")]
+    assert [(int(letter["id"]), letter["reason"]) for letter in run.run.letters_of_unit(0)] == [(3, "engine_died")]
     assert not list(run.run.suspects.iterdir())
 
 

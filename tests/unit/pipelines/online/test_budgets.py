@@ -165,7 +165,7 @@ def test_restart_keeps_spend_before_the_period(tmp_path, monkeypatch):
         append_request(tmp_path, request_on(day, 1.0))
     before, after = Totals(tmp_path), Totals(tmp_path)
     before.catch_up()
-    monkeypatch.setattr("pipelines.online.totals.RequestReader.each", lambda reader: iter(()))
+    monkeypatch.setattr("pipelines.online.totals.RequestReader.iter_new", lambda reader: iter(()))
     after.catch_up()
     for budgets in (before.budgets, after.budgets):
         budgets._day = lambda: DAYS[-1]

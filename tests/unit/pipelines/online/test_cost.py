@@ -148,7 +148,7 @@ def test_concurrent_requests(engine_account, clock, tmp_path):
 def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
     """Requests that wait for the read must not occupy the threads that other requests need."""
     may_end = threading.Event()
-    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
+    monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     view = CostView(tmp_path, PRICE)
     with pytest.raises(ApiError) as caught:
@@ -199,7 +199,7 @@ def test_statement_survives_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     before = CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days())
     totals_of.cache_clear()
-    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(()))
+    monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(()))
     assert CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days()) == before
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from peagle.economics.prices import Price
-from peagle.economics.shared_budgets import SharedBudget, changing_budgets
+from peagle.economics.shared_budgets import SharedBudget, edit_budgets
 from pipelines.online import ingress
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError, EngineUnavailable
@@ -190,7 +190,7 @@ def test_operator_sees_all_budgets(tmp_path):
     peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
     peagle_ingress._ring, peagle_ingress._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
-    with changing_budgets(tmp_path / "budgets.json") as budgets:
+    with edit_budgets(tmp_path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=3)
 
     async def cost(key):

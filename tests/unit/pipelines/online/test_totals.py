@@ -199,7 +199,7 @@ def test_checkpoint_is_written_after_enough_records(tmp_path, monkeypatch):
 def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
     monkeypatch.setattr(module, "_MIN_UNSAVED", 10)
     append(tmp_path, *range(45))
-    read = module.RequestReader.each
+    read = module.RequestReader.iter_new
 
     def killed(reader):
         for number, record in enumerate(read(reader)):
@@ -208,7 +208,7 @@ def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
             yield record
 
     with monkeypatch.context() as first:
-        first.setattr(module.RequestReader, "each", killed)
+        first.setattr(module.RequestReader, "iter_new", killed)
         with pytest.raises(KeyboardInterrupt):
             read_totals(tmp_path)
     parsed.clear()
@@ -267,7 +267,7 @@ def test_adding_a_follower_does_not_wait_for_a_read(tmp_path, monkeypatch):
         may_end.wait(10)
         yield a_request("late")
 
-    monkeypatch.setattr(module.RequestReader, "each", slow)
+    monkeypatch.setattr(module.RequestReader, "iter_new", slow)
     totals.read_in_background()
     totals.add_follower(listener)
     assert listener.usd_at_start is None

@@ -31,10 +31,10 @@ class FakeRun:
         drafter = self.resolved.spec.drafter
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 
-    def do(self, *units, refusing=()):
+    def generate(self, *units, refusing=()):
         """Generate and commit units, by default all units of the plan. The engine refuses the rows `refusing`."""
         plan = self.run.plan()
-        for unit in plan.units if not units else [unit for unit in plan.left(()) if unit.unit in units]:
+        for unit in plan.units if not units else [unit for unit in plan.remaining_units(()) if unit.unit in units]:
             self._commit(unit, refusing)
         generated = sum(usage.num_output_tokens for usage in self.run.usages())
         self.run.write_session(replace(SESSION, num_output_tokens=generated))
@@ -45,7 +45,7 @@ class FakeRun:
         for index in range(unit.num_rows):
             if unit.row_id(index) in refusing:
                 prepared.refuse(index, RowError(reason="refused", message="no"))
-        generations = asyncio.run(self._generate(prepared))
+        generations = asyncio.run(self._generations(prepared))
         drafts = [g.speculation for g in generations.values() if g.speculation]
         usage = unit_usage(
             "engine",
@@ -58,7 +58,7 @@ class FakeRun:
         table = prepared.output(generations, self.resolved.model.name, self.resolved.drafter.name)
         assert self.run.commit(unit.unit, table, usage, prepared.letters())
 
-    async def _generate(self, prepared):
+    async def _generations(self, prepared):
         base = self.resolved.sampling.base
         return {
             index: await self.engine.generate(str(index), prompt, {**base, **prepared.sampling[index]})
@@ -71,11 +71,11 @@ class FakeRun:
 def start_run(write_jsonl, tmp_path):
     """Return a function that plans a run in units of two rows. By default, six rows are valid and one is invalid."""
 
-    def start(rows=None, name="run", **keys):
+    def start(rows=None, name="run", **options):
         rows = [*({"prompt": f"say {n}", "id": n} for n in range(6)), "{bad"] if rows is None else rows
         corpus = write_jsonl(rows, f"{name}.jsonl")
-        keys = {"input": str(corpus), "num_speculative_tokens": 3, "rows_per_unit": 2, **keys}
-        return FakeRun(GenerateConfig(output=tmp_path / name, engine="fake", usd_per_hour=1, **keys))
+        options = {"input": str(corpus), "num_speculative_tokens": 3, "rows_per_unit": 2, **options}
+        return FakeRun(GenerateConfig(output=tmp_path / name, engine="fake", usd_per_hour=1, **options))
 
     return start
 
@@ -83,4 +83,4 @@ def start_run(write_jsonl, tmp_path):
 @pytest.fixture
 def finished(start_run):
     """A finished run of four units."""
-    return start_run().do()
+    return start_run().generate()

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
-from peagle.economics.ledger import sessions_bytes
+from peagle.economics.ledger import sessions_to_parquet
 from peagle.runs.audit import Finding, audit_files
 from peagle.runs.lease import hold_lease
 from peagle.runs.plan import Retry, plan_to_bytes
@@ -43,12 +43,12 @@ def test_finished_run_is_clean(finished):
     audit = audit_run(finished)
     assert (audit.findings, audit.notes, audit.is_finished) == ([], [], True)
     assert (audit.num_units, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == (4, 6, 1, 0)
-    assert audit.rows_of == {0: 2, 1: 2, 2: 2, 3: 0}
+    assert audit.rows_by_unit == {0: 2, 1: 2, 2: 2, 3: 0}
     assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished.usages())
 
 
 def test_unfinished_run_has_only_a_note(start_run):
-    run = start_run().do(0, 2)
+    run = start_run().generate(0, 2)
     (run.data / ".unit-00000001.parquet.0.tmp").touch()
     (run.failed / "unit-00000001.cafe.jsonl").touch()
     audit = audit_run(run)
@@ -169,7 +169,7 @@ def test_orphaned_plan_is_found(finished):
 
 
 def test_wrong_or_damaged_plan_is_found(finished, start_run):
-    other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
+    other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").generate()
     shutil.copy(plan_file(other), plan_file(finished))
     assert any("for a different corpus than run.json" in finding.message for finding in audit_run(finished).findings)
     plan_file(finished).write_bytes(b"PAR1 cut off")
@@ -186,7 +186,7 @@ def test_ledger_must_have_every_engine(finished):
     copy = finished.ledger / "session-merged-1.parquet"
     shutil.copy(path, copy)
     assert kinds(finished) == [], "its files are being merged"
-    copy.write_bytes(sessions_bytes([replace(session, ended=False, num_output_tokens=2)]))
+    copy.write_bytes(sessions_to_parquet([replace(session, ended=False, num_output_tokens=2)]))
     assert single_finding(finished).message == "engine process engine is recorded twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
@@ -195,11 +195,11 @@ def test_ledger_must_have_every_engine(finished):
 
 def test_retry_must_match_dead_letters(start_run):
     fake = start_run()
-    run = fake.do(refusing={"000000003"})
+    run = fake.generate(refusing={"000000003"})
     plan_retry(run, run.plan())
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows_left, audit.num_failed_rows) == ([], 2, 0)
-    fake.do(4, 5)
+    fake.generate(4, 5)
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
     run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
@@ -212,25 +212,25 @@ def test_retry_must_match_dead_letters(start_run):
 
 def start_retried(start_run, retry):
     """A run in which all rows of unit 0 failed, with the given retry."""
-    run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
+    run = start_run(name=f"run-{len(retry.rows)}").generate(refusing={"000000000", "000000001"})
     run.add_retries([retry], number=1)
     return run
 
 
 def test_regenerated_unit_must_skip_retried_rows(start_run):
     fake = start_run(rows_per_unit=4)
-    run = fake.do(refusing={"000000001", "000000002"})
+    run = fake.generate(refusing={"000000001", "000000002"})
     plan = plan_retry(run, run.plan())
-    fake.do(2, 3)
+    fake.generate(2, 3)
     run.unit_path(0).unlink()
     audit = audit_run(run)
     assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
-    fake.do(0, refusing={"000000003"})
+    fake.generate(0, refusing={"000000003"})
     run.remove_leftovers()  # the dead letters of the deleted file
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
     plan_retry(run, plan)
-    fake.do(4, 5)
+    fake.generate(4, 5)
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
     run.unit_path(0).unlink()
@@ -249,11 +249,11 @@ def test_missing_units_of_a_complete_run_are_lost(finished):
 
 def test_missing_retried_unit_is_lost(start_run):
     fake = start_run()
-    run = fake.do(0, 1, refusing={"000000003"})
+    run = fake.generate(0, 1, refusing={"000000003"})
     make_report(run)
     plan_retry(run, run.plan())
     assert kinds(run) == []
-    fake.do(2, 3, 4, 5)
+    fake.generate(2, 3, 4, 5)
     run.unit_path(0).unlink()
     assert kinds(run) == []  # the existing report counts only units that exist
     make_report(run)
@@ -288,7 +288,7 @@ def test_empty_file_belongs_to_the_corpus(start_run, tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n\n")
     (folder / "b.jsonl").write_text('{"prompt": "x"}\n')
-    run = start_run(input=str(folder)).do()
+    run = start_run(input=str(folder)).generate()
     assert kinds(run) == []
 
 

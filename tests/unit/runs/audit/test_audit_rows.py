@@ -13,7 +13,7 @@ from peagle.errors import ConfigError
 from peagle.runs import regeneration as module
 from peagle.runs.audit import audit
 from peagle.runs.prepare import plan_retry
-from peagle.runs.regeneration import choose, require_target
+from peagle.runs.regeneration import require_target, sample_rows
 from pipelines.cluster.node import start_only_engine
 
 
@@ -34,7 +34,7 @@ def change_response(run, unit, text):
 
 def test_fake_engine_rows_are_regenerated(start_run):
     rows = [{"prompt": f"say {n}", "sampling": {"max_tokens": 1 + n, "n": 1 + n % 2}} for n in range(5)]
-    run = start_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").do()
+    run = start_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").generate()
     before = sorted(run.root.rglob("*"))
     assert outcomes(run) == ["same"] * 5
     assert sorted(run.root.rglob("*")) == before
@@ -63,9 +63,9 @@ def test_damaged_unit_is_not_sampled(finished):
 
 def test_retried_rows_are_regenerated_from_their_prompts(start_run):
     fake = start_run()
-    run = fake.do(3, 2, 0, 1, refusing={"000000003", "000000004"})
+    run = fake.generate(3, 2, 0, 1, refusing={"000000003", "000000004"})
     plan_retry(run, run.plan())
-    fake.do(4, 5, 6)
+    fake.generate(4, 5, 6)
     assert sorted(row.id for row in audit_run(run).rows) == [f"{n:09d}" for n in range(6)]
     assert set(outcomes(run)) == {"same"}
 
@@ -80,13 +80,13 @@ def test_rows_without_their_input_are_skipped(finished, tmp_path):
 
 
 def test_sample_is_seeded_without_repetition():
-    rows_of = {0: 3, 4: 0, 7: 5}
-    first = choose(rows_of, 4, seed=1)
-    assert first == choose(rows_of, 4, seed=1)
-    assert first != choose(rows_of, 4, seed=2)
+    rows_by_unit = {0: 3, 4: 0, 7: 5}
+    first = sample_rows(rows_by_unit, 4, seed=1)
+    assert first == sample_rows(rows_by_unit, 4, seed=1)
+    assert first != sample_rows(rows_by_unit, 4, seed=2)
     assert sum(map(len, first.values())) == 4
-    assert choose(rows_of, 100, seed=1) == {0: [0, 1, 2], 7: [0, 1, 2, 3, 4]}
-    assert choose({}, 4, seed=1) == {}
+    assert sample_rows(rows_by_unit, 100, seed=1) == {0: [0, 1, 2], 7: [0, 1, 2, 3, 4]}
+    assert sample_rows({}, 4, seed=1) == {}
 
 
 class CoinTossEngine:
@@ -117,7 +117,7 @@ def real_run(start_run, monkeypatch):
     """A run of the fake engine whose manifest names vLLM."""
     rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
     fake = start_run(rows, max_tokens=1, precision="bf16")  # the precision determines the accepted tie
-    run = fake.do()
+    run = fake.generate()
     precision = fake.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
     manifest["config"]["engine"] = "vllm"

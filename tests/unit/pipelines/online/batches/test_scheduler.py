@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader, write_session
-from peagle.economics.shared_budgets import SharedBudget, changing_budgets
+from peagle.economics.shared_budgets import SharedBudget, edit_budgets
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.scheduler import Scheduler, scheduling_order
@@ -527,7 +527,7 @@ def test_run_of_another_process_has_priority(make_scheduler, runner, store, orde
 def shared_budgets(settings, spent):
     """Unspent budgets: three dollars for a tag, two for the endpoint."""
     settings.ledger.mkdir(parents=True)
-    with changing_budgets(settings.ledger / "budgets.json") as shared:
+    with edit_budgets(settings.ledger / "budgets.json") as shared:
         for name, usd in (("team=search", 3), ("endpoint", 2)):
             shared[name] = SharedBudget(name=name, budget_usd=usd)
     spent |= {"bob": 0.0, "team=search": 0.0, "*": 0.0}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, write_draw
+from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, write_draw
 from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_status
 from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
@@ -90,7 +90,7 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
 @pytest.fixture
 def shared(tmp_path):
     """Monthly budgets: ten dollars for a tag, twenty for the endpoint."""
-    with changing_budgets(tmp_path / "budgets.json") as budgets:
+    with edit_budgets(tmp_path / "budgets.json") as budgets:
         for name, usd in (("team=search", 10), ("endpoint", 20)):
             budgets[name] = SharedBudget(name=name, budget_usd=usd, budget_every="month")
 

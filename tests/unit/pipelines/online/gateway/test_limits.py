@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
-from peagle.economics.shared_budgets import SharedBudget, changing_budgets
+from peagle.economics.shared_budgets import SharedBudget, edit_budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import ActualUsage, KeyLimits
@@ -300,7 +300,7 @@ async def overspend_if_possible(random, limits, budgets, prices):
 @pytest.fixture
 def shared(totals):
     """A monthly budget of a dollar for a tag."""
-    with changing_budgets(totals.folder / "budgets.json") as budgets:
+    with edit_budgets(totals.folder / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=1, budget_every="month")
 
 
@@ -329,7 +329,7 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
 
 
 def test_spent_endpoint_budget_refuses_all(limits, budgets, totals):
-    with changing_budgets(totals.folder / "budgets.json") as shared:
+    with edit_budgets(totals.folder / "budgets.json") as shared:
         shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
     budgets.reserve_batch("batch_1", "*", 5)
     admit(limits, key())
@@ -475,7 +475,7 @@ def test_model_has_a_price_soon_after_its_first_answer(ledger_limits, clock, tmp
 
 def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart, tmp_path, monkeypatch):
     may_end = threading.Event()
-    monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
+    monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     after = restart()
     admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")

@@ -1,4 +1,4 @@
-"""Check what Ray's ports expose to a client without the token."""
+"""Call Ray's ports without the token, to check what they expose."""
 
 import http.client
 import urllib.error
@@ -21,9 +21,9 @@ CALLS = (
 def grpc_status(address, call):
     """Return the gRPC status of a call without the token."""
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
+        method = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
         try:
-            ask(b"", timeout=10)
+            method(b"", timeout=10)
         except grpc.RpcError as error:
             return error.code().name
     return "OK"
@@ -40,8 +40,8 @@ def http_answer(host, port, path):
         return 0, b""
 
 
-def exposed_without_token(host, port):
-    """Return what a port exposes without the token: `metrics`, `token` (nothing), or `open` with the status."""
+def port_protection(host, port):
+    """Return `token` if the port requires the token, `metrics` if it serves only metrics, or `open` with the status."""
     metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
     if b"# HELP" in metrics[1]:
         return "metrics"
