@@ -129,9 +129,9 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
     assert len(steps) == 12, "five files are written, and seven deleted"
     for kill_at in range(len(steps)):
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
-        reader, work = RequestReader(folder), WorkReader(folder)
+        reader, work_reader = RequestReader(folder), WorkReader(folder)
         first = next(reader.iter_new())
-        assert sum(counted.num_requests for _, counted in work.new()) == 21
+        assert sum(work.num_requests for _, work in work_reader.new()) == 21
         with monkeypatch.context() as patch:
             record_steps(patch, kill_at)
             with pytest.raises(Killed):
@@ -139,7 +139,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
         assert contents(folder) == before, f"killed before step {kill_at}"
         assert sorted([first.request_id, *(request.request_id for request in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
-        assert sum(counted.num_requests for _, counted in work.new()) == 1
+        assert sum(work.num_requests for _, work in work_reader.new()) == 1
         restarted = RequestReader(folder)
         assert restarted.resume(reader.marks()), "an endpoint's checkpoint is valid"
         assert [request.request_id for request in restarted.new()] == ["silent-99"]
@@ -156,17 +156,17 @@ def copy_ledger(ledger, folder):
 
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
-    reader, work = RequestReader(ledger), WorkReader(ledger)
-    assert (len(reader.new()), sum(counted.num_requests for _, counted in work.new())) == (21, 21)
+    reader, work_reader = RequestReader(ledger), WorkReader(ledger)
+    assert (len(reader.new()), sum(work.num_requests for _, work in work_reader.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
     assert [request.request_id for request in reader.new()] == ["killed-20", "killed-21"]
-    assert sum(counted.num_requests for _, counted in work.new()) == 2
+    assert sum(work.num_requests for _, work in work_reader.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
     assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
     before = contents(ledger)
     compact(ledger, NOW + 2 * DAY_S)
-    assert (contents(ledger), reader.new(), list(work.new())) == (before, [], [])
+    assert (contents(ledger), reader.new(), list(work_reader.new())) == (before, [], [])
 
 
 def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     random, stop, request_ids = Random(seed), threading.Event(), []
-    reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
+    reader, work_reader, num_requests = RequestReader(tmp_path), WorkReader(tmp_path), 0
 
     def compact_often():
         clock = NOW
@@ -203,14 +203,16 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     for number in range(12):
         write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
         request_ids += [request.request_id for request in reader.new()]
-        num_work += sum(counted.num_requests for _, counted in work.new())
+        num_requests += sum(work.num_requests for _, work in work_reader.new())
         assert len(read_sessions(tmp_path)) == number + 2
     stop.set()
     thread.join()
     request_ids += [request.request_id for request in reader.new()]
     assert sorted(request_ids) == sorted(request.request_id for request in RequestReader(tmp_path).new())
     assert (
-        len(set(request_ids)) == len(request_ids) == num_work + sum(counted.num_requests for _, counted in work.new())
+        len(set(request_ids))
+        == len(request_ids)
+        == num_requests + sum(work.num_requests for _, work in work_reader.new())
     )
 
 

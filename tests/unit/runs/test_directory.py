@@ -36,7 +36,7 @@ def run(root, one_unit_plan):
 
 
 @pytest.fixture
-def local(tmp_path, one_unit_plan):
+def local_run(tmp_path, one_unit_plan):
     return make_run(tmp_path / "run", one_unit_plan)
 
 
@@ -73,23 +73,23 @@ def test_leftovers_of_killed_attempts_are_ignored_and_removed(run):
     assert list(run.failed.iterdir()) == []
 
 
-def test_opening_removes_leftovers(local):
-    leftover = local.data / ".unit-00000000.parquet.0123.tmp"
+def test_opening_removes_leftovers(local_run):
+    leftover = local_run.data / ".unit-00000000.parquet.0123.tmp"
     leftover.touch()
-    local.open()
+    local_run.open()
     assert not leftover.exists()
 
 
-def test_folder_with_other_files_is_refused(tmp_path, local, s3):
+def test_folder_with_other_files_is_refused(tmp_path, local_run, s3):
     (tmp_path / "thesis.tex").touch()
     write_atomic(storage_path("s3://bucket/other/chapters/one.tex"), b"")
     for root in (tmp_path, "s3://bucket/other"):
         with pytest.raises(ConfigError, match="has other files"):
-            RunDirectory(root).create({}, local.plan())
+            RunDirectory(root).create({}, local_run.plan())
 
 
 @pytest.mark.parametrize("existing_file", ["plan.0123456789ab.parquet", "run.json"])
-def test_next_driver_completes_a_half_created_directory(tmp_path, local, existing_file):
+def test_next_driver_completes_a_half_created_directory(tmp_path, local_run, existing_file):
     run = RunDirectory(tmp_path / "killed")
     for folder in (".lease", "data", "failed"):
         (run.root / folder).mkdir(parents=True)
@@ -99,9 +99,9 @@ def test_next_driver_completes_a_half_created_directory(tmp_path, local, existin
     leftover.write_bytes(b"PAR1")
     run.require_own()
     assert leftover.exists()  # without the lease, another driver may be writing it
-    assert run.create({"schema": 1}, local.plan())
+    assert run.create({"schema": 1}, local_run.plan())
     assert not leftover.exists()
-    assert (run.manifest()["schema"], run.plan()) == (1, local.plan())
+    assert (run.manifest()["schema"], run.plan()) == (1, local_run.plan())
     run.open()
     assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
 
@@ -125,20 +125,20 @@ def test_dead_letters_of_uncommitted_units_are_kept(run):
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_driver_without_lease_changes_nothing(local):
-    local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
-    with hold(local) as lease:
-        local.hold(lease)
-        other_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
-        (local.root / ".lease" / "2.json").write_text(other_lease)
-        leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
+def test_driver_without_lease_changes_nothing(local_run):
+    local_run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    with hold(local_run) as lease:
+        local_run.hold(lease)
+        other_lease = (local_run.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local_run.root / ".lease" / "2.json").write_text(other_lease)
+        leftovers = [local_run.data / ".unit-00000001.parquet.0123.tmp", local_run.root / "plan.0123456789ab.parquet"]
         for path in leftovers:
             path.touch()
-        for step in (local.open, local.remove_leftovers, lambda: plan_retry(local, local.plan())):
+        for step in (local_run.open, local_run.remove_leftovers, lambda: plan_retry(local_run, local_run.plan())):
             with pytest.raises(RunInUse):
                 step()
         assert all(path.exists() for path in leftovers)
-        assert local.plan().num_retries == 0
+        assert local_run.plan().num_retries == 0
 
 
 def test_only_one_of_two_concurrent_retries_is_written(run):
@@ -151,10 +151,10 @@ def test_only_one_of_two_concurrent_retries_is_written(run):
     assert run.plan().num_retries == 1
 
 
-def test_unwritable_folder_is_refused(tmp_path, local):
+def test_unwritable_folder_is_refused(tmp_path, local_run):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        RunDirectory(tmp_path / "file" / "run").create({}, local.plan())
+        RunDirectory(tmp_path / "file" / "run").create({}, local_run.plan())
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
@@ -240,46 +240,46 @@ def test_stop_signal_reaches_only_the_drivers_own_workers(run):
 
 
 @pytest.fixture
-def remote(s3, one_unit_plan):
+def remote_run(s3, one_unit_plan):
     return make_run("s3://bucket/runs/first", one_unit_plan)
 
 
 @pytest.mark.parametrize("fault", [500, 503, "connection_cut", "response_lost"])
-def test_lost_store_responses_do_not_duplicate_a_commit(remote, s3, fault):
+def test_lost_store_responses_do_not_duplicate_a_commit(remote_run, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(fault, method="PUT", path="/data/", times=2)
     s3.fail(fault, method="PUT", path="/failed/")
-    assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
-    assert list(remote.dead_letters()) == letters
-    assert [usage.num_rows for usage in remote.usages()] == [1]
-    assert remote.remove_leftovers() == 0
+    assert remote_run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
+    assert list(remote_run.dead_letters()) == letters
+    assert [usage.num_rows for usage in remote_run.usages()] == [1]
+    assert remote_run.remove_leftovers() == 0
 
 
-def test_failed_store_write_commits_nothing(remote, s3):
+def test_failed_store_write_commits_nothing(remote_run, s3):
     s3.fail(403, method="PUT", path="/data/")
     with pytest.raises(StorageError, match=r"unit-00000000\.parquet"):
-        remote.commit(0, TABLE, usage(), [])
-    assert remote.committed() == set()
-    assert remote.commit(0, TABLE, usage(), [])
+        remote_run.commit(0, TABLE, usage(), [])
+    assert remote_run.committed() == set()
+    assert remote_run.commit(0, TABLE, usage(), [])
     s3.fail(403, method="GET", path="/data/unit")
     with pytest.raises(StorageError, match="cannot be read") as refused:
-        list(remote.usages())
+        list(remote_run.usages())
     assert "damaged" not in str(refused.value)
 
 
-def test_unit_metadata_on_s3_is_read_once(remote, s3):
+def test_unit_metadata_on_s3_is_read_once(remote_run, s3):
     for unit in range(40):
-        remote.commit(unit, TABLE, usage(), [])
-    assert [usage.num_rows for usage in remote.usages()] == [2] * 40
-    assert remote.remove_leftovers() == 0
-    assert list(remote.dead_letters()) == []
+        remote_run.commit(unit, TABLE, usage(), [])
+    assert [usage.num_rows for usage in remote_run.usages()] == [2] * 40
+    assert remote_run.remove_leftovers() == 0
+    assert list(remote_run.dead_letters()) == []
     assert s3.count("GET", "/data/unit") == 40
 
 
-def test_stop_on_s3_is_polled_in_a_thread(remote, s3, one_unit_plan):
-    poll_stop = remote.stop.reader()
+def test_stop_on_s3_is_polled_in_a_thread(remote_run, s3, one_unit_plan):
+    poll_stop = remote_run.stop.reader()
     s3.fail(403, method="GET", path=".stop.json")
-    remote.stop.request(7.5)
+    remote_run.stop.request(7.5)
     deadline = time.monotonic() + 10
     while poll_stop() is None:
         assert time.monotonic() < deadline

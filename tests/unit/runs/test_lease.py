@@ -19,17 +19,17 @@ def hold(root, *, expiry_s=30.0, announce=lambda _: None):
     return hold_lease(root, expiry_s=expiry_s, command=["peagle", "generate", "--input", "a b"], announce=announce)
 
 
-def put(root, lease):
+def write_lease(root, lease):
     write_atomic(root / ".lease" / f"{lease.number}.json", lease_module._to_bytes(lease))
 
 
 @pytest.fixture
-def foreign(root):
+def foreign_lease(root):
     """A lease of a driver on another host that was never released."""
     with hold(root):
         own = read_lease(root)
     lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(root, lease)
+    write_lease(root, lease)
     return lease
 
 
@@ -66,16 +66,16 @@ def test_second_driver_is_refused_while_the_first_is_alive(root):
         assert read_lease(root).number == 1
 
 
-def test_silent_driver_is_replaced_after_expiry(root, foreign):
-    put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
+def test_silent_driver_is_replaced_after_expiry(root, foreign_lease):
+    write_lease(root, replace(foreign_lease, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
     with hold(root) as own:
-        assert own.number == foreign.number + 1
+        assert own.number == foreign_lease.number + 1
     assert 1.0 <= time.monotonic() - started < 15  # the time to live of the silent driver's lease, not of the new one
 
 
-def test_wrong_clock_does_not_expire_a_lease(root, foreign):
-    beat = threading.Timer(0.3, lambda: put(root, replace(foreign, beat=1, renewed_at=0.0)))
+def test_wrong_clock_does_not_expire_a_lease(root, foreign_lease):
+    beat = threading.Timer(0.3, lambda: write_lease(root, replace(foreign_lease, beat=1, renewed_at=0.0)))
     beat.start()
     with pytest.raises(RunInUse, match="elsewhere"), hold(root):
         pass
@@ -106,12 +106,12 @@ def test_reused_pid_is_not_the_driver(root):
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
         other = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
-        put(root, other)
+        write_lease(root, other)
         assert slow.lost.wait(2)
     assert read_lease(root) == other
 
 
-def test_one_of_several_simultaneous_drivers_wins(root, foreign):
+def test_one_of_several_simultaneous_drivers_wins(root, foreign_lease):
     outcomes, all_done = [], threading.Barrier(4)
 
     def drive():
@@ -186,7 +186,7 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
 def test_lost_lease_is_noticed_on_check(root):
     with hold(root) as slow:
         slow.require()
-        put(root, replace(read_lease(root), number=2, token="another's"))
+        write_lease(root, replace(read_lease(root), number=2, token="another's"))
         with pytest.raises(RunInUse, match="taken over"):
             slow.require()
 
@@ -207,7 +207,7 @@ def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
 def test_errors_after_a_takeover_say_so(root):
     def drive():
         with hold(root):
-            put(root, replace(read_lease(root), number=2, token="another's"))
+            write_lease(root, replace(read_lease(root), number=2, token="another's"))
             raise ConfigError("a file vanished")
 
     with pytest.raises(RunInUse, match="taken over"):

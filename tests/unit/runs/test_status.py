@@ -167,36 +167,36 @@ def test_watch_interval_must_be_positive(run, capsys, flags):
 PRICE = Price.fixed(usd_per_hour=7200, device="vcpu", num_devices=2)  # a dollar for each second of a vCPU
 
 
-def living(name, life_s, *, num_devices=1, ended=False):
+def session_lasting(name, life_s, *, num_devices=1, ended=False):
     return engine_session(name, num_devices=num_devices, started_at=1000.0, load_s=life_s, ended=ended)
 
 
 @pytest.fixture
 def spending(clock):
-    earlier = [living("killed", 10.0), living("ended", 5.0, ended=True)]
+    earlier = [session_lasting("killed", 10.0), session_lasting("ended", 5.0, ended=True)]
     return Spending([], earlier, PRICE, heartbeat_s=4.0, monotonic=clock)
 
 
 def test_earlier_attempts_cost_their_heartbeats(spending, clock):
     assert spending.usd == 15.0
     clock.now += 1000
-    assert spending.observe([living("killed", 10.0), living("ended", 5.0, ended=True)]) == 15.0
+    assert spending.observe([session_lasting("killed", 10.0), session_lasting("ended", 5.0, ended=True)]) == 15.0
 
 
 def test_engine_costs_between_heartbeats(spending, clock):
-    assert spending.observe([living("a", 3.0, num_devices=2)]) == 15 + 6
+    assert spending.observe([session_lasting("a", 3.0, num_devices=2)]) == 15 + 6
     clock.now += 1.5
-    assert spending.observe([living("a", 3.0, num_devices=2)]) == 15 + 9
-    assert spending.observe([living("a", 4.0, num_devices=2)]) == 15 + 8
+    assert spending.observe([session_lasting("a", 3.0, num_devices=2)]) == 15 + 9
+    assert spending.observe([session_lasting("a", 4.0, num_devices=2)]) == 15 + 8
 
 
 def test_silent_engine_costs_at_most_two_heartbeats(spending, clock):
-    spending.observe([living("a", 3.0)])
+    spending.observe([session_lasting("a", 3.0)])
     clock.now += 100
-    assert spending.observe([living("a", 3.0)]) == 15 + 3 + 8
+    assert spending.observe([session_lasting("a", 3.0)]) == 15 + 3 + 8
 
 
 def test_ended_engine_costs_nothing_more(spending, clock):
-    spending.observe([living("a", 3.0, ended=True)])
+    spending.observe([session_lasting("a", 3.0, ended=True)])
     clock.now += 100
-    assert spending.observe([living("a", 3.0, ended=True)]) == 18
+    assert spending.observe([session_lasting("a", 3.0, ended=True)]) == 18
