@@ -117,7 +117,10 @@ def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Un
 
 
 def _observe(supervisor: Supervisor) -> None:
-    """Let the supervisor observe the run. If it fails, abandon Ray, because engines are still working."""
+    """Let the supervisor observe the run.
+
+    If that fails, abandon Ray: `ray.shutdown` would abort while engines are loading.
+    """
     try:
         supervisor.observe()
     except (PeagleError, OSError):
@@ -206,7 +209,7 @@ class _Receipts:
         threading.Thread(target=self._consume, daemon=True).start()
 
     def __iter__(self) -> Iterator[UnitUsage | None]:
-        """Yield the usage of each committed unit, and None at least every second."""
+        """Yield the usage of each committed unit, and None whenever no receipt arrives for a second."""
         while True:
             try:
                 item = self._queue.get(timeout=_POLL_S)

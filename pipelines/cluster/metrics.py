@@ -1,10 +1,10 @@
 """All metrics, and the listeners that feed Ray's exporter.
 
-Labels are vLLM's and OpenCost's (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names
+Labels have vLLM's names (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names
 and buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
 2026-11-26). Ray adds the prefix `ray_` and its own labels, and computes a histogram's sum from the middles of buckets.
 
-Ray's exporter has no authentication, so only keys with a budget appear by name.
+Ray's exporter has no authentication. To reveal little, it names only API keys that have a budget.
 """
 
 import threading
@@ -41,7 +41,7 @@ METRICS = {
             "peagle_requests_total",
             "counter",
             "requests",
-            "requests that left an engine; `outcome` is ok, cut or failed",
+            "requests that left an engine; `outcome` is ok, cut (the client disconnected) or failed",
             (*_MODEL_LABELS, "outcome"),
         ),
         Metric(
@@ -85,7 +85,7 @@ METRICS = {
             "peagle_draft_tokens_per_pos_total",
             "counter",
             "tokens",
-            "verified drafts by `position` in their draft, from 0 on",
+            "verified draft tokens by `position` in their draft, from 0 on",
             (*_MODEL_LABELS, "position"),
         ),
         Metric(
@@ -106,7 +106,7 @@ METRICS = {
             "peagle_engine_usd_total",
             "counter",
             "USD",
-            "price of all seconds of the engines; `state` is start, busy or idle",
+            "cost of all engine time; `state` is start, busy or idle",
             (*_MODEL_LABELS, "state"),
         ),
         Metric("peagle_request_usd_total", "counter", "USD", "price of the busy seconds that requests are charged for"),

@@ -1,7 +1,7 @@
 """Keep the terminal's signals from Ray, and Ray's output from the terminal.
 
-Ctrl-C, `timeout` and many supervisors signal a whole process group. If Ray's processes were in that of the command, the
-raylet and the engines would end before running units could be committed.
+Ctrl-C, `timeout` and many supervisors signal a whole process group. If Ray's processes were in the command's process
+group, the raylet and the engines would end before units in progress could be committed.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The options of the endpoint, the same in YAML and on the command line.
 
-Options of a model apply to the only model, or to all entries of `models`.
+Model options at the top level apply to the only model, or to all entries of `models`.
 """
 
 import json
@@ -121,11 +121,13 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     is_behind_sagemaker: ClassVar[bool] = False
 
     models: tuple[ServedModelOptions, ...] = Field(
-        (), description="several models: a list of these keys; keys next to the list apply to all models"
+        (),
+        description="several models: a list of mappings with the model options; options next to the list apply to all"
+        " models",
     )
     host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
-    tls_cert: Path | None = Field(None, description="PEM certificate with its issuers, for https")
+    tls_cert: Path | None = Field(None, description="PEM file with the certificate chain, for https")
     tls_key: Path | None = Field(
         None, description="the certificate's private key in PEM, not encrypted, readable only by its owner"
     )
@@ -175,7 +177,9 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     )
     max_stored_files: int = Field(2000, ge=1, description="number of files, and of batches, that a key may store")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
-    max_transfers_mib: int = Field(256, ge=1, description="MiB for concurrent uploads and downloads; each takes 2 MiB")
+    max_transfers_mib: int = Field(
+        256, ge=1, description="MiB of memory for concurrent uploads and downloads; each takes 2 MiB"
+    )
     max_transfers_mib_per_key: int = Field(32, ge=1, description="MiB for concurrent uploads and downloads of one key")
     presigned_downloads: bool = Field(
         True,

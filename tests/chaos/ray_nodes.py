@@ -102,7 +102,8 @@ class RayNodes:
     def replace_head(self) -> None:
         """Kill the head, and start another one on the same address.
 
-        Ray stores the address of a local cluster in a file, and refuses to start a head there while local nodes use it.
+        Ray stores the address of a local cluster in a file, and refuses to start a head at that address while local
+        nodes are connected to it.
         """
         from ray._common.utils import reset_ray_address
 

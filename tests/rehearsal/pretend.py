@@ -25,7 +25,7 @@ _ABSENT_OPS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-# A dependency of the CUDA build. vLLM imports its attention back end to find out what it supports.
+# FlashInfer, a dependency of the CUDA build: vLLM imports its back end to query what that supports.
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 _libraries: list[Any] = []
 

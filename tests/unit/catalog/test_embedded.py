@@ -100,7 +100,7 @@ def test_a_target_in_a_read_only_folder_is_used(converter, monkeypatch):
     assert converter.num_runs == 1
 
 
-def test_concurrent_processes_convert_once(converter):
+def test_concurrent_callers_convert_once(converter):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: ensure_embedded(NAME), range(8)))
     assert converter.num_runs == 1

@@ -14,7 +14,7 @@ def budgets(tmp_path):
 
 
 def test_set_list_and_remove_budgets(tmp_path, budgets, capsys):
-    assert budgets("list") == 2, "the state folder does not exist"
+    assert budgets("list") == 2, "the state folder has no ledger yet"
     assert budgets("set", "team=search", "--budget-usd", "5", "--every", "month") == 0
     assert budgets("set", "endpoint", "--budget-usd", "20") == 0
     now = time.time()
