@@ -2,7 +2,7 @@
 
 import torch
 
-from peagle.drafter.head import silence_library
+from peagle.drafter.head import silence_speculators
 from peagle.drafter.target import read_architecture
 
 
@@ -13,7 +13,7 @@ def save_block_head(
     from speculators.models.dflash import DFlashDraftModel
     from speculators.models.dspark import DSparkDraftModel
 
-    silence_library()
+    silence_speculators()
     architecture = read_architecture(target)
     model = DFlashDraftModel if algorithm == "dflash" else DSparkDraftModel
     head = model.from_training_args(
