@@ -46,11 +46,11 @@ class Hardware:
         memory_gib, free_memory_gib: memory of one accelerator, or of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
-        accelerator_kinds: CUDA_VISIBLE_DEVICES by GPU name.
+        accelerator_kinds: for each GPU name, the CUDA_VISIBLE_DEVICES that selects these GPUs.
         has_mig: whether a visible GPU is divided into MIG slices.
         driver: NVIDIA's driver version, such as 580.65.06; empty if unknown.
         core_ids: one logical CPU per physical core in the affinity mask, by NUMA node.
-        is_cpu_quota: whether a cgroup quota is below the affinity mask.
+        is_cpu_quota: whether a cgroup quota grants fewer CPUs than the affinity mask.
         machine_names: instance type, node group and region, if known (`detect_machine`).
     """
 

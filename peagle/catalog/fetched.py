@@ -112,7 +112,7 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     large = [file for file in model.files if is_weights(file.name)]
 
     def waiting() -> None:
-        announce(f"{model.at}: waiting for another process of this node that is fetching it")
+        announce(f"{model.at}: waiting for another process on this node to fetch it")
 
     with locked(folder.with_name(f".{folder.name}.weights.lock"), waiting=waiting):
         _fetch(model.at, large, folder, announce)

@@ -1,15 +1,15 @@
 """The forward pass of a head over a batch, and its loss.
 
 These functions use the modules of `speculators`' models, but not their forward passes, which pack documents into one
-square mask, sample rows themselves, and store the logits of every row. Here, rows are arguments, each document
-attends only to itself, and logits are computed only for rows with a loss. For the same rows, the results are equal
-(tests/unit/drafter/test_forward.py).
+square mask, sample rows themselves, and store the logits of every row. Here, the caller passes the rows (one for each
+anchor and depth, see `batch.py`), each document attends only to itself, and logits are computed only for rows with a
+loss. For the same rows, the results are equal (tests/unit/drafter/test_forward.py).
 
 A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. In an EAGLE-3 head, the row at
 depth d reads the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In
 training, the token is the document's (teacher forcing, as in `speculators`); in an engine it is a draft of the head.
 
-Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
+Shapes: T tokens, S rows, R rows with a loss, P positions with a loss, A aux layers, D depths, H hidden size.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -223,9 +223,10 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the greedy drafts after each known token, [T - 1, K], as token ids of the target.
+    """Return the greedy drafts for each number of known tokens, [T - 1, K], as token ids of the target.
 
-    Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response contain -1.
+    Row t has the drafts for the tokens t+2, t+3, ... of the document, made when the tokens up to t+1 are known. Rows
+    outside the response contain -1.
     """
     num_tokens, k = len(document.token_ids_T), num_speculative_tokens
     anchor, depth, states = _draft_states(head, document, k)
@@ -259,15 +260,15 @@ def count_accepted(token_ids: Sequence[int], drafted: torch.Tensor, start: int) 
     and emits 8, so the result is [2].
     """
     accepted = []
-    num_known = start
-    while num_known < len(token_ids) - 1:
+    last_known = start
+    while last_known < len(token_ids) - 1:
         num_accepted = 0
-        for draft, token in zip(drafted[num_known - 1].tolist(), token_ids[num_known + 1 :], strict=False):
+        for draft, token in zip(drafted[last_known - 1].tolist(), token_ids[last_known + 1 :], strict=False):
             if draft != token:
                 break
             num_accepted += 1
         accepted.append(num_accepted)
-        num_known += num_accepted + 1
+        last_known += num_accepted + 1
     return accepted
 
 

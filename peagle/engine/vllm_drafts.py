@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
 _LEARNING_STEPS, _LEARN_EVERY = 64, 8  # after these steps, learn only from every eighth: it takes as long as choosing
+# Of these steps, one verifies nothing, so that the time of a step without drafts is measured, not extrapolated. It is a
+# step that is learned from.
+_PLAIN_EVERY = 64
 
 
 @dataclass(slots=True)
@@ -145,7 +148,10 @@ class SchedulerDrafts:
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
         survival[is_missing] = 0.0
         context_tokens = sum(request.num_computed_tokens for request in running)
-        chosen = budget.choose(survival, max(len(running), len(rows)), context_tokens)
+        if self._is_plain_step():
+            chosen = np.zeros(len(rows))
+        else:
+            chosen = budget.choose(survival, max(len(running), len(rows)), context_tokens)
         for row, (index, request, drafts) in enumerate(rows):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
             drafts.log_odds = odds[row]
@@ -153,6 +159,10 @@ class SchedulerDrafts:
             if num_chosen == 0 and request.spec_decode_metrics is not None:
                 request.spec_decode_metrics.histogram[0] += 1  # vLLM only counts steps that verify drafts
             drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
+
+    def _is_plain_step(self) -> bool:
+        period = _LEARN_EVERY if self._num_steps < _LEARNING_STEPS else _PLAIN_EVERY
+        return self._num_steps % period == period - 1
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""

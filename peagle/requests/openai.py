@@ -21,10 +21,10 @@ class Body:
     """A parsed request body.
 
     Attributes:
-        content: messages, a text or token ids.
+        content: messages, a string or token ids.
         template: variables for the chat template, including `tools`.
         add_special_tokens: None means False for chats and True for completions.
-        parsing: fields that vLLM's parsers of tool calls and reasoning read; None without a parser or a chat.
+        parsing: fields for vLLM's tool-call and reasoning parsers; None for completions, or if no parser is configured.
     """
 
     content: Any
@@ -79,7 +79,7 @@ def template_error(arguments: Any) -> str | None:
 
 
 def _single_prompt(prompt: Any) -> Any:
-    """Return a text or token ids. The API also accepts a list of prompts, but a row has only one prompt."""
+    """Return a string or token ids. The API also accepts a list of prompts, but a row has only one prompt."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
@@ -259,7 +259,10 @@ def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> 
 
 
 def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
-    """Return an event of a streamed response, with choices made by `chunk_choice`. The last event has only usage."""
+    """Return an event of a streamed response, with choices made by `chunk_choice`.
+
+    The caller adds usage to the last event, which has no choices.
+    """
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion.chunk" if is_chat else "text_completion",

@@ -73,7 +73,7 @@ class FakeEndpoint:
 
     Args:
         folder: parent of the ledger.
-        num_requests: number of requests per engine in the ledger, within the last minutes.
+        num_requests: number of requests per engine in the ledger, within the last few minutes.
         models: served names.
         budgets: keys with a budget.
         access: fields of `GateSettings` that define the keys; without any, no key is required.

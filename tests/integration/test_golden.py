@@ -1,4 +1,4 @@
-"""A stopped run can still be resumed, and its ledger and an endpoint's ledger still cost the same.
+"""A stopped run of an earlier version can be resumed, and its ledger and an endpoint's ledger have the same cost.
 
 They were written on 2026-11-27 at commit c8525b2. The run is from `peagle generate --engine fake
 --fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...` and was stopped after two of four units.

@@ -21,7 +21,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.serve.flow import UploadAckReceiver
 from pipelines.online.wire import header
 
-# A string, possibly without its closing quote. Otherwise each quote inside would restart the search.
+# The closing quote is optional, because an unterminated string would make the search restart at each later quote.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds
@@ -56,7 +56,7 @@ class BodyLimits:
 
 
 def _counts(text: bytes) -> tuple[int, int, int]:
-    """Return the number of containers, members, and separators in text without strings."""
+    """Return the number of containers, members and separators in `text`; at most these if it contains strings."""
     return text.count(b"[") + text.count(b"{"), text.count(b":"), text.count(b",")
 
 
@@ -157,8 +157,8 @@ def require_plain(scope: Scope) -> None:
 class Upload:
     """The `receive` of a request with a large body. `is_whole` is set when the whole body was read.
 
-    Acknowledges to the proxy, through `send`, what was read (`serve/flow.py`). Each piece and the whole body have a
-    timeout.
+    Reports to the proxy, through `send`, how much was read, so that it sends more (`serve/flow.py`). Each piece and the
+    whole body have a timeout.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:

@@ -8,8 +8,8 @@ from pipelines.online.replica import server
 
 
 @pytest.mark.parametrize(("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1")])
-def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, expected):
-    """An endpoint's engine has the same OpenMP settings as a bulk engine; Ray's number of threads is ignored."""
+def test_threads_of_large_engines_do_not_yield(monkeypatch, set_by_user, max_num_seqs, expected):
+    """A replica with many sequences sets KMP_USE_YIELD=0, unless the user set it, and drops Ray's OMP_NUM_THREADS."""
 
     class Replica(server.PeagleServer):
         def __init__(self):
@@ -19,7 +19,7 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
             pass
 
     for name, value in (("KMP_USE_YIELD", set_by_user), ("OMP_NUM_THREADS", "1")):
-        monkeypatch.setenv(name, value or "")  # restored after the test
+        monkeypatch.setenv(name, value or "")  # set first, so that monkeypatch also undoes what the replica sets
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
     monkeypatch.setattr(server, "claim_slot", lambda app_id: 1)
