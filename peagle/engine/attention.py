@@ -95,7 +95,7 @@ def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
     return spec_precision(spec, hardware).kv_cache
 
 
-def check_drafter(spec: EngineSpec, hardware: Hardware) -> None:
+def _check_drafter(spec: EngineSpec, hardware: Hardware) -> None:
     """Raise a ConfigError if vLLM cannot run the drafter on this hardware or with these options."""
     drafter = spec.drafter
     if drafter is None or not drafter.is_block:
@@ -127,7 +127,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
             " graphs (vllm-project/vllm issue 45425)",
             hint="remove decode_context_parallel_size, or use --drafter none",
         )
-    check_drafter(spec, hardware)
+    _check_drafter(spec, hardware)
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
     row = next((row for row in AVOIDED if row.instead is None and row.affects(spec, hardware)), None)

@@ -106,11 +106,15 @@ def online_cases():
     return cases
 
 
+def plain_engine(model):
+    return EngineSpec(model=model, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
+
+
 @pytest.fixture(scope="module")
 def answers(tokenizer, tmp_path_factory):
     """The answers of an engine without a drafter, and of one with the shipped head and a lookup."""
     here, model = hardware.detect(), resolve_model("smollm2-135m")
-    plain = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
+    plain = plain_engine(model.path)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
     drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
     cases = {"bulk": bulk_cases(tokenizer), "online": online_cases()}
@@ -143,11 +147,8 @@ def test_a_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tm
     """The head is random, so its drafts are rejected, and `verify="auto"` soon verifies fewer of them."""
     head = save_block_head(tmp_path / "head", embedded_target, verifier="smollm2-135m")
     drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="auto")
-    plain = EngineSpec(
-        model=str(embedded_target), precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True
-    )
     cases = {name: case for name, case in bulk_cases(tokenizer).items() if "stop" in name or "max_tokens" in name}
-    spec = dataclasses.replace(plain, drafter=drafter)
+    spec = dataclasses.replace(plain_engine(str(embedded_target)), drafter=drafter)
     drafted = _answers(spec, hardware.detect(), {"bulk": cases, "online": {}}, tmp_path)
     result = {name: list(differences(answers[0][name], drafted[name])) for name in cases}
     assert {name: different for name, different in result.items() if different} == {}

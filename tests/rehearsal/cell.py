@@ -187,7 +187,7 @@ def _keys(flags: list[str]) -> dict[str, Any]:
 def _target_layers(config: Any) -> Iterator[Layer]:
     """Yield the attention layers of a target by kind."""
     text = config.model_config.hf_text_config
-    kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+    kinds = _layer_types(text)
     is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
     for kind in dict.fromkeys(kinds):
         is_full = kind == "full_attention"
@@ -211,7 +211,7 @@ def _draft_layers(config: Any) -> Iterator[Layer]:
         return
     head = spec.draft_model_config.hf_text_config
     start = config.model_config.hf_text_config.num_hidden_layers
-    kinds = list(getattr(head, "layer_types", None) or ["full_attention"] * head.num_hidden_layers)
+    kinds = _layer_types(head)
     for kind in dict.fromkeys(kinds):
         yield Layer(
             name=f"model.layers.{start + kinds.index(kind)}",
@@ -221,6 +221,10 @@ def _draft_layers(config: Any) -> Iterator[Layer]:
             head_dim=head.head_dim,
             window=None if kind == "full_attention" else head.sliding_window,
         )
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def _draft_config(config: Any) -> Any:
