@@ -20,7 +20,6 @@ from pathlib import Path
 
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware
 from peagle.private import temporary_folder, user_path
 
 ROOT = "VLLM_CACHE_ROOT"
@@ -61,12 +60,12 @@ def has_compiled_code(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
     return _note(spec, inherited).exists()
 
 
-def note_compiled(spec: EngineSpec, hardware: Hardware, inherited: Mapping[str, str]) -> None:
-    """Note that an engine on a CPU has compiled and stored its code, so that later engines load it.
+def note_compiled(spec: EngineSpec, inherited: Mapping[str, str]) -> None:
+    """Note that an engine has compiled and stored its code, so that later engines load it.
 
-    Does nothing for an engine that does not compile, or on GPUs.
+    Does nothing for an engine that does not compile.
     """
-    if spec.enforce_eager or hardware.platform != "cpu":
+    if spec.enforce_eager:
         return
     note = _note(spec, inherited)
     with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ class TargetOptions(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
     enforce_eager: bool = Field(
         False,
-        description="do not compile: starts sooner, decodes slower; default on CPUs: for endpoints and short bulk runs,"
+        description="do not compile: starts sooner, decodes slower; default for short bulk runs and endpoints on CPUs,"
         " unless compiled code exists",
     )
     kv_cache_gib: float | None = Field(

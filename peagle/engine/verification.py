@@ -1,4 +1,4 @@
-"""Decide how many drafted tokens to verify in the next step, and whether drafting pays at all.
+"""Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
 A draft survives if it and all earlier drafts of its request are accepted. The drafter's own log-probability predicts
 this well. Of all drafts, the most likely to survive are verified, as many as maximise
@@ -23,7 +23,8 @@ Mask = npt.NDArray[np.bool_]
 
 _LIMIT = 6.0  # of a log-odds, so that one surprise does not dominate a fit
 _MEMORY = 0.999  # weight of an observation after each later one: a fit follows changes of the prompts and the machine
-_MEMORY_OF_GAIN = 96  # requests x steps over which the gain of drafting is averaged, but 6 steps or more
+_MEMORY_OF_GAIN = 256  # requests x steps over which the gain of drafting is averaged, but 16 steps or more
+_RECENT_ROWS = 64  # drafts from which the gain at another load is predicted
 _TRIAL = 16  # drafted steps before drafting may be stopped
 _RETRY_S = 30.0  # until drafting is tried again; doubles up to `_MAX_RETRY_S` while it does not pay
 _MAX_RETRY_S = 480.0
@@ -96,6 +97,42 @@ class LinearCost:
         self._weights = np.asarray(np.linalg.solve(self._information, self._moments), dtype=np.float64)
 
 
+class PromptCost:
+    """The drafter's seconds for prompts, per output token of their requests."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token = MovingMean(16)
+        self._prompt_tokens, self._max_tokens, self._output_tokens = MovingMean(64), MovingMean(64), MovingMean(64)
+
+    @property
+    def seconds_per_output_token(self) -> float:
+        # Short responses are the first to end, so the first ones are no sample.
+        has_sample = self._output_tokens.num_values >= 16
+        output_tokens = self._output_tokens.mean if has_sample else self._max_tokens.mean
+        return self._seconds_per_token.mean * self._prompt_tokens.mean / max(1.0, output_tokens)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._seconds_per_token.add(seconds / num_tokens)
+
+    def start_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        self._prompt_tokens.add(num_prompt_tokens)
+        self._max_tokens.add(max_tokens)
+
+    def end_request(self, num_output_tokens: int) -> None:
+        self._output_tokens.add(num_output_tokens)
+
+
+class MovingMean:
+    """The mean of all values, and of about the last `memory` once there are more."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory, self.num_values, self.mean = memory, 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.num_values += 1
+        self.mean += (value - self.mean) / min(self.num_values, self._memory)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodingStep:
     """What determines the duration of a decoding step.
@@ -104,35 +141,57 @@ class DecodingStep:
         num_requests: requests that each get at least one token.
         num_verified: drafted tokens to verify.
         context_tokens: tokens in the caches of these requests.
+        depth: how many tokens the drafter then drafts for each request.
     """
 
     num_requests: int
     num_verified: int
     context_tokens: int
+    depth: int
 
 
 class DraftBudget:
-    """Chooses the drafts to verify, for the requests of one engine.
+    """Chooses the drafts to verify and the depth of the next drafts, for the requests of one engine.
 
     Args:
         num_speculative_tokens: K, the maximum number of drafts of a request.
+        is_depth_fixed: whether the drafter always drafts K tokens.
+
+    Attributes:
+        depth: how many tokens to draft for each request in the next step.
+        prompts: the drafter's time for prompts.
     """
 
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
+        self.depth = num_speculative_tokens
+        self._depths = [self.depth] if is_depth_fixed else list(range(1, self.depth + 1))
+        self._worths: Array = np.zeros(len(self._depths))  # net tokens per request and step, by depth
+        self._num_worths = 0
+        self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
         # For the first steps: the embedded target on two cores has 23.5 ms without drafts, 0.1 ms for each token up to
         # 16 and 0.4 ms above, and 7 ms for the drafter (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
         self._target = LinearCost([1.0, 0.005, 0.012, 0.05])
-        self._drafter = LinearCost([0.2, 0.02, 0.005])
+        self._drafter = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
         self._tokens = self._plain_tokens = 1.0
+        self._plain_tokens_per_s = 0.0
+        self._load, self._context_tokens = 0, 0.0  # requests of a step, and tokens in the cache of each
+        self._recent: Array = np.zeros((0, self.depth))  # survival of recent drafts
+        self.prompts = PromptCost()
         self._num_trials = 0
         self._retry_s, self._retry_at, self._stopped_at_load = _RETRY_S, 0.0, 0
 
     @property
     def _gain(self) -> float:
-        """The ratio of tokens/s with drafts to tokens/s without, smoothed over steps."""
+        """The ratio of tokens/s with drafts to tokens/s without in decoding, smoothed over steps."""
         return self._tokens / self._plain_tokens
+
+    @property
+    def _overall_gain(self) -> float:
+        """The same including the drafter's time for prompts, which earns nothing."""
+        plain_tokens_of_prompts = self.prompts.seconds_per_output_token * self._plain_tokens_per_s
+        return 1 / (self._plain_tokens / self._tokens + plain_tokens_of_prompts)
 
     def survival(self, source: str, log_odds: Array) -> Array:
         """Return the probability that each draft is accepted with all earlier ones.
@@ -145,30 +204,72 @@ class DraftBudget:
         copied = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
         return np.cumprod(np.where(np.isnan(log_odds), copied, own), axis=1)
 
-    def choose(self, survival: Array, num_requests: int, context_tokens: int) -> Array:
+    def choose(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> Array:
         """Return the number of drafts to verify for each row of `survival`.
 
         Args:
             survival: [rows, K], non-increasing along a row; zero for drafts that do not exist.
             num_requests: requests of the step, including those without drafts.
+            depth: how many tokens the drafter drafted for each request.
         """
+        # The threshold is that of a step in which all requests have drafts. Only then does the gain say whether
+        # drafting pays: requests whose drafter's cache has a gap will be replaced by others.
+        threshold, tokens, plain_tokens = self._best_step(
+            np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
+        )
+        self._load, self._context_tokens = num_requests, context_tokens / num_requests
+        self._recent = np.concatenate([self._recent, survival])[-_RECENT_ROWS:]
+        if depth == self.depth:  # else, the step explores
+            self._num_trials += 1
+            num_steps = min(self._num_trials, max(16, _MEMORY_OF_GAIN // num_requests))
+            self._average(tokens, plain_tokens, num_steps)
+        return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
+
+    def _average(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
+        self._tokens += (tokens / self._load - self._tokens) / num_steps
+        self._plain_tokens += (plain_tokens / self._load - self._plain_tokens) / num_steps
+
+    def _follow_load(self, num_requests: int) -> None:
+        """Predict gain and depth at another load, from recent drafts."""
+        self._load, self._num_worths = num_requests, 0
+        context_tokens = int(num_requests * self._context_tokens)
+        survival = np.resize(self._recent, (num_requests, self._recent.shape[1]))
+        self.choose_depth(survival, num_requests, context_tokens, self.depth)
+        _, *step = self._best_step(survival, context_tokens, self.depth)
+        self._average(*step, num_steps=1)
+
+    def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
+        """Return the lowest survival to verify, the expected tokens, and the tokens without drafts in that time."""
+        num_requests = len(survival)
         best_first = np.sort(survival, axis=None)[::-1]
         best_first = best_first[: np.count_nonzero(best_first)]
         tokens = num_requests + np.concatenate(([0.0], np.cumsum(best_first)))
         verified = np.arange(len(tokens), dtype=np.float64)
         target_s = self._target_s(num_requests, verified, context_tokens)
-        # Seconds in tokens that a step without drafts would yield in that time.
-        step_s = target_s + self._drafter_s(num_requests, verified)
-        plain_tokens = step_s * num_requests / target_s[0]
-        num_verified = int(np.argmax(tokens - self._gain * plain_tokens))
-        num_steps = max(6, _MEMORY_OF_GAIN // num_requests)
-        self._tokens += (tokens[num_verified] / num_requests - self._tokens) / num_steps
-        self._plain_tokens += (plain_tokens[num_verified] / num_requests - self._plain_tokens) / num_steps
-        self._num_trials += 1
-        if num_verified == 0:
-            return np.zeros(len(survival))
-        # Equal probabilities at the limit may admit a few more.
-        return np.asarray((survival >= best_first[num_verified - 1]).sum(axis=1), dtype=np.float64)
+        step_s = target_s + self._drafter_s(num_requests, verified, depth)
+        self._plain_tokens_per_s = num_requests / float(target_s[0])
+        plain_tokens = step_s * self._plain_tokens_per_s
+        best = int(np.argmax(tokens - self._gain * plain_tokens))
+        threshold = float(best_first[best - 1]) if best else np.inf
+        return threshold, float(tokens[best]), float(plain_tokens[best])
+
+    def choose_depth(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> None:
+        """Set `depth` to what pays most, averaged over recent steps. Arguments as for `choose`."""
+        survival = np.resize(survival, (num_requests, survival.shape[1]))
+        totals = survival.sum(axis=0)
+        for position in range(1, survival.shape[1]):
+            if position >= depth:
+                survival[:, position] = survival[:, position - 1] * self._survival_ratios[position]
+            elif totals[position - 1] > 0:
+                ratio = totals[position] / totals[position - 1]
+                self._survival_ratios[position] += 0.1 * (ratio - self._survival_ratios[position])
+        worths = []
+        for candidate in self._depths:
+            _, tokens, plain_tokens = self._best_step(survival[:, :candidate], context_tokens, candidate)
+            worths.append((tokens - self._gain * plain_tokens) / num_requests)
+        self._num_worths += 1
+        self._worths += (np.array(worths) - self._worths) / min(self._num_worths, max(4, 16 // num_requests))
+        self.depth = self._depths[int(np.argmax(self._worths))]
 
     def pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
@@ -183,7 +284,9 @@ class DraftBudget:
                 self._retry_s = _RETRY_S
             self._stopped_at_load, self._num_trials = 0, 0
             self._tokens = self._plain_tokens = 1.0
-        if self._num_trials >= _TRIAL and self._gain < 1:
+        elif self._load and not 0.5 < num_requests / self._load < 2:
+            self._follow_load(num_requests)
+        if self._num_trials >= _TRIAL and self._overall_gain < 1:
             self._stopped_at_load, self._retry_at = num_requests, now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             return False
@@ -193,15 +296,20 @@ class DraftBudget:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
         return np.maximum.accumulate(self._target.predict(_target_features(num_requests, num_verified, context_tokens)))
 
-    def _drafter_s(self, num_requests: int, num_verified: Array) -> Array:
-        return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified)))
+    def _drafter_s(self, num_requests: int, num_verified: Array, depth: int) -> Array:
+        return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified, depth)))
 
     def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
         verified = np.float64(step.num_verified)
         self._target.observe(_target_features(step.num_requests, verified, step.context_tokens), target_s)
         if drafter_s > 0:
-            self._drafter.observe(_drafter_features(step.num_requests, verified), drafter_s)
+            self._drafter.observe(_drafter_features(step.num_requests, verified, step.depth), drafter_s)
+
+    def observe_prompts(self, step: DecodingStep, num_prompt_tokens: int, drafter_s: float) -> None:
+        """Learn from a step that decodes, and also computes prompt tokens."""
+        decoding_s = self._drafter_s(step.num_requests, np.array([float(step.num_verified)]), step.depth)[0]
+        self.prompts.observe(num_prompt_tokens, max(0.0, drafter_s - float(decoding_s)))
 
     def observe_drafts(self, source: str, log_odds: Array, num_verified: Array, num_accepted: Array) -> None:
         """Learn from verified drafts: from the accepted ones, and from the first rejected one of each request.
@@ -232,5 +340,6 @@ def _target_features(num_requests: int, num_verified: Any, context_tokens: int) 
     return np.stack([*features, np.full_like(num_tokens, context_tokens / 1024)], axis=-1)
 
 
-def _drafter_features(num_requests: int, num_verified: Any) -> Array:
-    return np.stack([np.ones_like(num_verified), np.full_like(num_verified, num_requests), num_verified], axis=-1)
+def _drafter_features(num_requests: int, num_verified: Any, depth: int) -> Array:
+    ones, later = np.ones_like(num_verified), depth - 1
+    return np.stack([ones, num_requests * ones, num_verified, later * ones, later * num_requests * ones], axis=-1)

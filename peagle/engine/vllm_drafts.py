@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
 _LEARNING_STEPS, _LEARN_EVERY = 64, 8  # after these steps, learn only from every eighth: it takes as long as choosing
-# Of these steps, one verifies nothing, so that the time of a step without drafts is measured, not extrapolated. It is a
-# step that is learned from.
-_PLAIN_EVERY = 64
+# One of 64 steps (of the first 64, one of 8) verifies nothing, so that the time of a step without drafts is measured,
+# not extrapolated. Another drafts K tokens, so that the survival of the deepest drafts is known. Both are learned from.
+_EXPLORE_EVERY = 64
+_REMEMBERED_GAPS = 1024
 
 
 @dataclass(slots=True)
@@ -52,38 +55,70 @@ class SchedulerDrafts:
 
     Args:
         min_ngram: the lookup's shortest n-gram; None disables the lookup.
-        num_speculative_tokens: K, if only drafts that pay are to be verified; None to verify all.
+        num_speculative_tokens: K.
+        budget: chooses the drafts to verify; None to verify all.
     """
 
-    def __init__(self, min_ngram: int | None, num_speculative_tokens: int | None) -> None:
-        self._min_ngram = min_ngram
-        self._budget = DraftBudget(num_speculative_tokens) if num_speculative_tokens else None
+    def __init__(self, min_ngram: int | None, num_speculative_tokens: int, budget: DraftBudget | None) -> None:
+        self._min_ngram, self._num_speculative_tokens, self._budget = min_ngram, num_speculative_tokens, budget
+        # Block hashes of recent requests, and the first block that the drafter's KV cache lacks.
+        self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_REMEMBERED_GAPS)
         self._num_steps = 0
         self._started_s = self._ended_s = 0.0
-        self._step: DecodingStep | None = None  # the running step, if it only decodes
+        self._step: DecodingStep | None = None  # the running step
+        self._num_prompt_tokens = 0  # of the running step
+        self._requests: dict[str, Any] = {}
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
-    def start_step(self, requests: dict[str, Any], scheduled: Any) -> None:
-        """Note what a step computes, and tell the worker whether to draft.
+    def start_step(self, scheduler: Any, scheduled: Any) -> None:
+        """Note what a step computes, and tell the worker how many tokens to draft.
 
         Args:
-            requests: the scheduler's requests, by id.
+            scheduler: vLLM's.
             scheduled: vLLM's `SchedulerOutput`, which is changed.
         """
-        if self._budget is None:
+        if self._budget is None or not scheduled.num_scheduled_tokens:
             return
         self._started_s = time.perf_counter()
-        num_requests = len(scheduled.num_scheduled_tokens)
+        requests = [scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
+        block_size = scheduler.kv_cache_manager.block_pool.hash_block_size
+        prompts = self._budget.prompts
+        for new in scheduled.scheduled_new_reqs:
+            request = self._requests[new.req_id] = scheduler.requests[new.req_id]
+            self._find_gap(request, new.num_computed_tokens // block_size)
+            prompts.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
+        for name in scheduled.finished_req_ids:
+            if (request := self._requests.pop(name, None)) is not None:
+                prompts.end_request(request.num_output_tokens)
+        can_draft = not all(_drafts_of(request).has_gap for request in requests)
+        depth = 0
+        if can_draft and self._budget.pays(len(requests), self._started_s):
+            is_deepest = self._explores(phase=0.5)
+            depth = self._num_speculative_tokens if is_deepest else self._budget.depth
+        else:
+            for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
+                self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)
+        scheduled.num_spec_tokens_to_schedule = depth
         num_verified = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-        self._step = None
-        if scheduled.total_num_scheduled_tokens == num_requests + num_verified:
-            context_tokens = sum(requests[name].num_computed_tokens for name in scheduled.num_scheduled_tokens)
-            self._step = DecodingStep(num_requests, num_verified, context_tokens)
-        if num_requests and not self._budget.pays(num_requests, self._started_s):
-            scheduled.num_spec_tokens_to_schedule = 0
-            for name in scheduled.num_scheduled_tokens:
-                if not requests[name].is_prefill_chunk:
-                    _drafts_of(requests[name]).has_gap = True
+        context_tokens = sum(request.num_computed_tokens for request in requests)
+        self._step = DecodingStep(len(requests), num_verified, context_tokens, depth)
+        self._num_prompt_tokens = scheduled.total_num_scheduled_tokens - len(requests) - num_verified
+
+    def _find_gap(self, request: Any, num_cached_blocks: int) -> None:
+        """Add a gap to a new request if a request with a gap computed its cached blocks."""
+        if num_cached_blocks == 0:
+            return
+        last = request.block_hashes[num_cached_blocks - 1]
+        for hashes, first_missing in self._gaps:
+            if first_missing < num_cached_blocks <= len(hashes) and hashes[num_cached_blocks - 1] == last:
+                self._add_gap(request, first_missing)
+                return
+
+    def _add_gap(self, request: Any, first_missing: int) -> None:
+        drafts = _drafts_of(request)
+        if not drafts.has_gap:
+            drafts.has_gap = True
+            self._gaps.append((request.block_hashes, first_missing))  # vLLM extends the list of hashes
 
     def end_step(self) -> None:
         self._ended_s = time.perf_counter()
@@ -119,23 +154,31 @@ class SchedulerDrafts:
             assert self._min_ngram is not None
             lookup = drafts.lookup = PromptLookup(self._min_ngram)
         lookup.extend(text[len(lookup) :])
-        redrafted, drafts.num_head_tokens = lookup.redraft(tokens)
-        return redrafted
+        padding = [-1] * (self._num_speculative_tokens - len(tokens))  # in no text, so never followed by a copy
+        redrafted, num_head_tokens = lookup.redraft(tokens + padding)
+        drafts.num_head_tokens = min(num_head_tokens, len(tokens))
+        return tokens if num_head_tokens > len(tokens) else redrafted
 
     def _choose(
         self, budget: DraftBudget, rows: list[tuple[int, Any, RequestDrafts]], running: list[Any], drafted: Any
     ) -> None:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
-        if self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0:
-            self._learn(budget, confidence.drafter_s if confidence else 0.0)
+        drafter_s = confidence.drafter_s if confidence else 0.0
+        if self._step and self._num_prompt_tokens and drafter_s:
+            budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
+        if self._learns():
+            self._learn(budget, drafter_s)
         for index, _, drafts in rows:
             if drafts.has_gap:
                 drafted.draft_token_ids[index] = []
         rows = [row for row in rows if drafted.draft_token_ids[row[0]]]
         if not rows or confidence is None or not confidence.log_probabilities:
             return
-        odds = log_odds(np.array([confidence.log_probabilities[index] for index, *_ in rows]))
+        drafted_odds = log_odds(np.array([confidence.log_probabilities[index] for index, *_ in rows]))
+        depth = drafted_odds.shape[1]
+        odds = np.zeros((len(rows), self._num_speculative_tokens))
+        odds[:, :depth] = drafted_odds
         is_missing = np.zeros(odds.shape, dtype=bool)
         is_sampled = np.zeros(len(rows), dtype=bool)
         for row, (index, request, drafts) in enumerate(rows):
@@ -147,11 +190,12 @@ class SchedulerDrafts:
         if is_sampled.any():
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
         survival[is_missing] = 0.0
-        context_tokens = sum(request.num_computed_tokens for request in running)
-        if self._is_plain_step():
+        step = max(len(running), len(rows)), sum(request.num_computed_tokens for request in running), depth
+        chosen = budget.choose(survival, *step)
+        if self._learns():
+            budget.choose_depth(survival, *step)
+        if self._explores(phase=0):
             chosen = np.zeros(len(rows))
-        else:
-            chosen = budget.choose(survival, max(len(running), len(rows)), context_tokens)
         for row, (index, request, drafts) in enumerate(rows):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
             drafts.log_odds = odds[row]
@@ -160,13 +204,17 @@ class SchedulerDrafts:
                 request.spec_decode_metrics.histogram[0] += 1  # vLLM only counts steps that verify drafts
             drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
 
-    def _is_plain_step(self) -> bool:
-        period = _LEARN_EVERY if self._num_steps < _LEARNING_STEPS else _PLAIN_EVERY
-        return self._num_steps % period == period - 1
+    def _learns(self) -> bool:
+        return self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0
+
+    def _explores(self, phase: float) -> bool:
+        """Whether the next step explores; the phase tells the two kinds of such steps apart."""
+        period = _LEARN_EVERY if self._num_steps < _LEARNING_STEPS else _EXPLORE_EVERY
+        return (self._num_steps + 1) % period == phase * period
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
-        if self._step is not None:
+        if self._step and not self._num_prompt_tokens:
             target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
             budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
         for source, observed in self._observed.items():
@@ -237,7 +285,7 @@ def change_drafts() -> None:
     def schedule_and_start(self: Any, *arguments: Any, **options: Any) -> Any:
         scheduled = schedule(self, *arguments, **options)
         if self.peagle_drafts is not None:
-            self.peagle_drafts.start_step(self.requests, scheduled)
+            self.peagle_drafts.start_step(self, scheduled)
         return scheduled
 
     @functools.wraps(end)
@@ -297,8 +345,9 @@ def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
         if not min_ngram:
             return None
         raise RuntimeError("draft lookup requires greedy drafts and vLLM's standard rejection sampling")
-    k = speculation.num_speculative_tokens if chooses else None
-    return SchedulerDrafts(int(min_ngram) if min_ngram else None, k)
+    k = speculation.num_speculative_tokens
+    budget = DraftBudget(k, is_depth_fixed=speculation.method != "eagle3") if chooses else None
+    return SchedulerDrafts(int(min_ngram) if min_ngram else None, k, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,19 +399,15 @@ def add_confidence() -> None:
     def propose_if_it_pays(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         drafter, started_s = self.drafter, time.perf_counter()
         drafter.peagle_log_probabilities, self.peagle_drafter_s = [], 0.0
-        if scheduler_output.num_spec_tokens_to_schedule:
-            drafts = propose(self, scheduler_output, *arguments, **options)
-            self.peagle_drafter_s = time.perf_counter() - started_s
-            return drafts
-        if scheduler_output.total_num_scheduled_tokens > len(scheduler_output.num_scheduled_tokens):
-            # Later requests with the same prompt read the drafter's KV cache, too, so it must be complete. P-EAGLE then
-            # needs no mask tokens.
-            extra_slots, drafter.needs_extra_input_slots = drafter.needs_extra_input_slots, False
-            try:
-                propose(self, scheduler_output, *arguments, **options)
-            finally:
-                drafter.needs_extra_input_slots = extra_slots
-        return [[] for _ in self.input_batch.req_ids]
+        depth = scheduler_output.num_spec_tokens_to_schedule
+        if depth == 0:
+            return [[] for _ in self.input_batch.req_ids]
+        if drafter.parallel_drafting and drafter.method == "eagle3":  # P-EAGLE; vLLM 0.29 always makes inputs for K
+            drafter.extra_slots_per_request, drafter.net_num_new_slots_per_request = depth, depth - 1
+            drafter.needs_extra_input_slots = depth > 1
+        drafts = propose(self, scheduler_output, *arguments, **options)
+        self.peagle_drafter_s = time.perf_counter() - started_s
+        return drafts
 
     @functools.wraps(take)
     def take_with_confidence(self: Any) -> Any:

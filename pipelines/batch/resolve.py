@@ -38,10 +38,14 @@ from pipelines.batch.lender import Lender
 from pipelines.batch.request import RunRequest
 from pipelines.cluster.placement import Placement, place
 
-# Output tokens x bytes of weights above which compiling on a CPU pays. It takes 60 s, and saves 2.1 ms per token of the
-# embedded model (0.27 GB): 78.2 instead of 67.4 output tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests,
-# `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
-_COMPILE_WORK = 8e12
+# Compiling on a CPU takes 60 s, and saves 2.1 ms per token of the embedded model (0.27 GB): 78.2 instead of 67.4 output
+# tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD
+# EPYC with AVX-512, 2026-11-28).
+_CPU_COMPILING_S, _CPU_SAVED_S = 60.0, 2.1e-3 / 0.27e9  # saved: per token and byte of weights
+# On a GPU it takes 68 s with the capture of CUDA graphs (H200, the shape of Qwen3-Coder-30B-A3B, no drafter). It saves
+# at most 0.6 ms per layer and step. That is the whole time of a step without it: 20 ms for the embedded target with 30
+# layers and its P-EAGLE head (same card, busy with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
+_GPU_COMPILING_S, _GPU_SAVED_S = 68.0, 0.6e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,11 +245,10 @@ def resolve(
     )
 
 
-def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: on a CPU, if the user did not decide and no compiled code is cached."""
+def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
+    """Whether peagle may skip compiling: if the user did not decide and no compiled code is cached."""
     return (
-        hardware.platform == "cpu"
-        and "enforce_eager" not in options.model_fields_set
+        "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
         and not has_compiled_code(spec, os.environ)
     )
@@ -253,10 +256,14 @@ def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineS
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
     """Whether to compile: if it saves more time than it takes, or if peagle may not skip it."""
-    footprint = footprint_of(engine.model)
-    if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware, engine.spec):
+    footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
+    if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True
-    return plan.num_rows * config.max_tokens * footprint.weights_bytes > _COMPILE_WORK
+    if hardware.platform == "cpu":
+        return num_tokens * footprint.weights_bytes * _CPU_SAVED_S > _CPU_COMPILING_S
+    num_layers = footprint.num_layers + footprint.num_sliding_layers
+    num_steps = num_tokens / min(plan.num_rows, engine.spec.max_num_seqs * config.engine_range.smallest)
+    return num_steps * num_layers * _GPU_SAVED_S > _GPU_COMPILING_S
 
 
 def _tokenizer_name(config: GenerateConfig, engine: ResolvedEngine) -> str | None:

@@ -105,7 +105,7 @@ def start_vllm(
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-    note_compiled(spec, detected, os.environ)
+    note_compiled(spec, os.environ)
     return engine
 
 

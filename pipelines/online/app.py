@@ -111,7 +111,7 @@ def resolve(
         else:
             on_node = placement.num_engines_on_node
             engine = resolve_engine(options, hardware, num_engines_on_node=on_node, announce=announce)
-            if may_skip_compiling(options, hardware, engine.spec):
+            if hardware.platform == "cpu" and may_skip_compiling(options, engine.spec):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
         # These options are not in `engine.spec`, which batches use, too: batches only support text.

@@ -64,7 +64,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
         if not self._is_fake:
-            note_compiled(job.spec, here, os.environ)
+            note_compiled(job.spec, os.environ)
             client = engine_client(self.engine)
             report_sequences(client)
             hide_python_errors(self.engine)

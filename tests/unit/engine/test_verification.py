@@ -36,18 +36,18 @@ class Engine:
 
 def speed(num_requests, token_ms, k=None, num_steps=900):
     """Return tokens/s with the budget's choice, or with a fixed K, and the budget. The first 100 steps do not count."""
-    engine, budget = Engine(num_requests, token_ms), DraftBudget(K)
+    engine, budget = Engine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
     num_tokens, total_s = 0, 0.0
     for number in range(num_steps):
         probabilities = engine.draft()
         odds = log_odds(np.log(probabilities))
         if k is None:
-            num_verified = budget.choose(budget.survival("greedy", odds), num_requests, 200 * num_requests)
+            num_verified = budget.choose(budget.survival("greedy", odds), num_requests, 200 * num_requests, K)
         else:
             num_verified = np.full(num_requests, k)
         num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
         budget.observe_drafts("greedy", odds, num_verified, num_accepted)
-        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests)
+        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)
         budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
         if number >= 100:
             num_tokens += num_requests + num_accepted.sum()
@@ -63,6 +63,39 @@ def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, at_least):
     assert budget.pays(num_requests, 0.0)
 
 
+@pytest.mark.parametrize(("drafter_ms_per_depth", "depth"), [(0.0, K), (24.0, 1)])
+def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
+    budget, odds = DraftBudget(K), np.full((8, K), np.log(9))  # each draft is accepted with 90 %
+    for number in range(400):
+        drafted = K if number % 64 == 32 else budget.depth
+        survival = budget.survival("greedy", odds)
+        survival[:, drafted:] = 0.0
+        num_verified = int(budget.choose(survival, 8, 1600, drafted).sum())
+        budget.choose_depth(survival, 8, 1600, drafted)
+        drafter_s = (2 + drafter_ms_per_depth * (drafted - 1)) / 1000
+        target_s = (23 + 0.4 * num_verified) / 1000
+        budget.observe_step(DecodingStep(8, num_verified, 1600, drafted), target_s=target_s, drafter_s=drafter_s)
+    assert budget.depth == depth
+
+
+def test_drafter_pauses_when_prompts_take_it_longer_than_it_saves():
+    _, budget = speed(8, 0.4)
+    step = DecodingStep(8, 8, 1600, K)
+    for _ in range(16):
+        budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
+        budget.observe_prompts(step, 1000, drafter_s=0.02)
+    assert budget.pays(8, now_s=0.0)
+    for _ in range(16):
+        budget.observe_prompts(step, 1000, drafter_s=2.0)
+    assert not budget.pays(8, now_s=0.0)
+    budget = speed(8, 0.4)[1]
+    for _ in range(16):
+        budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
+        budget.observe_prompts(step, 1000, drafter_s=2.0)
+        budget.prompts.end_request(num_output_tokens=20_000)
+    assert budget.pays(8, now_s=0.0)  # responses are long
+
+
 def test_drafter_pauses_when_steps_without_drafts_are_faster():
     _, budget = speed(32, 1.5)
     assert not budget.pays(32, now_s=100.0)
@@ -76,7 +109,7 @@ def test_paused_drafter_is_tried_again_less_and_less_often():
     assert budget.pays(32, now_s=30.0)
     odds = np.full((32, K), -4.0)
     for _ in range(100):
-        budget.choose(budget.survival("greedy", odds), 32, 6400)
+        budget.choose(budget.survival("greedy", odds), 32, 6400, K)
     assert not budget.pays(32, now_s=40.0)
     assert not budget.pays(32, now_s=99.0)
     assert budget.pays(32, now_s=100.0)
@@ -85,7 +118,7 @@ def test_paused_drafter_is_tried_again_less_and_less_often():
 def test_missing_drafts_are_not_chosen():
     budget = DraftBudget(3)
     survival = np.array([[0.99, 0.98, 0.0], [0.0, 0.0, 0.0]])
-    assert budget.choose(survival, 2, 100).tolist() == [2, 0]
+    assert budget.choose(survival, 2, 100, 3).tolist() == [2, 0]
 
 
 def test_copies_are_calibrated_apart_from_the_head():

@@ -22,6 +22,8 @@ class Scheduler:
     def __init__(self, vllm_config):
         self.requests = {}
         self.received = []
+        self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=4))
+        self.new, self.finished = [], set()
 
     @property
     def running(self):
@@ -36,6 +38,8 @@ class Scheduler:
             scheduled_spec_decode_tokens={name: tokens for name, tokens in drafts.items() if tokens},
             total_num_scheduled_tokens=sum(num_tokens.values()),
             num_spec_tokens_to_schedule=3,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=4) for name in self.new],
+            finished_req_ids=self.finished,
         )
 
     def update_from_output(self, scheduled, output):
@@ -60,7 +64,7 @@ def config_of(**other):
         "rejection_sample_method": "standard", **other,
     }  # fmt: skip
     names = ("draft_sample_method", "rejection_sample_method")
-    speculation = SimpleNamespace(num_speculative_tokens=3, **{name: settings[name] for name in names})
+    speculation = SimpleNamespace(method="eagle3", num_speculative_tokens=3, **{name: settings[name] for name in names})
     return SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=settings["is_async"]),
@@ -248,6 +252,21 @@ def test_drafter_is_skipped_when_it_does_not_pay(choosing_scheduler, monkeypatch
     scheduled = step(choosing_scheduler, [[-0.01] * 3] * 3)
     assert scheduled.num_spec_tokens_to_schedule == 3
     assert choosing_scheduler.received[-1] == [[], [], [7, 8, 9]]  # the drafter lacks tokens of the first two
+
+
+def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped(choosing_scheduler, monkeypatch):
+    requests = choosing_scheduler.requests
+    requests["sure"].block_hashes, requests["unsure"].block_hashes = [b"shared"], [b"other"]
+    requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: False)
+    step(choosing_scheduler, [])
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: True)
+    choosing_scheduler.new = ["same prefix", "another prefix"]
+    for name, block_hash in zip(choosing_scheduler.new, (b"shared", b"new"), strict=True):
+        requests[name] = request_of(1, 2, 3, 4, 5)
+        requests[name].block_hashes, requests[name].num_computed_tokens = [block_hash], 5
+    step(choosing_scheduler, [[-0.01] * 3] * 4)
+    assert choosing_scheduler.received[-1] == [[], [], [], [7, 8, 9]]
 
 
 def test_failed_choice_verifies_all_drafts(choosing_scheduler, monkeypatch, caplog):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from config_only import write_head
+from devices import gpu
 from resolved_runs import corpus_plan, resolve_run
 from safetensors.numpy import save_file
 from storing import upload
@@ -138,18 +139,22 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "keys", "has_code", "is_eager"),
+    ("machine", "num_rows", "keys", "has_code", "is_eager"),
     [
-        (3, {}, False, True),
-        (3, {}, True, False),  # compiled code is loaded in seconds
-        (3, {"enforce_eager": False}, False, False),
-        (1000, {}, False, False),
-        (1000, {"max_tokens": 2}, False, True),
-        (1000, {"enforce_eager": True}, False, True),
+        (CPU, 3, {}, False, True),
+        (CPU, 3, {}, True, False),  # compiled code is loaded in seconds
+        (CPU, 3, {"enforce_eager": False}, False, False),
+        (CPU, 1000, {}, False, False),
+        (CPU, 1000, {"max_tokens": 2}, False, True),
+        (CPU, 1000, {"enforce_eager": True}, False, True),
+        (gpu(9, 0), 1000, {}, False, True),  # 4 x 256 steps
+        (gpu(9, 0), 1000, {"max_num_seqs": 32}, False, False),  # 32 x 256 steps
+        (gpu(9, 0), 10_000, {}, False, False),
+        (gpu(9, 0), 10, {}, True, False),
     ],
 )
-def test_short_runs_on_cpus_are_not_compiled(embedded_target, monkeypatch, num_rows, keys, has_code, is_eager):
+def test_short_runs_are_not_compiled(embedded_target, monkeypatch, machine, num_rows, keys, has_code, is_eager):
     monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
     config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **keys)
-    run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), CPU)
+    run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), machine)
     assert run.spec.enforce_eager is is_eager
