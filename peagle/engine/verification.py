@@ -235,8 +235,8 @@ class DraftBudget:
         context_tokens = int(num_requests * self._context_tokens)
         survival = np.resize(self._recent, (num_requests, self._recent.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
-        _, *step = self._best_step(survival, context_tokens, self.depth)
-        self._average(*step, num_steps=1)
+        _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
+        self._average(tokens, plain_tokens, 1)
 
     def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
         """Return the lowest survival to verify, the expected tokens, and the tokens without drafts in that time."""
