@@ -21,11 +21,13 @@ UNKNOWN = "-"
 def format_usd(usd: float) -> str:
     """Return dollars with three significant digits, or cents from one dollar up.
 
-    >>> format_usd(1234.5), format_usd(0.0053161), format_usd(0)
-    ('$1,234.50', '$0.00532', '$0')
+    >>> format_usd(1234.5), format_usd(0.0053161), format_usd(1.7e-8), format_usd(0)
+    ('$1,234.50', '$0.00532', '<$0.000001', '$0')
     """
     if usd == 0:
         return "$0"
+    if 0 < usd < 1e-6:
+        return "<$0.000001"
     decimals = 2 if usd >= 1 else 2 - math.floor(math.log10(usd))
     return f"${usd:,.{decimals}f}"
 
