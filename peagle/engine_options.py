@@ -19,7 +19,7 @@ from peagle.engine.attention import check_backends
 from peagle.engine.keys import TARGET_SIZES, TargetOptions, drafter_note, drafter_with, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
-from peagle.engine.spec import DrafterSpec, EngineSpec
+from peagle.engine.spec import DrafterSpec, EngineSpec, Verify
 from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
@@ -55,6 +55,11 @@ class EngineOptions(TargetOptions):
     )
     max_num_seqs: int | None = Field(
         None, ge=1, description="concurrent requests of an engine; default: 8 on CPU, 256 on GPU"
+    )
+    verify: Verify = Field(
+        "auto",
+        description="auto: verify the drafts that are worth their time at the current load, possibly none (CPUs, and DSpark"
+        " if set); all: every draft",
     )
     pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
     max_num_batched_tokens: int | None = Field(

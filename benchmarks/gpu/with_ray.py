@@ -54,8 +54,9 @@ def commands(output: Path, shapes: Path, *, tiny: bool) -> dict[str, list[str]]:
             "load_format=dummy",
         ),
     ]
-    if tiny:
-        embedded += ["--enforce-eager", "--precision", "bf16"]
+    # By default, so short a bulk run is not compiled.
+    embedded += ["--enforce-eager", "--precision", "bf16"] if tiny else ["--no-enforce-eager"]
+    shape.append("--no-enforce-eager")
     found = {}
     for name, engine in (("embedded", embedded),) if tiny else (("embedded", embedded), ("shape", shape)):
         bulk = ["--input", str(output / "prompts.jsonl"), "--max-tokens", "16" if tiny else "128"]

@@ -169,8 +169,9 @@ def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) 
         )
     # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
     is_bf16 = drafter.is_block and hardware.platform == "cuda" and keys.draft_kv_cache_precision == "auto"
-    # On GPUs drafts stay on the device, where only DSpark's own runner can drop some.
-    can_verify_some = hardware.platform == "cpu" or drafter.method == "dspark"
+    # On GPUs drafts stay on the device, where only DSpark's own runner can drop some; vLLM does so only on request.
+    is_requested = drafter.method == "dspark" and "verify" in keys.model_fields_set
+    can_verify_some = hardware.platform == "cpu" or is_requested
     return replace(
         drafter,
         kv_cache_precision="bf16" if is_bf16 else keys.draft_kv_cache_precision,

@@ -103,7 +103,7 @@ def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **m
     while True:
         config = GenerateConfig(
             input="prompts.jsonl", output="/run", model=model, drafter=drafter, max_num_seqs=concurrency,
-            usd_per_hour=1, **more, **_keys(flags),
+            usd_per_hour=1, enforce_eager=False, **more, **_keys(flags),
         )  # fmt: skip
         try:
             run = resolve_run(config, machine=hardware)

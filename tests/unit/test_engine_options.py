@@ -67,7 +67,8 @@ def test_too_large_model_in_store_is_refused():
 def test_accelerators_of_an_engine():
     keys = EngineOptions(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, CPU, MODEL, NO_HEAD).spec.num_accelerators == 6
-    assert compose_engine(EngineOptions(tensor_parallel_size=2), CPU, MODEL, HEAD).spec.drafter == HEAD.spec
+    drafter = compose_engine(EngineOptions(tensor_parallel_size=2), CPU, MODEL, HEAD).spec.drafter
+    assert drafter == replace(HEAD.spec, verify="auto")
 
 
 def test_break_even():
@@ -76,17 +77,15 @@ def test_break_even():
     spec = DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3)
     head = replace(HEAD, spec=spec, name=name)
 
-    def engine(keys=None, model=model, head=head):
-        return compose_engine(keys or EngineOptions(precision="bf16"), CPU, model, head)
+    def engine(model=model, head=head, precision="bf16", verify="all", **keys):
+        return compose_engine(EngineOptions(precision=precision, verify=verify, **keys), CPU, model, head)
 
-    assert (
-        engine(EngineOptions(precision="bf16", verify="auto")).break_even(CPU) == {}
-    )  # it only verifies drafts that pay
+    assert engine(verify="auto").break_even(CPU) == {}  # it only verifies drafts that pay
     assert engine().break_even(CPU) == card.steps[0].break_even("eagle3", 3)
     assert engine().drafter_watch(CPU, 8).break_even_length == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
-    assert engine(EngineOptions(precision="float32")).break_even(CPU) == {}
-    assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(CPU) == {}
+    assert engine(precision="float32").break_even(CPU) == {}
+    assert engine(enforce_eager=True).break_even(CPU) == {}
     assert engine(head=replace(head, name="custom head")).break_even(CPU) == {}
     assert engine(model=MODEL).break_even(CPU) == {}
     assert engine(head=NO_HEAD).drafter_watch(CPU) is None

@@ -39,7 +39,7 @@ def test_a_run_uses_the_profile(resolve_with_profile):
 
 
 def test_a_losing_drafter_has_one_warning(resolve_with_profile):
-    watch = resolve_with_profile().drafter_watch()
+    watch = resolve_with_profile(verify="all").drafter_watch()
     assert watch.break_even_length == pytest.approx(1.28)  # 1.6 x 40 / 50
     assert watch.new_warnings(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new_warnings(num_drafts=1000, acceptance_length=1.1)
