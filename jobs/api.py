@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags
 from peagle.errors import ConfigError, did_you_mean
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.results import Run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def generate(
     loaded = _load(
         GenerateConfig, config, {"input": input, "output": output, "model": model, "drafter": drafter, **options}
     )
-    keep_private()
+    restrict_new_files()
     command = ["peagle", "generate", *flags.to_arguments(loaded)]
     generate_run(RunRequest(config=loaded, command=command), RunProgress(Console(quiet=not progress)))
     return Run.open(loaded.output)
@@ -86,7 +86,7 @@ def serve(
     from pipelines.online.config import ServeConfig
 
     loaded = _load(ServeConfig, config, {"model": model, "drafter": drafter, **options})
-    keep_private()
+    restrict_new_files()
     endpoint = background.bring_up(loaded, print if progress else lambda _: None)
     try:
         yield endpoint

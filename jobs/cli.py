@@ -24,7 +24,7 @@ from peagle import __version__
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.signals import STOPPED_CODE, install_signal_handlers, signals_as_interrupts
 
 GROUPS = {
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     """Run the command, write its result or error as JSON, and return its exit code."""
     try:
         if args.command not in _SHARED:
-            keep_private()
+            restrict_new_files()
         with human_output(args):
             code, result = args.module.run(args)
     except PeagleError as error:

@@ -157,9 +157,11 @@ def _find_target(
             hint = "set --model to a folder, a hub id or a catalog name on this machine"
             raise CatalogError(f"{folder} is for {target}: {error.message}", hint=hint) from error
         card = model.card or _new_card(model.path, model.config, name)
-    taken = catalog.cards.get(name or card.name)
-    if taken is not None and taken.source != card.source:
-        raise CatalogError(f"the catalog already has another model named {taken.name}", hint="set another --name")
+    existing_card = catalog.cards.get(name or card.name)
+    if existing_card is not None and existing_card.source != card.source:
+        raise CatalogError(
+            f"the catalog already has another model named {existing_card.name}", hint="set another --name"
+        )
     facts = card.architecture
     config = {"hidden_size": facts.hidden_size, "num_hidden_layers": facts.num_layers, "vocab_size": facts.vocab_size}
     if None in config.values():

@@ -24,7 +24,7 @@ from peagle.fp8 import (
     SCALE,
     WeightError,
     dequantize,
-    in_bf16,
+    dequantize_all,
     is_matrix,
     quantization_config,
     quantize,
@@ -93,7 +93,7 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
     if quantization.get("quant_method") != "compressed-tensors" or not names:
         raise DrafterError(f"{source} is not an FP8 head", hint=hint)
     try:
-        written = in_bf16(tensors)
+        written = dequantize_all(tensors)
     except DrafterError as error:
         raise DrafterError(f"{source} is not an FP8 head: {error.message}", hint=hint) from error
     errors = []

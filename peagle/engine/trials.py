@@ -50,12 +50,12 @@ class TrialsBusy(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class Trials:
-    """The trials of one engine's requests; results are cached, a refusal for ten minutes.
+    """Trial compilations of constraints in one engine's requests; results are cached, refusals only for ten minutes.
 
     Args:
         tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
         any_whitespace: the engine's setting for compiling JSON schemas.
-        is_shared: limit how many trials of one requester may wait, and refuse requesters with many refused trials.
+        is_shared: limit the waiting trials of each requester, and refuse requesters with many refused trials.
     """
 
     def __init__(
@@ -74,10 +74,12 @@ class Trials:
         self._process = _Process(lambda: {**tokenizer(), "cpu_s": cpu_s, "memory_bytes": memory_bytes})
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
         self._monotonic = monotonic
-        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # with its expiry
+        self._verdicts: OrderedDict[str, tuple[str | None, float]] = (
+            OrderedDict()
+        )  # digest -> reason or None, time of expiry
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._num_by_requester: Counter[str] = Counter()
-        self._refused: dict[str, tuple[float, float]] = {}  # by requester: CPU time, and when it was updated
+        self._refused: dict[str, tuple[float, float]] = {}  # requester -> CPU time, time of the last update
         self._lock = _FairLock()
 
     async def require(self, constraint: Any) -> None:

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
-_LEARNING_STEPS, _LEARN_EVERY = 64, 8  # after these steps, learn only from every eighth: it takes as long as choosing
-# Of these steps, one verifies nothing, so that the time of a step without drafts is measured, not extrapolated. It is a
-# step that is learned from.
+_LEARNING_STEPS, _LEARN_EVERY = (
+    64,
+    8,
+)  # after 64 steps, learn only from every eighth, because learning takes as long as choosing
+# One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated. The
+# budget also learns from that step, because it is one of every eighth.
 _PLAIN_EVERY = 64
 
 
@@ -52,7 +55,7 @@ class SchedulerDrafts:
 
     Args:
         min_ngram: the lookup's shortest n-gram; None disables the lookup.
-        num_speculative_tokens: K, if only drafts that pay are to be verified; None to verify all.
+        num_speculative_tokens: K, to verify only drafts that are worth their time; None to verify all drafts.
     """
 
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int | None) -> None:
@@ -64,7 +67,7 @@ class SchedulerDrafts:
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, requests: dict[str, Any], scheduled: Any) -> None:
-        """Note what a step computes, and tell the worker whether to draft.
+        """Record what a step computes, and tell the worker whether to draft.
 
         Args:
             requests: the scheduler's requests, by id.
@@ -79,7 +82,7 @@ class SchedulerDrafts:
         if scheduled.total_num_scheduled_tokens == num_requests + num_verified:
             context_tokens = sum(requests[name].num_computed_tokens for name in scheduled.num_scheduled_tokens)
             self._step = DecodingStep(num_requests, num_verified, context_tokens)
-        if num_requests and not self._budget.pays(num_requests, self._started_s):
+        if num_requests and not self._budget.drafting_pays(num_requests, self._started_s):
             scheduled.num_spec_tokens_to_schedule = 0
             for name in scheduled.num_scheduled_tokens:
                 if not requests[name].is_prefill_chunk:
@@ -281,7 +284,7 @@ def change_drafts() -> None:
 
 
 def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
-    """Return what this process's environment requests for a scheduler's drafts, or None."""
+    """Return the changes that the environment variables request for a scheduler's drafts, or None."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     chooses = os.environ.get(VERIFY) == "auto"
     if speculation is None or not (min_ngram or chooses):
@@ -303,7 +306,7 @@ def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """What the worker tells the scheduler about a step's drafts.
+    """The worker's report to the scheduler about a step's drafts.
 
     Attributes:
         log_probabilities: [requests][K], the drafter's log-probability of each draft.

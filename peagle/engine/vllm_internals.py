@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29; docs/upstream.md lists each. Only `vllm_plugin.py` uses others.
+"""Private and internal names of vLLM 0.29, listed in docs/upstream.md. Others: `vllm_plugin.py`, `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -52,10 +52,10 @@ def refusal_errors() -> tuple[type[Exception], ...]:
 
 
 def client_text(error: BaseException) -> str:
-    """Return the text of vLLM's exception for an invalid request, or a generic text if the client may not read it."""
+    """Return the text of vLLM's exception for an invalid request, or a generic text if the client must not see it."""
     import vllm.exceptions
 
-    if not hasattr(vllm.exceptions, "VLLMClientError"):  # 0.24 refuses with a ValueError
+    if not hasattr(vllm.exceptions, "VLLMClientError"):  # vLLM 0.24 raises a ValueError
         return str(error)
     if isinstance(error, vllm.exceptions.VLLMError):
         return str(error)
@@ -63,7 +63,7 @@ def client_text(error: BaseException) -> str:
     template_error = error.__cause__ if type(error) is ValueError else error
     if type(template_error).__name__ == "TemplateError":
         return str(template_error)
-    # The text of other exceptions is Python's ("tuple indices must be integers").
+    # Other exceptions have Python's text ("tuple indices must be integers"), which does not help a client.
     return "the engine cannot process this request: a field has an unexpected value"
 
 
@@ -197,7 +197,7 @@ _COSTLY = re.compile(
 # Warnings that do not matter here, or that are about peagle's own decisions.
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
-    "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
+    "Failed to create oneDNN linear",  # for `lm_head`; torch's own kernel is used instead
     "is not found in LD_PRELOAD",  # `peagle doctor` advises about libraries
 )
 _MAX_LENGTH = 400  # characters

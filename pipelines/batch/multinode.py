@@ -15,7 +15,7 @@ from typing import Any
 from peagle.engine.arguments import NodeRank
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.logs import copy_log
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.failures import to_peagle_error
@@ -36,7 +36,7 @@ class Follower:
     """
 
     def __init__(self, run: ResolvedRun, session_id: str, number: int) -> None:
-        keep_private()
+        restrict_new_files()
         self._run, self._number = run, number
         self._log = run.directory.logs / f"engine-{session_id}-node-{number}.log"
         redirect_output(self._log)

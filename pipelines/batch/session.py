@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.directory import RunDirectory
 from peagle.runs.liveness import Heartbeats
 from peagle.runs.logs import COPY_S, LogCopy
@@ -34,7 +34,7 @@ class Session:
     """
 
     def __init__(self, run: ResolvedRun) -> None:
-        keep_private()
+        restrict_new_files()
         is_lent = run.lender is not None  # billed by the endpoint that owns the engine
         self.meter = BilledMeter() if is_lent else EngineMeter()
         self.self_check = ""

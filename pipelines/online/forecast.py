@@ -24,11 +24,11 @@ from pipelines.online.config import ServeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """What `peagle serve` would start. `is_here` says whether its engines would run on this machine."""
+    """What `peagle serve` would start. `is_for_this_machine` says whether its engines would run on this machine."""
 
     config: ServeConfig
     hardware: Hardware
-    is_here: bool
+    is_for_this_machine: bool
     num_nodes: int
     served: list[Served]
     price: Price
@@ -58,7 +58,7 @@ class EndpointForecast:
             ("address", self.config.url),
             ("API keys", self.access()),
             *models,
-            ("machine", describe_machine(self.hardware, self.is_here, self.num_nodes)),
+            ("machine", describe_machine(self.hardware, self.is_for_this_machine, self.num_nodes)),
             ("price", format_price(self.price.to_dict())),
             ("engines cost", f"{least} to {most} an hour{describe_doubt(self.price)}"),
         ]
@@ -70,7 +70,7 @@ class EndpointForecast:
             "access": self.access(),
             "models": [dict(self._model(model)) | {"name": model.options.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
-            "is_here": self.is_here,
+            "is_here": self.is_for_this_machine,
             "price": self.price.to_dict(),
             "usd_per_h": [self.usd_per_h(is_maximum=is_maximum) for is_maximum in (False, True)],
         }
@@ -91,13 +91,13 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
     The hardware is that of the configured machine, or else of this one.
     """
-    hardware, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
-    num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
+    hardware, is_for_this_machine = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    num_nodes = 1 if is_for_this_machine else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
     served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
     return EndpointForecast(
         config=config,
         hardware=hardware,
-        is_here=is_here,
+        is_for_this_machine=is_for_this_machine,
         num_nodes=num_nodes,
         served=served,
         price=endpoint_price(config, hardware, served),
@@ -114,6 +114,8 @@ def resolve_unset_options(config: ServeConfig) -> ResolvedDefaults:
     rows: ResolvedDefaults = {}
     for model in endpoint.served:
         prefix = f"{model.options.served_name}." if config.models else ""
-        of_model = resolve_defaults(model.options, model.engine, endpoint.hardware, is_here=endpoint.is_here)
+        of_model = resolve_defaults(
+            model.options, model.engine, endpoint.hardware, is_for_this_machine=endpoint.is_for_this_machine
+        )
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | resolve_price_defaults(config, endpoint.price)

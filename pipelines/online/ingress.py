@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from peagle.economics.prices import Price
 from peagle.errors import shown
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.cluster.metrics import create_metric
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
@@ -90,7 +90,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         price: Price,
         batches: BatchSettings | None = None,
     ) -> None:
-        keep_private()
+        restrict_new_files()
         super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)

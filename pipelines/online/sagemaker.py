@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
+from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_options, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
@@ -80,4 +80,4 @@ def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
 
 def config_from_env(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
     """Return the options that SageMaker's variables set, by name; empty outside the SageMaker mode."""
-    return serve_keys(env, model_folder=model_folder) if is_enabled(env) else {}
+    return serve_options(env, model_folder=model_folder) if is_enabled(env) else {}

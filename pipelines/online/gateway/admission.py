@@ -122,7 +122,7 @@ def check_request(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     if model.max_answer_bytes is not None:
-        max_tokens = shape.most_output_tokens(model.max_answer_bytes)
+        max_tokens = shape.max_output_tokens(model.max_answer_bytes)
         if max_tokens < 1 or (requested or 0) > max_tokens:
             message = (
                 f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
