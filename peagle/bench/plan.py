@@ -137,7 +137,7 @@ def make_setups(
 
 
 def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Hardware) -> None:
-    """Check that each engine fits the hardware, has room for prompts in its steps, and has a working attention back end."""
+    """Check that each engine fits the hardware, has room for prompts in a step, and has working attention kernels."""
     require_usable(hardware)
     for setup in setups:
         check_slots(setup.spec)

@@ -39,8 +39,8 @@ def few_prompts_warnings(config: BenchConfig, num_prompts: int) -> list[str]:
     if not short_passes:
         return []
     return [
-        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, short_passes))}: much of"
-        " a pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
+        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, short_passes))}:"
+        " much of a pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
     ]
 
 

@@ -75,7 +75,7 @@ class RunForecast:
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
-            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in all"),
+            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in total"),
             ("model", f"{run.model.name}, {run.precision.describe()}, context {run.spec.max_model_len}"),
             (
                 "drafter",
@@ -89,7 +89,7 @@ class RunForecast:
             ),
             ("memory", self.memory),
             ("price", format_price(run.price.to_dict())),
-            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{describe_doubt(run.price)}"),
+            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{price_warning(run.price)}"),
             ("expected", self._expected()),
             *_limits(config, self.usd_per_h),
         ]
@@ -177,7 +177,7 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
-    """Return the hardware of the engines, whether it is this machine, and the number of nodes."""
+    """Return the engines' hardware, whether it belongs to this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
     hardware, is_for_this_machine = machine_for(config, config.accelerator_type, num_accelerators=per_node)
     num_nodes = num_engine_nodes(
@@ -220,9 +220,9 @@ def describe_devices(placement: Placement) -> str:
     return f"{placement.num_devices} {placement.device}{'s' if placement.num_devices > 1 else ''}"
 
 
-def describe_doubt(price: Price) -> str:
-    """Return why the price may be wrong, in parentheses, or an empty string."""
-    return f" (the price may be wrong: {price.doubt})" if price.doubt else ""
+def price_warning(price: Price) -> str:
+    """Return why the price might be wrong, in parentheses, or an empty string."""
+    return f" (the price might be wrong: {price.doubt})" if price.doubt else ""
 
 
 def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
@@ -233,15 +233,15 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
 
 
 def describe_memory(
-    spec: EngineSpec, hardware: Hardware, known: Footprint | None, *, num_engines_on_node: int = 1
+    spec: EngineSpec, hardware: Hardware, fallback: Footprint | None, *, num_engines_on_node: int = 1
 ) -> str:
     """Describe the memory of an engine that passed `check_capacity`.
 
     Args:
         spec: `spec.model` is the model's folder if it is on this disk.
-        known: the model's footprint, if its folder is not on this disk.
+        fallback: the model's footprint, if its folder is not on this disk.
     """
-    footprint = read_footprint(spec.model) or known
+    footprint = read_footprint(spec.model) or fallback
     if footprint is None:
         return "unknown: config.json is incomplete"
     if hardware.platform == "cpu":

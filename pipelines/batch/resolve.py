@@ -38,9 +38,9 @@ from pipelines.batch.lender import Lender
 from pipelines.batch.request import RunRequest
 from pipelines.cluster.placement import Placement, place
 
-# Output tokens x bytes of weights above which compiling on a CPU pays. It takes 60 s, and saves 2.1 ms per token of the
-# embedded model (0.27 GB): 78.2 instead of 67.4 output tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests,
-# `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
+# Output tokens x bytes of weights above which compiling on a CPU saves time. It takes 60 s, and saves 2.1 ms per token
+# of the embedded model (0.27 GB): 78.2 instead of 67.4 output tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8
+# requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD EPYC with AVX-512, 2026-11-28).
 _COMPILE_WORK = 8e12
 
 
@@ -53,7 +53,7 @@ class ResolvedRun:
         plan: the plan; stages on other nodes receive it without units (`for_stages`).
         engine: the engine, with model names that any node can resolve.
         placement: the resources of each engine.
-        slot_group: name of the group of engines that number their slots on a node together; None for the run's own.
+        slot_group: name of the group of engines that share slot numbers on a node; None for a group of only this run.
         lender: None if the run starts its own engines.
     """
 
@@ -160,7 +160,7 @@ class ResolvedRun:
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """Return the settings that must be equal to continue this run."""
         drafter = self.spec.drafter
-        engine_args = {**self.spec.extra, **self.config.engine_args}  # any of them may change an answer
+        engine_args = {**self.spec.extra, **self.config.engine_args}  # each of these may change responses
         return {
             "model": {"name": self.model.name, "weights": self.model.fingerprint},
             "drafter": {
@@ -193,7 +193,7 @@ def resolve(
     """Resolve a planned run for nodes with known hardware, which need not exist yet.
 
     Args:
-        plan: the new or stored plan; until the lease is held, another driver may store its own.
+        plan: the new or stored plan; until the lease is held, another driver may store another plan.
         hardware: hardware of a node.
         num_nodes: number of nodes among which the engines are divided.
         announce: called with a message before a slow step, such as converting a model.
@@ -252,7 +252,7 @@ def may_skip_compiling(options: EngineOptions, hardware: Hardware, spec: EngineS
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether to compile: if it saves more time than it takes, or if peagle may not skip it."""
+    """Whether compiling saves more time than it takes, or peagle may not skip it."""
     footprint = footprint_of(engine.model)
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, hardware, engine.spec):
         return True
@@ -336,8 +336,8 @@ def _resolve_sampling(
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
         vocab_size=engine.model.vocab_size,
     )
-    if wrong := conflict(config.sampling(), limits):
-        raise ConfigError(wrong)
+    if conflict_message := conflict(config.sampling(), limits):
+        raise ConfigError(conflict_message)
     column = config.sampling_column
     if is_batch and column is not None:
         raise ConfigError("sampling_column cannot be used with an OpenAI batch: each body has its own parameters")

@@ -72,7 +72,7 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
 
 @contextlib.contextmanager
 def stoppable(request: RunRequest) -> Iterator[None]:
-    """Turn a signal that arrives while no engine runs into an error.
+    """Raise an error if a signal arrives while no engine is running.
 
     Raises:
         StoppedEarly: names the command that continues the run.
@@ -113,7 +113,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The stored plan. Another driver may have stored its own in the meantime.
+        The stored plan, which may be another driver's.
     """
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
@@ -123,7 +123,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     provenance.require_same_fingerprint(
         before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory)
     )
-    # A batch keeps its price, although the endpoint's may have changed.
+    # A batch keeps its price, even if the endpoint's price has changed.
     if run.slot_group is None:
         require_same_price(
             run.config,
@@ -134,7 +134,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
             machine=machine_of(before["run"]["hardware"]),
         )
     directory.open()
-    return directory.with_retries(current)  # the same units, at the current paths of the corpus
+    return directory.with_retries(current)  # the stored units, with the current paths of the corpus
 
 
 def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
 
 def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     with_retry = plan_retry(directory, plan)
-    added = with_retry.units[len(plan.units) :]
-    if added:
-        progress.say(f"retrying {sum(unit.num_rows for unit in added)} failed rows")
+    retry_units = with_retry.units[len(plan.units) :]
+    if retry_units:
+        progress.say(f"retrying {sum(unit.num_rows for unit in retry_units)} failed rows")
     else:
         progress.say("there are no failed rows to retry")
     return with_retry

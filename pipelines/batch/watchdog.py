@@ -20,11 +20,11 @@ ENGINE_TIMEOUT_S = 1800.0
 large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
-_MAX_GAP_S = 5.0  # seconds of silence that a gap between two observations counts as, at most
+_MAX_GAP_S = 5.0  # maximum silence that a gap between two observations counts as
 _MIN_BLOCKED_S = 10.0  # a loop on a busy machine may respond late
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
-_CHECKS_PER_LIMIT = 20  # so a row's time limit is noticed at most 5 % too late
+_CHECKS_PER_LIMIT = 20  # so that a row's time limit is noticed at most 5 % late
 
 
 class OutOfTime(Exception):  # noqa: N818 - caused by the row

@@ -110,7 +110,7 @@ def endpoints() -> list[Endpoint]:
 
 
 def find(name: str | None) -> Endpoint:
-    """Return the endpoint with this name, or the only running one."""
+    """Return the endpoint with this name, or the only running endpoint."""
     all_endpoints = endpoints()
     if name is not None:
         match = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
@@ -125,7 +125,7 @@ def find(name: str | None) -> Endpoint:
         running = ", ".join(endpoint.name for endpoint in alive)
         raise ConfigError(
             f"{len(alive)} endpoints are running: {running}" if alive else "no endpoint is running",
-            hint="give the name of one" if alive else "peagle up MODEL starts one",
+            hint="name one of them" if alive else "peagle up MODEL starts one",
         )
     return alive[0]
 
@@ -202,7 +202,7 @@ def end(endpoint: Endpoint) -> None:
     """Stop the endpoint as Ctrl-C would, and wait until it has exited."""
     process = endpoint.process()
     if process is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended in the meantime
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process ended in the meantime
             process.send_signal(signal.SIGTERM)
     until = time.monotonic() + endpoint.stop_s
     while endpoint.process():
@@ -224,9 +224,9 @@ def _folder() -> Path:
 
 
 def _new_lines(path: Path) -> Iterator[list[str]]:
-    """Yield the complete lines that were added to a file since the last time."""
+    """Yield the complete lines that were added to a file since the previous call."""
     with path.open(errors="replace") as file:
-        rest = ""
+        partial_line = ""
         while True:
-            *whole, rest = (rest + file.read()).split("\n")
-            yield whole
+            *complete_lines, partial_line = (partial_line + file.read()).split("\n")
+            yield complete_lines

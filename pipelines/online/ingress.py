@@ -107,7 +107,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
-        if batches.lends:  # add Serve's names of the endpoint and its engines
+        if batches.lends:  # add the endpoint's and its engines' names in Serve
             app_name = serve.get_replica_context().app_name
             batches = replace(batches, application=app_name, deployments=self._deployments)
         return Batches(batches, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
@@ -247,10 +247,10 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
                 raise
         # The second engine does not bill a request that the first engine has billed.
         headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
-        again = Request({**request.scope, "headers": headers}, request.receive)
+        retry_request = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
-                return await _call_live_engine(handler, body, again)
+                return await _call_live_engine(handler, body, retry_request)
             except Exception as error:
                 if not is_engine_death(error):
                     raise

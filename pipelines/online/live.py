@@ -48,7 +48,7 @@ class _Cell:
 class LiveView:
     """The recent minutes of a ledger.
 
-    `break_even` has, by model and concurrency, the acceptance length at which the drafter pays off, if known.
+    `break_even` has the break-even acceptance lengths by model and concurrency, if known.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class LiveView:
         for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
             del self._steps[step]
         steps = range(last - window_s // STEP_S, last)
-        seen = {group for step in steps for group in self._steps.get(step, ())}
-        models = sorted({group.model for group in seen if key in (None, group.key)})
+        groups = {group for step in steps for group in self._steps.get(step, ())}
+        models = sorted({group.model for group in groups if key in (None, group.key)})
         by_model = {model: self._figures(steps, key, model) for model in models}
         notes = []
         for model, figures in by_model.items():

@@ -38,7 +38,7 @@ class SageMakerConfig(ServeConfig):
     @model_validator(mode="before")
     @classmethod
     def _require_model_name(cls, values: Any) -> Any:
-        """Require a model: the default model outside SageMaker is a toy."""
+        """Require a model, because the default model outside SageMaker is only a toy."""
         if isinstance(values, dict) and not {"model", "models", "profile"} & values.keys():
             raise ValueError(f"no model: set SM_VLLM_MODEL or HF_MODEL_ID, or provide model data in {MODEL_FOLDER}")
         return values

@@ -36,13 +36,13 @@ _DECAY = 0.98  # factor for the weight of earlier requests, applied at each new 
 
 @dataclass(slots=True)
 class TokenPrice:
-    """The token prices of one model, estimated from recent requests: the latest fifty have most of the weight.
+    """The token prices of one model, estimated from recent requests. The latest 50 requests have most of the weight.
 
     A request costs its share of an engine's busy seconds, so it is cheaper the more requests run at the same time and
     the more drafts are accepted. Its maximum cost is the cost of running alone with one step per token.
 
         prefill     seconds until the first token, per uncached prompt token
-        decode      seconds after it, per step: the tokens of one choice minus those from drafts
+        decode      seconds after the first token, per step; steps are the tokens of one choice minus accepted drafts
 
     Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine
     of 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 =
@@ -63,10 +63,10 @@ class TokenPrice:
         if request.outcome == "failed" or not usage.num_output_tokens or not usage.busy_s:
             return
         wall_s = max(usage.finished_at - usage.started_at, usage.busy_s)
-        # Without the time of the first token, all time counts as decoding, which only increases the price.
+        # Without the time of the first token, all time counts as decoding. This can only increase the price.
         prefill_s = min(request.ttft_s or 0.0, wall_s)
-        num_not_drafted = usage.num_output_tokens - usage.speculation.num_accepted_tokens
-        steps = max(0.0, num_not_drafted / request.num_choices - (request.ttft_s is not None))
+        num_undrafted = usage.num_output_tokens - usage.speculation.num_accepted_tokens
+        steps = max(0.0, num_undrafted / request.num_choices - (request.ttft_s is not None))
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) * _DECAY)
         self.num_requests += 1
@@ -142,7 +142,7 @@ class Sums:
             self.request_s += request.usage.finished_at - request.usage.started_at
             self.shares_s += request.usage.busy_s
         self.usage = self.usage + request.usage if self.num_requests else request.usage
-        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # 1, except for a batch
+        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # 1 for a request, more for a batch
         self.num_cut += request.outcome == "cut"
         self.usd += request.usd
 
@@ -296,7 +296,9 @@ class Totals:
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
         self._followers: list[LedgerFollower] = []
-        self._joining: list[LedgerFollower] = []  # not attached yet, so that `add_follower` never waits for a long read
+        self._joining: list[
+            LedgerFollower
+        ] = []  # followers to attach; separate, so that `add_follower` never waits for a long read
         self._is_restored = False
         self._thread: threading.Thread | None = None
 

@@ -21,7 +21,8 @@ from pipelines.online.errors import ApiError
 from pipelines.online.serve.flow import UploadAckReceiver
 from pipelines.online.wire import header
 
-# The closing quote is optional, because an unterminated string would make the search restart at each later quote.
+# The closing quote is optional. Otherwise, after an unterminated string, the search would restart at each later quote
+# and take quadratic time.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds

@@ -28,7 +28,7 @@ def test_forecast_for_this_machine(make_forecast):
     assert (result.is_for_this_machine, result.num_rows_left, result.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
     assert lines["prompts"] == "260 tokens, 13 per row (all rows)"
-    assert lines["answers"] == "at most 1,000 tokens in all"
+    assert lines["answers"] == "at most 1,000 tokens in total"
     assert lines["drafter"].startswith("none (")
     assert lines["price"].endswith("; assumed)")
     assert lines["memory"].startswith("fits by estimate")
