@@ -12,11 +12,11 @@ Print the completion of commands and options for your shell.
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _SCRIPT = """\
 _peagle() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} first=${{COMP_WORDS[1]}} both="${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" words=""
+    local word=${{COMP_WORDS[COMP_CWORD]}} name=${{COMP_WORDS[1]}} both="${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" words=""
     case "$both" in
 {two_words}
     esac
-    if [ -z "$words" ]; then case "$first" in
+    if [ -z "$words" ]; then case "$name" in
 {one_word}
     esac; fi
     if [ "$COMP_CWORD" -eq 1 ]; then words="{first_words}"; fi
