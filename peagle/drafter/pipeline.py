@@ -367,5 +367,5 @@ def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) 
         token_ids,
         size=config.draft_vocab_size,
         target_size=target.vocab_size,
-        always=end_tokens(text),
+        required=end_tokens(text),
     )
