@@ -54,7 +54,7 @@ class DraftVocabulary:
 def frequent_vocabulary(
     token_ids: Iterable[int], *, size: int, target_size: int, required: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Return the `size` most frequent tokens, including all `required` ones. Of equally frequent tokens, smaller ids win."""
+    """Return the `size` most frequent tokens, including the `required` ones. Among equals, smaller ids win."""
     if not 1 <= size <= target_size:
         raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
     counts = Counter(token_ids)
