@@ -89,8 +89,8 @@ def _automatic(
         return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use a drafter")
     row = model.card.speculation_for(concurrency, platform)
     if row is None:
-        load = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
-        return _no_drafter(f"no measurements for {load}; set --drafter to try a drafter")
+        situation = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
+        return _no_drafter(f"no measurements for {situation}; set --drafter to try a drafter")
     if row.method == "none":
         return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
     path = _head_path(model.card.heads[row.method])
@@ -163,8 +163,8 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
     folder = user_path(path)
     if folder.exists():
         config, folder = read_config(folder, DrafterError), folder.resolve()
-        content = folder_fingerprint(folder)
-        return _LocatedHead(model=str(folder), name=folder.name, config=config, fingerprint=content, folder=folder)
+        fingerprint = folder_fingerprint(folder)
+        return _LocatedHead(model=str(folder), name=folder.name, config=config, fingerprint=fingerprint, folder=folder)
     if not is_hub_id(path):
         raise DrafterError(
             f"no such drafter: {path}",
@@ -172,8 +172,10 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
             "s3://BUCKET/FOLDER or a hub id ORG/NAME",
         )
     revision = hub_commit(path, commits.get(path)) or commits.get(path)
-    key = f"{path}@{revision or 'main'}"
-    return _LocatedHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
+    fingerprint = f"{path}@{revision or 'main'}"
+    return _LocatedHead(
+        model=path, name=path, config=hub_config(path, revision), fingerprint=fingerprint, revision=revision
+    )
 
 
 def _path_on_card(model: ResolvedModel, method: str) -> str:

@@ -88,13 +88,14 @@ class FakeEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
+        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
         async with self._slots:
             await asyncio.sleep(self._traits.token_s)
-            first_token = time.monotonic()
+            first_token_at = time.monotonic()
             await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
             await self._hang()
-        return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+        ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
+        return self._end(prompt_token_ids, completions, ttft_s, latency_s)
 
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
@@ -104,18 +105,18 @@ class FakeEngine:
         Raises:
             RequestRefused, EngineError: as `generate`.
         """
-        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
-        first_token = started
+        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
+        first_token_at = started_at
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
                 await asyncio.sleep(self._traits.token_s)
                 await self._hang()
                 self.check_alive()
-                first_token = time.monotonic() if num_tokens == 1 else first_token
+                first_token_at = time.monotonic() if num_tokens == 1 else first_token_at
                 if num_tokens < longest:
                     yield [_beginning(completion, num_tokens) for completion in completions], None
-        generation = self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
-        yield completions, generation
+        ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
+        yield completions, self._end(prompt_token_ids, completions, ttft_s, latency_s)
 
     def speculation_totals(self) -> SpeculationStats | None:
         return self._totals if self._num_speculative_tokens else None

@@ -214,16 +214,16 @@ class GpuNeed:
 
 def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
     """Estimate the memory of an engine on GPUs; vLLM measures it when it starts."""
-    num = spec.num_accelerators
+    num_accelerators = spec.num_accelerators
     head_bytes = 0
     if spec.drafter is not None and spec.drafter.has_head and Path(spec.drafter.model).is_dir():
         head_bytes = _weight_files_bytes(Path(spec.drafter.model))
     return GpuNeed(
         weights_gib=_weights_gib(spec, hardware, footprint) + head_bytes / _GIB,
         kv_cache_gib=spec.kv_cache_gib or _request_kv_gib(spec, hardware, footprint),
-        step_gib=_GPU_STEP_GIB * num,
-        graphs_gib=graphs_gib(spec, hardware) * num,
-        available_gib=hardware.memory_gib * spec.gpu_memory_utilization * num,
+        step_gib=_GPU_STEP_GIB * num_accelerators,
+        graphs_gib=graphs_gib(spec, hardware) * num_accelerators,
+        available_gib=hardware.memory_gib * spec.gpu_memory_utilization * num_accelerators,
     )
 
 

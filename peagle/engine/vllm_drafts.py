@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
-_LEARNING_STEPS, _LEARN_EVERY = (
-    64,
-    8,
-)  # after 64 steps, learn only from every eighth, because learning takes as long as choosing
+# After this many steps, learn only from every eighth step, because learning takes as long as choosing.
+_LEARNING_STEPS = 64
+_LEARN_EVERY = 8
 # One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated. The
-# budget also learns from that step, because it is one of every eighth.
+# budget learns from this step, because the next one is a multiple of `_LEARN_EVERY`.
 _PLAIN_EVERY = 64
 
 
@@ -143,7 +142,7 @@ class SchedulerDrafts:
         is_sampled = np.zeros(len(rows), dtype=bool)
         for row, (index, request, drafts) in enumerate(rows):
             is_missing[row, len(drafted.draft_token_ids[index]) :] = True
-            is_sampled[row] = _source(request) == "sampled"
+            is_sampled[row] = _sampling_kind(request) == "sampled"
             if self._min_ngram is not None:
                 odds[row, drafts.num_head_tokens :] = math.nan
         survival = budget.survival("greedy", odds)
@@ -172,21 +171,21 @@ class SchedulerDrafts:
         if self._step is not None:
             target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
             budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
-        for source, observed in self._observed.items():
+        for sampling_kind, observed in self._observed.items():
             if observed:
-                budget.observe_drafts(source, *map(np.array, zip(*observed, strict=True)))
+                budget.observe_drafts(sampling_kind, *map(np.array, zip(*observed, strict=True)))
                 observed.clear()
 
     def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
         """Count the verified drafts of a request, and learn from them."""
         drafts = _drafts_of(request)
         if self._budget is not None and drafts.log_odds is not None:
-            self._observed[_source(request)].append((drafts.log_odds, num_drafts, num_accepted))
+            self._observed[_sampling_kind(request)].append((drafts.log_odds, num_drafts, num_accepted))
         num_copies = max(0, num_accepted - drafts.num_head_tokens) if self._min_ngram is not None else 0
         _count(request, num_lookup=num_copies, num_verified=num_drafts)
 
 
-def _source(request: Any) -> str:
+def _sampling_kind(request: Any) -> str:
     return "sampled" if request.sampling_params.temperature > 0 else "greedy"
 
 

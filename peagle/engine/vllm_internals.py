@@ -143,7 +143,7 @@ def as_ebnf(grammar: str) -> str:
 def follow(arguments: Mapping[str, Any]) -> None:
     """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
-    The ranks may not notice that the leader has ended. Raises EngineError if they do not start.
+    The ranks might not notice that the leader has ended. Raises EngineError if they do not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -258,10 +258,10 @@ class ServeArguments:
         # A value may begin with a hyphen.
         line = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
         try:
-            parsed, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
+            parsed, unparsed = argparse.ArgumentParser.parse_known_args(self._parser, line)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
-        if rest or parsed.model_tag:  # a second value would be parsed as the model
+        if unparsed or parsed.model_tag:  # a second value would be parsed as the model
             raise ValueError(f"argument {flag}: expected one value")
         value = getattr(parsed, self.destination(name))
         if value is None or isinstance(value, bool | int | float | str | dict):
