@@ -293,7 +293,7 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders that may limit this process: the mount's root and the process's group, cgroup v2 and v1."""
+    """Return the folders that might limit this process: the mount's root and the process's group, cgroup v2 and v1."""
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)

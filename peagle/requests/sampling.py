@@ -209,18 +209,18 @@ def _overrides(values: Any) -> dict[str, Any] | str:
         return {}
     if not isinstance(values, dict):
         return f"a {type(values).__name__}, not an object of parameters"
-    given = {key: value for key, value in values.items() if value is not None}
-    if limit_error := bounds_error(given):
+    set_values = {key: value for key, value in values.items() if value is not None}
+    if limit_error := bounds_error(set_values):
         return f"{limit_error[0]}: {limit_error[1]}"
     try:
-        model = RequestSampling.model_validate(given, strict=True)
+        model = RequestSampling.model_validate(set_values, strict=True)
     except pydantic.ValidationError as invalid:
         first = invalid.errors()[0]
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
         return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
-    return {key: getattr(model, key) for key in given}
+    return {key: getattr(model, key) for key in set_values}
 
 
 @functools.lru_cache(maxsize=64)

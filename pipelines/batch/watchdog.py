@@ -94,13 +94,13 @@ class Watchdog:
                 raise EngineError(f"the engine showed no sign of life in its self-check for {self._limit_s:g} s")
         return work.result()
 
-    async def within(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
+    async def wait_for_answer(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
         """Wait for the answer of a row for at most `limit_s` seconds.
 
         Raises:
             OutOfTime: the limit passed while the engine worked; the request is cancelled.
         """
-        return await within(limit_s, answer, self._signs_of_life)
+        return await wait_for_answer(limit_s, answer, self._signs_of_life)
 
 
 class SilenceClock:
@@ -186,13 +186,13 @@ class LoopWatch:
             self._leave()
 
 
-async def within(
+async def wait_for_answer(
     limit_s: float | None, answer: Coroutine[Any, Any, Generation], signs_of_life: Callable[[], int]
 ) -> Generation:
     """Wait for the answer of a row for at most `limit_s` seconds.
 
-    If the engine is silent when the limit passes, it may hang, which is not the fault of the row. So the row only fails
-    at the engine's next sign of life. A hanging engine is detected by its silence.
+    If the engine is silent when the limit passes, it might hang, which is not the fault of the row. So the row only
+    fails at the engine's next sign of life. A hanging engine is detected by its silence.
 
     Raises:
         OutOfTime: the limit passed while the engine worked; the request is cancelled.

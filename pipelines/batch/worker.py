@@ -185,7 +185,7 @@ class EngineWorker:
             RequestRefused, OutOfTime: the row fails.
         """
         try:
-            return await self._watchdog.within(self._config.row_timeout_s, answer)
+            return await self._watchdog.wait_for_answer(self._config.row_timeout_s, answer)
         except EngineError as error:
             self._die(error.message)
 

@@ -93,9 +93,9 @@ def ray_cluster(
                 _metrics_export_port=metrics_port,
             )
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
-        what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
+        message = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise to_peagle_error(
-            error, what, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
+            error, message, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
         ) from error
     except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
@@ -154,7 +154,7 @@ def abandon() -> None:
     """
     global _abandoned
     _abandoned = True
-    atexit.register(_exit_hard)
+    atexit.register(_exit_immediately)
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def recording_exit_code() -> Iterator[None]:
     _exit_code = 0
 
 
-def _exit_hard() -> None:
+def _exit_immediately() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_code)

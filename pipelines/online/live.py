@@ -42,7 +42,7 @@ class _Cell:
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
-    num_tokens_made: float = 0.0
+    num_generated_tokens: float = 0.0
 
 
 class LiveView:
@@ -129,7 +129,7 @@ class LiveView:
             if request.ttft_s is not None:
                 cell.ttft_s.append(request.ttft_s)
             for step, share in spread_over_steps(begins_at, usage.finished_at):
-                self._steps[step][group].num_tokens_made += share * usage.num_output_tokens
+                self._steps[step][group].num_generated_tokens += share * usage.num_output_tokens
 
     def _cells(self, steps: Collection[int], key: str | None, model: str | None) -> list[_Cell]:
         return [
@@ -175,7 +175,7 @@ def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, f
 
 
 def _rate(cells: Collection[_Cell], num_steps: int) -> float:
-    return sum(cell.num_tokens_made for cell in cells) / (num_steps * STEP_S)
+    return sum(cell.num_generated_tokens for cell in cells) / (num_steps * STEP_S)
 
 
 def _ttft(cells: Collection[_Cell], percent: float) -> float | None:

@@ -5,7 +5,7 @@ for each minute, engine, key, model, drafter and set of tags (`RequestGroup`). O
 memory grows with time and keys, not with requests. From time to time the totals are saved atomically with the read
 positions, from which the next process continues if the files still match:
 
-    head      format, marks (read position per file with a checksum), spend, prices
+    header    format, marks (read position per file with a checksum), spend, prices
     cells     one per line
     sha256    of everything before it
 """
@@ -164,8 +164,8 @@ def coarsen(minute: int, now: int) -> int:
     age = now - minute
     if age < _MERGED_BY_HOUR_AFTER:
         return minute
-    step = _HOUR if age < _MERGED_BY_DAY_AFTER else _DAY
-    return minute // step * step
+    interval = _HOUR if age < _MERGED_BY_DAY_AFTER else _DAY
+    return minute // interval * interval
 
 
 def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
@@ -196,7 +196,7 @@ class TotalsCheckpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
-    head = {
+    header = {
         "format": _FORMAT,
         "marks": checkpoint.marks,
         "spent_by_day": checkpoint.spent_by_day,
@@ -206,7 +206,7 @@ def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
     cells = ([astuple(cell), astuple(sums)] for cell, sums in checkpoint.cells.items())
     digest = hashlib.sha256()
     with atomic_file(path) as file:
-        for values in itertools.chain([head], cells):
+        for values in itertools.chain([header], cells):
             line = json.dumps(values).encode() + b"\n"
             digest.update(line)
             file.write(line)
@@ -227,10 +227,10 @@ def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
 
 def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     digest = hashlib.sha256()
-    first = next(lines, b"")
-    digest.update(first)
-    head = json.loads(first)
-    if head["format"] != _FORMAT:
+    first_line = next(lines, b"")
+    digest.update(first_line)
+    header = json.loads(first_line)
+    if header["format"] != _FORMAT:
         raise ValueError("the format is different")
     cells: dict[RequestGroup, Sums] = {}
     for line in lines:
@@ -239,14 +239,14 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
             if row["sha256"] != digest.hexdigest():
                 raise ValueError("the file is damaged")
             return TotalsCheckpoint(
-                marks={name: (position, mark) for name, (position, mark) in head["marks"].items()},
+                marks={name: (position, mark) for name, (position, mark) in header["marks"].items()},
                 cells=cells,
                 spent_by_day={
                     account: {int(day): usd for day, usd in days.items()}
-                    for account, days in head["spent_by_day"].items()
+                    for account, days in header["spent_by_day"].items()
                 },
-                batches=set(head["batches"]),
-                prices={model: TokenPrice(*values) for model, values in head["prices"].items()},
+                batches=set(header["batches"]),
+                prices={model: TokenPrice(*values) for model, values in header["prices"].items()},
             )
         digest.update(line)
         cell, sums = _from_row(row)
@@ -296,9 +296,8 @@ class Totals:
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
         self._followers: list[LedgerFollower] = []
-        self._joining: list[
-            LedgerFollower
-        ] = []  # followers to attach; separate, so that `add_follower` never waits for a long read
+        # Followers to attach. They are separate, so that `add_follower` never waits for a long read.
+        self._joining: list[LedgerFollower] = []
         self._is_restored = False
         self._thread: threading.Thread | None = None
 

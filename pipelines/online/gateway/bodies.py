@@ -41,7 +41,7 @@ class BodyLimits:
             return
         counts = [0, 0, 0]
         for piece in _outside_strings(body):
-            counts = [sum(both) for both in zip(counts, _counts(piece), strict=True)]
+            counts = [sum(pair) for pair in zip(counts, _counts(piece), strict=True)]
             if excess := self._excess(counts):
                 raise ApiError(400, f"the body has more than {excess}", code="too_many_values")
 
@@ -62,11 +62,11 @@ def _counts(text: bytes) -> tuple[int, int, int]:
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    at = 0
-    while match := _PIECE.match(body, at):
+    position = 0
+    while match := _PIECE.match(body, position):
         yield _STRINGS.sub(b"", match[0])
-        at = match.end()
-    yield body[at:]
+        position = match.end()
+    yield body[position:]
 
 
 # 1 MiB of token ids is about 175,000 values; a conversation with tools has five objects and lists per step.
@@ -76,7 +76,7 @@ CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=5
 
 
 NUM_THREADS = 2
-_SHORT_BYTES = 16 * 1024  # at most 10 ms, typically 0.5 ms
+_SHORT_BYTES = 16 * 1024  # parsing this takes at most 10 ms, typically 0.5 ms
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -116,7 +116,7 @@ class KeyRecord(TagOptions):
 
     @property
     def account(self) -> str:
-        """The account of the key's spend. It is not the name, since a revoked key may have had the same name."""
+        """The account of the key's spend. It is not the name, since a revoked key might have had the same name."""
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def describe_budget(self) -> str:

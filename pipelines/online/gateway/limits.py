@@ -137,8 +137,8 @@ class KeyLimits:
         window.expire(now)
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
-            counted = "requests for usage" if is_poll else "requests"
-            raise _rate_limit_error(f"this key may make {limit} {counted} a minute", wait_s)
+            noun = "requests for usage" if is_poll else "requests"
+            raise _rate_limit_error(f"this key may make {limit} {noun} a minute", wait_s)
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
@@ -329,5 +329,5 @@ def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output
 
 
 def _rate_limit_error(message: str, wait_s: float | None) -> ApiError:
-    """Return a 429 error with a retry time; None means soon."""
+    """Return a 429 error with a retry time; None means a short one."""
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S if wait_s is None else wait_s)

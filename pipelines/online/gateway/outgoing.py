@@ -132,8 +132,8 @@ class Outgoing:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", [])).get(b"content-type", b"")
-            self._is_stream = kind.startswith(b"text/event-stream")
+            content_type = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._is_stream = content_type.startswith(b"text/event-stream")
             self._response_start = message
             if self.used is _NO_USAGE and message["status"] == 200:
                 self.used = None  # until `record_usage`
