@@ -113,15 +113,15 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The stored plan, which may be another driver's.
+        The stored plan, which might be another driver's.
     """
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
         return run.plan
-    # If another driver created the run, its plan may be split differently, and only the stored plan is valid.
-    before, current = directory.manifest(), replan(request, directory)
+    # If another driver created the run, its plan might be split differently, and only the stored plan is valid.
+    stored_manifest, current_plan = directory.manifest(), replan(request, directory)
     provenance.require_same_fingerprint(
-        before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory)
+        stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
     )
     # A batch keeps its price, even if the endpoint's price has changed.
     if run.slot_group is None:
@@ -129,12 +129,12 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
             run.config,
             run.price,
             run.hardware,
-            before=Price.from_dict(before["price"]),
-            recorded_options=before["config"],
-            machine=machine_of(before["run"]["hardware"]),
+            before=Price.from_dict(stored_manifest["price"]),
+            recorded_options=stored_manifest["config"],
+            machine=machine_of(stored_manifest["run"]["hardware"]),
         )
     directory.open()
-    return directory.with_retries(current)  # the stored units, with the current paths of the corpus
+    return directory.with_retries(current_plan)  # the stored units, with the current paths of the corpus
 
 
 def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:

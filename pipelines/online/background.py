@@ -120,14 +120,14 @@ def find(name: str | None) -> Endpoint:
             hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return match
-    alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
-    if len(alive) != 1:
-        running = ", ".join(endpoint.name for endpoint in alive)
+    running = [endpoint for endpoint in all_endpoints if endpoint.process()]
+    if len(running) != 1:
+        names = ", ".join(endpoint.name for endpoint in running)
         raise ConfigError(
-            f"{len(alive)} endpoints are running: {running}" if alive else "no endpoint is running",
-            hint="name one of them" if alive else "peagle up MODEL starts one",
+            f"{len(running)} endpoints are running: {names}" if running else "no endpoint is running",
+            hint="name one of them" if running else "peagle up MODEL starts one",
         )
-    return alive[0]
+    return running[0]
 
 
 def bring_up(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
@@ -204,9 +204,9 @@ def end(endpoint: Endpoint) -> None:
     if process is not None:
         with contextlib.suppress(psutil.NoSuchProcess):  # the process ended in the meantime
             process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + endpoint.stop_s
+    deadline = time.monotonic() + endpoint.stop_s
     while endpoint.process():
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise EngineError(
                 f"the endpoint {endpoint.name} is still running after {endpoint.stop_s:g} s",
                 hint=f"kill {endpoint.pid} stops it immediately; {endpoint.log} may show why",

@@ -124,7 +124,10 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
                 target=publish_break_even_forever,
-                args=(self._live, lambda name, at: length.set(at, {"model_name": name, "drafter": drafters[name]})),
+                args=(
+                    self._live,
+                    lambda name, value: length.set(value, {"model_name": name, "drafter": drafters[name]}),
+                ),
                 daemon=True,
             ).start()
 
@@ -231,7 +234,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
     """Return an engine's answer. Any failure is raised as an ApiError.
 
-    A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
+    A request whose engine crashed before the first output is retried once, unless it might have caused the crash.
     """
     asked_at, record_usage, context = time.time(), gate_pass_of(request).record_usage, Context.of(request.headers)
     assert record_usage is not None, "the gate sets it on routes that engines answer"

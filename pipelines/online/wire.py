@@ -126,9 +126,8 @@ class AnswerTally:
             self.num_cached_tokens = min(details.get("cached_tokens") or 0, self.num_prompt_tokens)
         drafts = (answer.get("metrics") or {}).get("speculative_decoding")
         if drafts:
-            peagle_counts = (
-                drafts.pop("per_step_drafted", None) or ()
-            )  # counts of `vllm_drafts`, which clients do not get
+            # The counts of `vllm_drafts`, which clients do not get.
+            peagle_counts = drafts.pop("per_step_drafted", None) or ()
             self.speculation = SpeculationStats.from_histogram(
                 drafts["acceptance_histogram"], drafts["num_draft_tokens"], peagle_counts
             )
