@@ -122,9 +122,9 @@ def find(name: str | None) -> Endpoint:
         return match
     running = [endpoint for endpoint in all_endpoints if endpoint.process()]
     if len(running) != 1:
-        names = ", ".join(endpoint.name for endpoint in running)
+        running_names = ", ".join(endpoint.name for endpoint in running)
         raise ConfigError(
-            f"{len(running)} endpoints are running: {names}" if running else "no endpoint is running",
+            f"{len(running)} endpoints are running: {running_names}" if running else "no endpoint is running",
             hint="name one of them" if running else "peagle up MODEL starts one",
         )
     return running[0]
