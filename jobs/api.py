@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags
 from peagle.errors import ConfigError, did_you_mean
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.results import Run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def generate(
     loaded = _load(
         GenerateConfig, config, {"input": input, "output": output, "model": model, "drafter": drafter, **options}
     )
-    keep_private()
+    restrict_new_files()
     command = ["peagle", "generate", *flags.to_arguments(loaded)]
     generate_run(RunRequest(config=loaded, command=command), RunProgress(Console(quiet=not progress)))
     return Run.open(loaded.output)
@@ -86,7 +86,7 @@ def serve(
     from pipelines.online.config import ServeConfig
 
     loaded = _load(ServeConfig, config, {"model": model, "drafter": drafter, **options})
-    keep_private()
+    restrict_new_files()
     endpoint = background.bring_up(loaded, print if progress else lambda _: None)
     try:
         yield endpoint
@@ -110,9 +110,9 @@ def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -
     from peagle.economics.statement import parse_dimensions, statement
     from peagle.runs.ledgers import find_ledgers
 
-    days, found = days_of(month, None, None), find_ledgers(sources)
-    charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
-    return statement(charged, parse_dimensions(by), days, found.notes)
+    days, found_ledgers = days_of(month, None, None), find_ledgers(sources)
+    all_charges = [charge for ledger in found_ledgers.ledgers for charge in charges(ledger, days)]
+    return statement(all_charges, parse_dimensions(by), days, found_ledgers.notes)
 
 
 def _load(model: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:
@@ -123,6 +123,6 @@ def _load(model: type[flags.Model], config: str | Path | None, options: dict[str
     """
     for name in options.keys() - model.model_fields.keys():
         raise ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, model.model_fields))
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    given = {name: value for name, value in given.items() if value is not None}
-    return flags.load(model, argparse.Namespace(config=None if config is None else Path(config), **given))
+    set_options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    set_options = {name: value for name, value in set_options.items() if value is not None}
+    return flags.load(model, argparse.Namespace(config=None if config is None else Path(config), **set_options))

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if args.max_tie is not None and not args.max_tie >= 0:
         raise ConfigError(f"--max-tie must be 0 or more, got {args.max_tie:g}")
     is_json_only = str(args.json) == "-"
-    done = audit(
+    audit_result = audit(
         RunDirectory(args.run),
         num_rows=0 if args.no_regenerate else args.sample,
         seed=args.seed,
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         start=start_only_engine,
     )
     if not is_json_only:
-        print(done.describe())
-    return (0 if done.is_clean else 1), done.to_dict()
+        print(audit_result.describe())
+    return (0 if audit_result.is_clean else 1), audit_result.to_dict()
 
 
 if __name__ == "__main__":

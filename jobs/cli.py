@@ -24,7 +24,7 @@ from peagle import __version__
 from peagle.errors import ConfigError, PeagleError
 from peagle.files import write_json
 from peagle.plain_json import to_json
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.signals import STOPPED_CODE, install_signal_handlers, signals_as_interrupts
 
 GROUPS = {
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     """Run the command, write its result or error as JSON, and return its exit code."""
     try:
         if args.command not in _SHARED:
-            keep_private()
+            restrict_new_files()
         with human_output(args):
             code, result = args.module.run(args)
     except PeagleError as error:
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _without_command(argv: Sequence[str]) -> int:
-    """Print the help or the version, or explain that there is no such command; return the exit code."""
+    """Print the help or the version, or say that the command is unknown; return the exit code."""
     if argv and argv[0] in _HELP_FLAGS:
         print(format_help())
         return 0
@@ -147,8 +147,8 @@ def _without_command(argv: Sequence[str]) -> int:
         print(format_help(), file=sys.stderr)
         return 2
     name = " ".join(argv[:2])
-    if instead := removed.COMMANDS.get(name):
-        print(f"peagle: the command `{name}` was removed: {instead}", file=sys.stderr)
+    if replacement := removed.COMMANDS.get(name):
+        print(f"peagle: the command `{name}` was removed: {replacement}", file=sys.stderr)
         return 2
     subcommands = [command for command in COMMANDS if command.startswith(f"{argv[0]} ")]
     similar = difflib.get_close_matches(name, COMMANDS, n=1) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
@@ -178,8 +178,8 @@ def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
         args.forwarded = unknown
     elif unknown:
         flag = unknown[0].partition("=")[0]
-        if instead := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
-            parser.error(f"{flag} was removed: {instead}")
+        if replacement := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
+            parser.error(f"{flag} was removed: {replacement}")
         similar = difflib.get_close_matches(flag, parser.options(), n=1)
         parser.error(f"unknown argument {flag}" + (f": did you mean {similar[0]}?" if similar else ""))
     return args

@@ -12,14 +12,14 @@ Print the completion of commands and options for your shell.
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _SCRIPT = """\
 _peagle() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} one=${{COMP_WORDS[1]}} two="${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" words=""
-    case "$two" in
+    local word=${{COMP_WORDS[COMP_CWORD]}} name=${{COMP_WORDS[1]}} both="${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" words=""
+    case "$both" in
 {two_words}
     esac
-    if [ -z "$words" ]; then case "$one" in
+    if [ -z "$words" ]; then case "$name" in
 {one_word}
     esac; fi
-    if [ "$COMP_CWORD" -eq 1 ]; then words="{first}"; fi
+    if [ "$COMP_CWORD" -eq 1 ]; then words="{first_words}"; fi
     COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -o default -o bashdefault -F _peagle peagle
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     script = _SCRIPT.format(
         two_words="\n".join(case for command, case in cases.items() if " " in command),
         one_word="\n".join(case for command, case in cases.items() if " " not in command),
-        first=" ".join(dict.fromkeys(command.split()[0] for command in COMMANDS)),
+        first_words=" ".join(dict.fromkeys(command.split()[0] for command in COMMANDS)),
     )
     print((_ZSH if args.shell == "zsh" else "") + script, end="")
     return 0, {"script": script}

@@ -32,8 +32,8 @@ profile or a benchmark:
   peagle cost runs/* --baseline runs/bench/report.json
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, the output folder of a measurement or training, or a
-glob of them. Days are in UTC; both ends are included. Work is dated to the day of its commit. A cost without a price
-is "unknown", never 0.
+glob of them. Days are in UTC; the first and the last day are included. Work is counted on the day of its commit.
+A cost without a price is "unknown", never 0.
 """
 COMMON = ("month", "first", "last", "by", "format", "baseline", "currency", "rate")
 
@@ -79,22 +79,22 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     by, days, currency = parse_dimensions(args.by), days_of(args.month, args.first, args.last), _currency(args)
     benchmark = read_benchmark(args.baseline) if args.baseline else None
-    found = find_ledgers(args.sources, benchmark)
-    charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
+    found_ledgers = find_ledgers(args.sources, benchmark)
+    all_charges = [charge for ledger in found_ledgers.ledgers for charge in charges(ledger, days)]
     if args.nodes_usd_per_hour is not None:
-        sessions = [session for ledger in found.ledgers for session in ledger.sessions]
-        charged += node_charges(sessions, days, _positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
-    result = statement(charged, by, days, found.notes)
+        sessions = [session for ledger in found_ledgers.ledgers for session in ledger.sessions]
+        all_charges += node_charges(sessions, days, _positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
+    result = statement(all_charges, by, days, found_ledgers.notes)
     if currency:
         result = convert_currency(result, *currency)
         result["notes"].append(f"Converted at {currency[1]:g} {currency[0]} per dollar on all days.")
     if args.format == "focus":
-        print(focus_csv(charged, *(currency or ())))
+        print(focus_csv(all_charges, *(currency or ())))
     elif args.format == "json":
         print(to_json(result, indent=2))
     elif args.format == "html":
         stacked_by = next((name for name in by if name != "day"), "key")
-        print(html_statement(result, statement(charged, ("day", stacked_by), days)))
+        print(html_statement(result, statement(all_charges, ("day", stacked_by), days)))
     else:
         text = csv_statement(result) if args.format == "csv" else text_statement(result)
         print(text)

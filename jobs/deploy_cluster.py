@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the file, and start the cluster with --apply."""
     from peagle.deploy.cluster import AwsNames, cluster, cluster_file
 
-    given = {
+    names_from_options = {
         "image": args.ami,
         "security_group": args.security_group,
         "head_profile": args.head_profile,
         "worker_profile": args.worker_profile,
     }
-    names = AwsNames(**{name: value for name, value in given.items() if value})
+    names = AwsNames(**{name: value for name, value in names_from_options.items() if value})
     if args.apply and names.missing:
         raise ConfigError(
             f"--apply requires {', '.join(names.missing)}", hint="docs/deploy.md shows how to create them"

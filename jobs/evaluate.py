@@ -12,7 +12,7 @@ from peagle.requests.prompts import PromptOptions
 
 HELP = """\
 Measure drafters in vLLM: acceptance length by K, acceptance by position and by category, drafted and accepted tokens
-per second. One engine at a time, started once for each drafter and K; Ray is not needed.
+per second. Engines run one at a time, one for each drafter and K; Ray is not needed.
 
   peagle evaluate --drafter heads/mine/head -k 3,5,7
   peagle evaluate --drafter heads/p-eagle/head --drafter heads/eagle3/head -k 7 --output runs/both

@@ -29,6 +29,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     if args.format not in FORMATS:
         raise ConfigError(f"--format {args.format}: unknown", hint=did_you_mean(args.format, FORMATS))
-    done = export(RunDirectory(args.run), args.format, partial=args.partial)
-    print(done.describe())
-    return 0, asdict(done)
+    exported = export(RunDirectory(args.run), args.format, partial=args.partial)
+    print(exported.describe())
+    return 0, asdict(exported)

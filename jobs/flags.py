@@ -200,8 +200,8 @@ def _from_yaml(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     for key in values:
         if key in fields:
             continue
-        if instead := removed.KEYS.get(str(key)):
-            raise ConfigError(f"--config {path}: the key {key!r} was removed", hint=instead)
+        if replacement := removed.KEYS.get(str(key)):
+            raise ConfigError(f"--config {path}: the key {key!r} was removed", hint=replacement)
         raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), fields))
     return values
 
@@ -228,13 +228,13 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return f"{where}: unknown key"
     if isinstance(error["input"], str) and (
-        instead := removed.VALUES.get((str(error["loc"][-1]) if error["loc"] else "", error["input"]))
+        replacement := removed.VALUES.get((str(error["loc"][-1]) if error["loc"] else "", error["input"]))
     ):
-        return f"{where}: {error['input']!r} was removed: {instead}"
+        return f"{where}: {error['input']!r} was removed: {replacement}"
     message = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return message
-    # Our validators of lists and maps name the invalid entry themselves.
+    # Peagle's validators of lists and maps name the invalid entry themselves.
     is_named = error["type"] == "value_error" and isinstance(error["input"], list | dict)
     return f"{where}: {message}" if is_named else f"{where}: {message}, not {error['input']!r}"
 

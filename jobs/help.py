@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the help of one group, of everything ("all"), or of the common options ("")."""
         groups = self._groups()
         if name not in groups and name not in ("", "all"):
-            self.error(f"--help={name}: there is no such group: use all, {', '.join(groups)}")
+            self.error(f"--help={name}: unknown group; choose from all, {', '.join(groups)}")
         if not name and self._common:
             return self._short_help(groups)
         formatter = _Formatter(self.prog)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     result = {}
     for name, ledger in ledger_folders(args.sources).items():
-        done = compact(ledger, time.time())
-        print(f"{name}: files before {done.num_before:,}, now {done.num_after:,}")
-        result[name] = {"num_files_before": done.num_before, "num_files": done.num_after}
+        compaction = compact(ledger, time.time())
+        print(f"{name}: files before {compaction.num_before:,}, now {compaction.num_after:,}")
+        result[name] = {"num_files_before": compaction.num_before, "num_files": compaction.num_after}
     return 0, {"ledgers": result}

@@ -78,7 +78,7 @@ def _print_list(cards: "list[ModelCard]") -> None:
             _presence(card.heads.get("dflash")),
         )
     console().print(table)
-    print("\n`peagle models NAME` shows a card; `peagle generate --model NAME` runs one.")
+    print("\n`peagle models NAME` shows a card; `peagle generate --model NAME` runs a model.")
 
 
 def _print_card(card: "ModelCard") -> None:

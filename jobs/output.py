@@ -88,9 +88,9 @@ class Throttle:
         self._report, self._last = report, float("-inf")
 
     def __call__(self, *progress: Any) -> None:
-        """`progress` is `done` and `total`, or a record with `step` and `num_steps`."""
-        done, total = (progress[0].step, progress[0].num_steps) if len(progress) == 1 else progress
-        if done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
+        """Take the finished and the total number as `progress`, or a record with `step` and `num_steps`."""
+        num_done, total = (progress[0].step, progress[0].num_steps) if len(progress) == 1 else progress
+        if num_done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
             self._last = time.monotonic()
             self._report(*progress)
 
@@ -99,7 +99,9 @@ def listener() -> "MeasurementListener":
     """Return a listener that prints the progress of a measurement."""
     from peagle.bench.engine import MeasurementListener
 
-    return MeasurementListener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
+    return MeasurementListener(
+        say=say, progress=Throttle(lambda num_done, total: say(f"  {num_done} of {total} responses"))
+    )
 
 
 def say(message: str) -> None:
@@ -113,7 +115,7 @@ def human_output(args: argparse.Namespace) -> Iterator[None]:
     if str(args.json) != "-":
         yield
         return
-    # A copy of the descriptor: while an engine is running, 2 is its log (`peagle.quiet`).
+    # A copy of standard error: while an engine is running, descriptor 2 is the engine's log (`peagle.quiet`).
     terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     with terminal, contextlib.redirect_stdout(terminal):
         yield

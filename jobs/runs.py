@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     folders = [storage_path(folder) for folder in args.folders]
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder", hint="name the folder that contains your runs")
+            raise ConfigError(f"{folder}: the folder does not exist", hint="name the folder that contains your runs")
     runs = {str(run): run for folder in folders for run in find_runs(folder)}
     started_at = {path: run.manifest()["created_at"] for path, run in runs.items()}
     rows: list[Sequence[str]] = [("run", "state", "rows", "failed", "output tokens", "cost", "started")]

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, hardware, num_nodes=1, announce=print)
-        gate = gate_settings(config, hardware, served)  # may refuse the configuration, like the price below
+        gate = gate_settings(config, hardware, served)  # checks its options before Ray starts
         if not is_remote:
             endpoint_price(config, hardware, served)
             require_free("port", config.port, config.host, hint="choose another port, or stop the program that uses it")
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             _deploy(config, hardware, served, is_remote=is_remote)
             stopped = threading.Event()
             record_up(config.state, price)
-            # Ray replaces the SIGTERM handler when it starts, so ours is installed afterwards.
+            # Ray replaces the SIGTERM handler when it starts, so peagle's handler is installed afterwards.
             with (
                 stop_on_signal(stopped, message=_STOPPED_NOW),
                 stop_when_idle(config, price, stopped, partial(print, flush=True)),
@@ -228,12 +228,12 @@ def _require_address(config: ServeConfig) -> None:
     from pipelines.online.serve.ray_names import running_http_options
 
     running = running_http_options()
-    wanted = _http_options(config)
+    configured = _http_options(config)
     files = {"ssl_certfile": running.ssl_certfile, "ssl_keyfile": running.ssl_keyfile}
-    if any(path != wanted.get(name) for name, path in files.items()):
-        how = f"with the certificate {running.ssl_certfile}" if running.ssl_certfile else "without TLS"
+    if any(path != configured.get(name) for name, path in files.items()):
+        running_tls = f"with the certificate {running.ssl_certfile}" if running.ssl_certfile else "without TLS"
         raise ConfigError(
-            f"Serve is already running on this cluster {how}",
+            f"Serve is already running on this cluster {running_tls}",
             hint="use the same --tls-cert and --tls-key, or stop that Serve with all its applications: "
             "`serve shutdown`",
         )
@@ -260,17 +260,17 @@ def _start(application: Any, state: Path) -> None:
     logs_before = set(logs.glob("engine-*.log"))
     sessions_before = {session.session_id for session in read_sessions(ledger)}
 
-    def started() -> "list[EngineSession]":
+    def new_sessions() -> "list[EngineSession]":
         return [session for session in read_sessions(ledger) if session.session_id not in sessions_before]
 
     try:
         serve.run(application, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:  # Serve gave up
-        require_none_failed(session.self_check for session in started())
-        new = sorted(set(logs.glob("engine-*.log")) - logs_before)
-        text = "\n".join(log.read_text(errors="replace") for log in new)
+        require_none_failed(session.self_check for session in new_sessions())
+        new_logs = sorted(set(logs.glob("engine-*.log")) - logs_before)
+        text = "\n".join(log.read_text(errors="replace") for log in new_logs)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
-    for warning in start_warnings(started()):
+    for warning in start_warnings(new_sessions()):
         print(format_start_warning(warning), flush=True)
 
 

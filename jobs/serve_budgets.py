@@ -25,13 +25,13 @@ def ledger_of(state: Path) -> Path:
     """Return the ledger of an endpoint.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: the ledger does not exist.
     """
     from peagle.errors import ConfigError
 
     ledger = user_path(state) / "ledger"
     if not ledger.is_dir():
-        raise ConfigError(f"--state {state}: there is no ledger", hint="use the --state folder of `peagle serve`")
+        raise ConfigError(f"--state {state}: the folder has no ledger", hint="use the --state folder of `peagle serve`")
     return ledger
 
 

@@ -59,7 +59,7 @@ COMMON = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the key; not for list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the key; not used by list")
     parser.add_argument(
         "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="file of the keys (default: %(default)s)"
     )
@@ -150,7 +150,7 @@ def _limits(args: argparse.Namespace) -> dict[str, Any]:
     """Return the limits in the arguments, by field of a key's record.
 
     Raises:
-        ConfigError: as `_expiry`.
+        ConfigError: the expiry time is invalid or in the past.
     """
     values = {field: getattr(args, flag) for flag, field in _LIMITS.items() if flag != "expires_at"}
     values["expires_at"] = _expiry(args)

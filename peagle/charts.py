@@ -67,9 +67,9 @@ def y_axis_name(name: str, *, at_right: bool = False) -> str:
 
 
 def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Move labels vertically, as little as possible, so that they do not overlap; return them in order of height.
+    """Move (height, label) pairs apart, as little as possible, so that labels do not overlap; return them by height.
 
-    This is isotonic regression: neighbours that overlap are pooled and centred.
+    This is isotonic regression: overlapping neighbours are pooled and centred.
 
     >>> spread_labels([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
@@ -163,7 +163,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     span = max(value for _, points in curves for _, value in points) - axes.y_start
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
-    labels_every_value = len(curves) <= 2  # otherwise only the last points, on their right
+    labels_every_value = len(curves) <= 2  # otherwise only the last point of each curve has a label
     width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if labels_every_value else 30)
 
     def x(at: int) -> float:
@@ -192,7 +192,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     if labels_every_value:
         for at, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
-            is_crowded = any(0 < y(value) - other < 24 for other in others)  # then the value is below its point
+            is_crowded = any(0 < y(value) - other < 24 for other in others)  # if so, the label is below its point
             label = f"{value:.{axes.decimals}f}"
             parts.append(text(x(at), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:
@@ -207,7 +207,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
 def grid_step(span: float, finest: int = -1) -> float:
     """Return a round distance between grid lines, so that there are at most `_MAX_STEPS` steps.
 
-    `finest` is the power of ten of the smallest distance.
+    The smallest distance is 10 to the power of `finest`.
 
     >>> grid_step(0.6), grid_step(2.9), grid_step(230)
     (0.2, 1.0, 100.0)

@@ -1,6 +1,6 @@
 """Resolve a user's engine options into an EngineSpec: model, drafter, K, precision, slots and memory.
 
-Bulk runs and the endpoint share this, so that equal options mean equal engines.
+Bulk runs and the endpoint share this module, so that equal options mean equal engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,14 @@ from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, res
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import TARGET_SIZES, TargetOptions, drafter_note, drafter_with, spec_fields, widest_head
+from peagle.engine.keys import (
+    TARGET_SIZES,
+    TargetOptions,
+    apply_drafter_options,
+    drafter_note,
+    spec_fields,
+    widest_head_dim,
+)
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec, Verify
@@ -58,8 +65,8 @@ class EngineOptions(TargetOptions):
     )
     verify: Verify = Field(
         "auto",
-        description="auto: verify the drafts that are worth their time at the current load, possibly none (CPUs, and DSpark"
-        " if set); all: every draft",
+        description="auto: verify the drafts that are worth their time at the current load, possibly none (CPUs, and"
+        " DSpark if set); all: verify every draft",
     )
     pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
     max_num_batched_tokens: int | None = Field(
@@ -123,7 +130,7 @@ class ResolvedEngine:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
         They come from the profile that the engine follows, or else from the measurements of the model card with the
-        card's own head. With `verify: auto` there are none, because only drafts that pay are verified.
+        card's own head. With `verify: auto` there are none, because only drafts that are worth their time are verified.
         """
         if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
             return {}
@@ -218,7 +225,7 @@ def resolve_engine(
     engine = compose_engine(options, hardware, model, drafter)
     spec = replace(engine.spec, num_nodes=num_nodes)
     check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node, known=footprint_of(model))
-    # Each node converts its own copy of a packaged model, which keeps its name. Other models are folders or hub ids.
+    # A model in a package keeps its catalog name, because each node converts its own copy.
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return replace(engine, spec=replace(spec, model=options.model if is_packaged else model.path))
 
@@ -255,31 +262,31 @@ def compose_engine(
     precision = precision_for(options, model, hardware)
     spec = EngineSpec(
         **target_fields(options, model, hardware, precision),
-        drafter=drafter_with(drafter.spec, options, hardware) if drafter.spec else None,
+        drafter=apply_drafter_options(drafter.spec, options, hardware) if drafter.spec else None,
         max_num_seqs=options.max_num_seqs or DEFAULT_MAX_NUM_SEQS[hardware.platform],
         pipeline_parallel_size=options.pipeline_parallel_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
         **spec_fields(options),
     )
     check_slots(spec)
-    check_backends(spec, hardware, head_dim=widest_head(model.config))
+    check_backends(spec, hardware, head_dim=widest_head_dim(model.config))
     profile = read_profile(options.profile) if options.profile else None
     drafter = replace(drafter, note=drafter.note + drafter_note(spec.drafter))
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 
-ResolvedDefaults = dict[str, tuple[Any, str]]  # values by key, each with its source
+ResolvedDefaults = dict[str, tuple[Any, str]]  # option -> (value, source of the value)
 
 
 def resolve_defaults(
-    options: EngineOptions, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool
+    options: EngineOptions, engine: ResolvedEngine, hardware: Hardware, *, is_for_this_machine: bool
 ) -> ResolvedDefaults:
     """Return the values of options that the user did not set, from the catalog, the model and the machine.
 
-    `is_here` says whether `hardware` is this machine; otherwise it is from the price table.
+    `is_for_this_machine` says whether `hardware` was detected here; otherwise it comes from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
-    machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
+    machine = f"{'detected' if is_for_this_machine else 'price table'}: {hardware.describe()}"
     k = spec.drafter.num_speculative_tokens if spec.drafter else None
     values: ResolvedDefaults = {
         "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
@@ -294,7 +301,7 @@ def resolve_defaults(
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the memory footprint of a model. It need not be downloaded, since its store or card has the sizes."""
+    """Return the memory footprint of a model, from its store's or card's sizes if it is not downloaded yet."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

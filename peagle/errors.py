@@ -1,4 +1,4 @@
-"""Exceptions with hints for the user. The exit code is 1, but 2 for `ConfigError` and 3 for `StoppedEarly`.
+"""Exceptions with hints for the user. The exit code is 2 for `ConfigError`, 3 for `StoppedEarly`, and 1 for others.
 
 A message says what is wrong, where, and with which value; `hint` says how to fix it. `assert` is only for invariants.
 """

@@ -43,8 +43,7 @@ def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Create `path` with `data` unless it exists; return whether this call created it.
 
     Creating a hard link fails if the name exists, so exactly one of several writers gets True, even if processes are
-    killed. After an OSError (disk full, folder not writable, no hard links) the file may exist
-    nevertheless.
+    killed. After an OSError (disk full, folder not writable, no hard links), the file might exist nevertheless.
     """
     return _put(path, data, _link, mode)
 
@@ -181,7 +180,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
         try:
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
-                _flush(file)  # before it gets its name: after a power cut, a name without the bytes could remain
+                _flush(file)  # before publishing: otherwise a power cut could leave the name without the bytes
                 published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
@@ -190,7 +189,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
                 raise
         finally:
             temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)  # also if another writer was first, because the caller relies on that file
+    sync_folder(path.parent)  # also if another writer was first, because the caller relies on that writer's file
     return published
 
 
@@ -218,7 +217,7 @@ def _rename(file: BinaryIO, temporary: Path, path: Path) -> bool:
 
 
 def _has_name(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file has this name."""
+    """Return whether `path` is the name of this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -280,6 +279,6 @@ class GroupSync:
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        if not self._is_name_durable:  # the name of a new file has to be durable, too
+        if not self._is_name_durable:  # a new file's name must become durable, too
             sync_folder(self._path.parent)
             self._is_name_durable = True

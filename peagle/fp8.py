@@ -18,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-MAY_STAY_BF16 = ("fc", "lm_head")  # others may not, because vLLM fuses q, k and v, and gate and up
+MAY_STAY_BF16 = ("fc", "lm_head")  # other modules may not, because vLLM fuses q, k, v and gate, up
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -83,19 +83,19 @@ def dequantize(stored_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return stored_NK.float() * scale.float()
 
 
-def in_bf16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without scales. FP8 matrices are dequantised and rounded to bf16."""
+def dequantize_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors in bf16: FP8 matrices are dequantised, and their scales are removed."""
     quantised = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
     if unscaled := sorted(name for name in quantised if name + SCALE not in tensors):
         raise DrafterError(f"{unscaled[0]} has no scale", hint="the head is damaged: copy it again")
-    written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in quantised}
+    converted = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in quantised}
     for name in quantised:
-        written[name] = dequantize(tensors[name], tensors[name + SCALE]).to(torch.bfloat16)
-    return written
+        converted[name] = dequantize(tensors[name], tensors[name + SCALE]).to(torch.bfloat16)
+    return converted
 
 
 def weight_error(name: str, original_NK: torch.Tensor, stored_NK: torch.Tensor, scale: torch.Tensor) -> WeightError:
-    """Return the error of `stored_NK`; `scale` determines which elements are in FP8's normal range."""
+    """Return the error of the weight `stored_NK`. `scale` determines which elements are in FP8's normal range."""
     original_NK, stored_NK = original_NK.float(), stored_NK.float()
     difference_NK = (stored_NK - original_NK).abs()
     is_normal_NK = original_NK.abs() >= _SMALLEST_NORMAL * scale.float()

@@ -20,8 +20,8 @@ _GIB = 1024**3
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
 
 _FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
-# A driver that does not know compute_cap is too old for any engine. It is queried with other fields, so that the node
-# counts as a GPU node and is refused because of its driver.
+# A driver without compute_cap is too old for any engine. With these fields, the node still counts as a GPU node, and is
+# refused because of its driver.
 _FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
 
 
@@ -46,12 +46,12 @@ class Hardware:
         memory_gib, free_memory_gib: memory of one accelerator, or of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
-        accelerator_kinds: for each GPU name, the CUDA_VISIBLE_DEVICES that selects these GPUs.
+        accelerator_kinds: for each GPU name, the value of CUDA_VISIBLE_DEVICES that selects these GPUs.
         has_mig: whether a visible GPU is divided into MIG slices.
         driver: NVIDIA's driver version, such as 580.65.06; empty if unknown.
         core_ids: one logical CPU per physical core in the affinity mask, by NUMA node.
         is_cpu_quota: whether a cgroup quota grants fewer CPUs than the affinity mask.
-        machine_names: instance type, node group and region, if known (`detect_machine`).
+        machine_names: labels such as instance type, node group and region, as far as known.
     """
 
     platform: Literal["cuda", "cpu"]
@@ -293,7 +293,7 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Return the folders that may limit this process: the mount's root and the process's group, cgroup v2 and v1."""
+    """Return the folders that might limit this process: the mount's root and the process's group, cgroup v2 and v1."""
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)
@@ -317,7 +317,7 @@ def _read(path: Path) -> str | None:
 # have the vendor, and the metadata server has the type. On other machines, no server is queried.
 METADATA = "http://169.254.169.254"  # link-local, never routed
 _TIMEOUT_S = 1.0
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is displayed and stored
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # restricted, because the name is displayed and stored
 # For each vendor and product in DMI: the path to query, and the required header.
 _QUERIES = {
     ("Google", "Google Compute Engine"): (

@@ -8,7 +8,7 @@ def parse_pairs(
 ) -> dict[str, str]:
     """Return values by key. Blanks around a key are removed, values stay unchanged. Invalid pairs raise ValueError.
 
-    `form` is the name of a pair in messages; `spelling` normalises a key.
+    `form` is how messages describe a pair; `spelling` normalises a key.
 
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 def read_table(source: BinaryIO, columns: Sequence[str] | None = None) -> "pa.Table":
     """Return the table of an open file.
 
-    The threads of `pyarrow.parquet.read_table` may release Python objects while the process exits, which then aborts or
-    hangs.
+    The threads of `pyarrow.parquet.read_table` may release Python objects while the process exits. Then the process
+    aborts or hangs.
     """
     import pyarrow.parquet as pq
 

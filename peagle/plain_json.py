@@ -63,7 +63,7 @@ def require_unicode(text: str, value: Any) -> None:
     """Raise HalfSurrogate if parsed JSON has half a surrogate pair in a key or a value."""
     try:
         text.encode()
-        if "\\ud" in text.lower():  # an escape; two of them may form a pair
+        if "\\ud" in text.lower():  # an escape; two escapes may form a pair
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise HalfSurrogate("half a surrogate pair (\\ud800 to \\udfff) is not valid text") from None
@@ -103,7 +103,7 @@ def refuse_constant(word: str) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Return the JSON form of types that only Arrow and Python have."""
+    """Return the JSON form of a value of a type that JSON lacks."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):

@@ -1,6 +1,6 @@
-"""Keep new files private from other users of the machine.
+"""Protect new files from other users of the machine.
 
-New files have no permissions for others; the user's umask determines those of the group. Temporary files are in a
+New files have no permissions for others; the user's umask determines the group's permissions. Temporary files are in a
 folder that only the user can enter. In a shared `/tmp`, others could read or replace the files of Ray, torch and vLLM:
 logs, sockets and compiled code.
 """
@@ -18,10 +18,10 @@ _ALL_BUT_OWNER = 0o077
 _MAX_SOCKET_PATH = 107  # bytes; Linux's limit is 108 including the final zero
 
 
-def keep_private() -> None:
+def restrict_new_files() -> None:
     """Make new files of this process and its children private, and use a private folder for temporary files.
 
-    Raises ConfigError if that folder belongs to another user.
+    Raises ConfigError if the temporary folder belongs to another user.
     """
     os.umask(os.umask(_ALL_BUT_OWNER) | _OTHERS)  # the umask can only be read by setting it
     folder = str(temporary_folder())
@@ -50,7 +50,7 @@ def user_path(path: str | Path) -> Path:
 
 
 def require_short_sockets(program: str, folder: str, num_bytes: int) -> None:
-    """Raise ConfigError if the path of a temporary folder is too long for the Unix sockets of `program` in it.
+    """Raise ConfigError if the path of a temporary folder is too long for Unix sockets that `program` creates in it.
 
     `num_bytes` is the length of the longest socket path below the folder.
     """
@@ -88,5 +88,5 @@ def _private_folder(folder: Path) -> Path:
 def _unusable(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"temporary folder {folder} {reason}",
-        hint="set TMPDIR to a folder that only you can enter (mkdir -m 700), or have this one removed",
+        hint="set TMPDIR to a folder that only you can enter (mkdir -m 700), or ask its owner to remove this folder",
     )

@@ -36,7 +36,7 @@ def git_revision() -> str | None:
 
 
 def require_same_fingerprint(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError with the differences if the run in `where` has a different fingerprint."""
+    """Raise ConfigError with the differences if the run in the folder `where` has a different fingerprint."""
     if changed := _differences(before, now):
         raise ConfigError(
             f"{where} has a run with another fingerprint:\n  " + "\n  ".join(changed),

@@ -24,7 +24,7 @@ class QuietStderr:
         return self
 
     def move_to(self, path: Path) -> None:
-        """Append the output so far to `path`, and redirect standard error there from now on."""
+        """Append the previous output to `path`, and redirect standard error to this file."""
         sys.stderr.flush()
         log = path.open("ab")
         self._log.seek(0)

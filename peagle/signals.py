@@ -20,9 +20,9 @@ STOPPED_CODE = 3  # exit code of a command that a signal stopped
 
 
 class _Handler:
-    """Calls `act` on a signal, but ignores repeated signals.
+    """Calls `act` on a signal, but ignores repeated signals within a second.
 
-    It also ignores a signal that `previous`, the handler that it replaces, has just received.
+    This includes signals that `previous`, the handler that this one replaces, has received.
     """
 
     def __init__(self, act: Callable[[], object], previous: object) -> None:

@@ -24,7 +24,7 @@ class SpeculationStats:
             accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
         num_dropped_tokens: drafted tokens that were not worth verifying; not part of `num_draft_tokens`.
-        verified_per_position: entry i counts drafts of which token i was verified; empty if that is all of them.
+        verified_per_position: entry i counts drafts whose token i was verified; empty if all tokens were verified.
 
     >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
@@ -67,21 +67,21 @@ class SpeculationStats:
         return cls(num_drafts=0, num_draft_tokens=0, accepted_per_position=())
 
     @classmethod
-    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, own_counts: Sequence[int] = ()) -> Self:
+    def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, peagle_counts: Sequence[int] = ()) -> Self:
         """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
 
         Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
 
         Args:
-            own_counts: counts of `peagle.engine.vllm_drafts`: accepted lookup tokens, dropped tokens, verified per
+            peagle_counts: counts from `peagle.engine.vllm_drafts`: accepted lookup tokens, dropped tokens, verified per
                 position.
         """
-        num_lookup_tokens, num_dropped_tokens, *verified = own_counts or (0, 0)
-        at_least = list(accumulate(reversed(histogram)))[::-1]
+        num_lookup_tokens, num_dropped_tokens, *verified = peagle_counts or (0, 0)
+        num_at_least = list(accumulate(reversed(histogram)))[::-1]
         return cls(
-            num_drafts=at_least[0] if at_least else 0,
+            num_drafts=num_at_least[0] if num_at_least else 0,
             num_draft_tokens=num_draft_tokens,
-            accepted_per_position=tuple(at_least[1:]),
+            accepted_per_position=tuple(num_at_least[1:]),
             num_lookup_tokens=num_lookup_tokens,
             num_dropped_tokens=num_dropped_tokens,
             verified_per_position=tuple(verified),
@@ -106,7 +106,7 @@ class SpeculationStats:
 
     @property
     def verified_counts(self) -> tuple[int, ...]:
-        """Verified tokens at each position of `accepted_per_position`, also if all drafted tokens were verified."""
+        """Number of drafts whose token at each position of `accepted_per_position` was verified."""
         num_positions = len(self.accepted_per_position)
         if not self.verified_per_position:
             return (self.num_drafts,) * num_positions
@@ -118,7 +118,7 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        # Positions beyond the shorter K count as never accepted.
+        # With a smaller K, later positions count as never accepted.
         if not isinstance(other, SpeculationStats):
             return NotImplemented
 

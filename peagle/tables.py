@@ -1,4 +1,4 @@
-"""Text tables, aligned for a terminal or in Markdown. Rich would wrap or crop them at 80 columns in a pipe."""
+"""Text tables, aligned for a terminal or in Markdown. In a pipe, Rich would wrap or crop tables at 80 columns."""
 
 from collections.abc import Sequence
 

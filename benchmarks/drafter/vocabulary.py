@@ -42,7 +42,7 @@ def main() -> None:
     target = load_target(config.model, None, print)
     tokens = [token for sample in read_corpus(config, target, print).samples for token in sample.token_ids]
     end = read_config(target.folder, DrafterError)["eos_token_id"]
-    chosen = frequent_vocabulary(tokens, size=options.size, target_size=target.vocab_size, always=[end])
+    chosen = frequent_vocabulary(tokens, size=options.size, target_size=target.vocab_size, required=[end])
     before = vocabulary_of_head(options.head, tokens, target_size=target.vocab_size)
     with_vocabulary(options.head, target.folder, chosen, options.output)
     print(f"{options.output}: {chosen.coverage:.2%} of these tokens, {before.coverage:.2%} before")  # noqa: T201

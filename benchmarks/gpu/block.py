@@ -110,9 +110,9 @@ class BlockBench(Bench):
         """Return 0: the engine has had its warm-up."""
         return 0
 
-    def accept(self, one: Pass, record: PassRecord) -> None:
+    def add_pass(self, one: Pass, record: PassRecord) -> None:
         """Take a finished pass and write the report."""
-        super().accept(one, record)
+        super().add_pass(one, record)
         try:
             self.write_report()
             self.after_pass()

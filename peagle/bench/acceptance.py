@@ -18,7 +18,7 @@ from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
 from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
 from peagle.economics.report.plots import Rates, acceptance_svg
-from peagle.engine.keys import drafter_note, drafter_with
+from peagle.engine.keys import apply_drafter_options, drafter_note
 from peagle.engine.spec import DRAFT_METHODS, EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError, DrafterError, EngineError
@@ -69,18 +69,18 @@ class Evaluation(Bench):
 
     @classmethod
     def check_dataset(cls, plan: BenchPlan, dataset: Dataset) -> None:
-        """Accept any number of prompts, since acceptance does not depend on concurrency."""
+        """Allow any number of prompts, since acceptance does not depend on concurrency."""
 
     def caveats(self) -> list[str]:
         return []  # a benchmark's caveats are about speeds
 
-    def accept(self, planned: Pass, record: PassRecord) -> None:
+    def add_pass(self, planned: Pass, record: PassRecord) -> None:
         if not record.speculation.num_drafts:
             raise EngineError(
                 "the engine produced no drafts",
                 hint="responses of a single token have no drafts; increase --max-tokens",
             )
-        super().accept(planned, record)
+        super().add_pass(planned, record)
 
     def figures(self, planned: Pass, record: PassRecord) -> str:
         length = f"acceptance length {record.speculation.acceptance_length:.2f}"
@@ -90,7 +90,7 @@ class Evaluation(Bench):
         fingerprint = self.plan.fingerprint(self.dataset)
         categories = {prompt.category for prompt in self.dataset.prompts} - {None}
         is_split = all(record.by_category for record in done.values())
-        num_left = len(self.plan.passes) - len(done) - len(failed)
+        num_remaining = len(self.plan.passes) - len(done) - len(failed)
         return {
             "schema": SCHEMA,
             "model": self.plan.model.name,
@@ -116,7 +116,7 @@ class Evaluation(Bench):
                 ),
                 *source_notes((planned.setup.label, record) for planned, record in done.items()),
                 *(f"Not measured: {name}, because its engine failed: {message}" for name, message in failed.items()),
-                *([f"Not finished: {num_left} cells remain."] if num_left else []),
+                *([f"Not finished: {num_remaining} cells remain."] if num_remaining else []),
             ],
         }
 
@@ -169,12 +169,12 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
 def _setups(
     label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig, hardware: Hardware
 ) -> list[Setup]:
-    assert drafter.spec is not None, "_drafter() rejects none"
+    assert drafter.spec is not None, "_drafter() rejects the drafter none"
     assert drafter.fingerprint is not None, "every head has a fingerprint"
     return [
         make_setup(
             spec,
-            replace(drafter_with(drafter.spec, config, hardware), num_speculative_tokens=k),
+            replace(apply_drafter_options(drafter.spec, config, hardware), num_speculative_tokens=k),
             label=f"{label} K={k}",
             head=label,
             fingerprint=drafter.fingerprint,
@@ -200,7 +200,7 @@ def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
     return labels
 
 
-_HEAD = ("drafter", "K", "acceptance length", "drafts")
+_COLUMNS = ("drafter", "K", "acceptance length", "drafts")
 _SPEEDS = {
     "drafted_tokens_per_s": "drafted/s",
     "accepted_tokens_per_s": "accepted/s",
@@ -236,7 +236,7 @@ def _conditions(report: Mapping[str, Any]) -> str:
 
 def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
     positions = positions_of(report["cells"])
-    rows = [[*_HEAD, *positions, *_SPEEDS.values()]]
+    rows = [[*_COLUMNS, *positions, *_SPEEDS.values()]]
     for cell in report["cells"]:
         speeds = [f"{cell[name]:,.1f}" for name in _SPEEDS]
         rows.append([cell["drafter"], str(cell["k"]), *acceptance_figures(cell, positions), *speeds])
@@ -248,7 +248,7 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
     if not cells:
         return []
     positions = positions_of(cells)
-    rows = [["category", *_HEAD, "responses", *positions]]
+    rows = [["category", *_COLUMNS, "responses", *positions]]
     for name in sorted({name for cell in cells for name in cell["by_category"]}):
         for cell in cells:
             if category := cell["by_category"].get(name):
@@ -291,5 +291,5 @@ def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         groups.setdefault(cell["drafter"], []).append(cell)
-    kept = list(groups.items())[:MAX_SERIES]
-    return {label: sorted(cells, key=lambda cell: cell["k"]) for label, cells in kept}
+    shown_groups = list(groups.items())[:MAX_SERIES]
+    return {label: sorted(cells, key=lambda cell: cell["k"]) for label, cells in shown_groups}

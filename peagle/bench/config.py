@@ -32,7 +32,7 @@ def parse_synthetic_acceptance(entries: Sequence[str]) -> dict[Scope, Numbers]:
         peagle:7=...       for one method and K
 
     The length at K is 1 plus the sum of the first K rates, so two lengths determine the mean of the rates between them.
-    Real lengths grow more slowly with larger K, so linear interpolation never overestimates them.
+    Measured lengths grow more slowly the larger K is, so linear interpolation never overestimates them.
     """
     parsed: dict[Scope, Numbers] = {}
     for entry in entries:
@@ -165,7 +165,7 @@ class DraftingOptions(BaseModel):
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, entries: list[str]) -> list[str]:
-        on_cards = [find_on_cards(entry) for entry in entries]  # the catalog knows the methods of its heads
+        on_cards = [find_on_cards(entry) for entry in entries]  # a head of the catalog does not need METHOD=
         entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, on_cards, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"
         for method, head in parse_pairs(entries, form=form).items():
@@ -188,7 +188,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
-        description=f"any of {', '.join(METHODS)}; lookup is ngram; default: none,peagle",
+        description=f"any of {', '.join(METHODS)}; lookup means ngram; default: none,peagle",
     )
     concurrency: ConcurrencyList = Field(
         default_factory=lambda: [1, 4, 8], description="concurrent requests, such as 1,4,8; default: 1,4,8"
@@ -250,7 +250,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the text is meaningless: drafts accepted at random, or random weights."""
+        """Whether responses are meaningless, because drafts are accepted at random or weights are random."""
         return bool(self.synthetic_acceptance) or self.load_format == "dummy"
 
     def sampling(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of a command. Each command decides which pass is next.
+    """The passes of a measuring command. Each command decides which pass is next.
 
     Finished passes are saved immediately. A failed engine is skipped for the rest of the command.
     """
@@ -74,12 +74,12 @@ class Measurement(ABC):
     def num_warm_up(self, planned: Pass) -> int:
         return planned.concurrency
 
-    @classmethod  # noqa: B027 - most commands take any prompts
+    @classmethod  # noqa: B027 - most commands accept any number of prompts
     def check_dataset(cls, plan: BenchPlan, dataset: Dataset) -> None:
         """Raise ConfigError if the prompts do not suffice for the plan."""
 
-    def accept(self, planned: Pass, record: PassRecord) -> None:
-        """Accept a finished pass, or reject it with an EngineError."""
+    def add_pass(self, planned: Pass, record: PassRecord) -> None:
+        """Add a finished pass, or reject it with an EngineError."""
         self.done[planned] = record
 
     def fail(self, setup: Setup, reason: str) -> None:
@@ -175,7 +175,7 @@ class Measurement(ABC):
             )
         spending.add(result)
         record = make_record(planned, prompts, result, engine, start_s=start_s, peak_memory_gib=peak.gib)
-        self.accept(planned, record)
+        self.add_pass(planned, record)
         self.folder.save(_pass_name(planned), record.to_dict())
         return record
 

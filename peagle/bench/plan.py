@@ -20,7 +20,7 @@ from peagle.economics.price_options import PRICE_OPTIONS, require_device, resolv
 from peagle.economics.prices import Price
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import drafter_note, drafter_with, spec_fields, stated, widest_head
+from peagle.engine.keys import apply_drafter_options, drafter_note, non_default_options, spec_fields, widest_head_dim
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod, spec_precision
@@ -58,9 +58,9 @@ def target_spec(
     **command_fields: Any,
 ) -> EngineSpec:
     """Return the engine of a configuration, without a drafter. `command_fields` are set by the command."""
-    if fixed := spec_fields(config):
+    if reserved := spec_fields(config):
         raise ConfigError(
-            f"--engine-arg {next(iter(fixed))} conflicts with a setting of the measurement",
+            f"--engine-arg {next(iter(reserved))} conflicts with a setting of the measurement",
             hint="use `peagle bench --load-format` for the load format; prefix caching is disabled, since prompts"
             " repeat",
         )
@@ -116,7 +116,11 @@ def make_setups(
         if method in DRAFT_METHODS:
             head = _head(method, config, model, hardware)
             assert head.spec is not None, "_head() returns a head"
-            drafter, name, fingerprint = drafter_with(head.spec, config, hardware), head.name, head.fingerprint or ""
+            drafter, name, fingerprint = (
+                apply_drafter_options(head.spec, config, hardware),
+                head.name,
+                head.fingerprint or "",
+            )
             notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{drafter_note(drafter)}")
         else:
             if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
@@ -127,17 +131,17 @@ def make_setups(
             drafter = DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
             name, fingerprint = None, ""
         for k in config.num_speculative_tokens:
-            at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
-            setups.append(make_setup(spec, at_k, head=name, fingerprint=fingerprint))
+            drafter_at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
+            setups.append(make_setup(spec, drafter_at_k, head=name, fingerprint=fingerprint))
     return setups, notes
 
 
 def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Hardware) -> None:
-    """Check that each engine fits the hardware, its steps have room for prompts, and its attention works here."""
+    """Check that each engine fits the hardware, has room for prompts in a step, and has working attention kernels."""
     require_usable(hardware)
     for setup in setups:
         check_slots(setup.spec)
-        check_backends(setup.spec, hardware, head_dim=widest_head(model.config))
+        check_backends(setup.spec, hardware, head_dim=widest_head_dim(model.config))
         check_capacity(setup.spec, hardware)
 
 
@@ -255,7 +259,7 @@ class BenchPlan:
             "dataset": dataset.fingerprint_fields(),
             "hardware": self.hardware.describe(),
             "versions": {name: version for name, version in versions().items() if name.startswith("vllm")},
-            **stated(self.config),
+            **non_default_options(self.config),
         }
         # Included only if set, for compatibility with folders of earlier versions.
         return shared | ({MODEL_RUNNER: runner} if runner else {}) | dict(self.command_settings)
@@ -286,7 +290,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         "precision": precision.describe(),
         "requests_per_slot": config.requests_per_slot,
         "load_format": spec.load_format,
-        # Each engine has its own rates. Earlier versions always stored an empty list without rates.
+        # The rates are part of each engine's name. Without rates, the value is an empty list, as in earlier versions.
         "synthetic_acceptance": "by lot" if config.synthetic_acceptance else [],
         "max_num_seqs": spec.max_num_seqs,
         "max_cudagraph_capture_size": capture_size,

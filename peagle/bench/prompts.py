@@ -63,8 +63,8 @@ def build_dataset(
     *,
     category_column: str | None = None,
 ) -> Dataset:
-    options, has_source = config, config.prompt_column or config.prompt_template or config.messages_column
-    if config.dataset == HUMANEVAL and not has_source:
+    options, has_prompt_options = config, config.prompt_column or config.prompt_template or config.messages_column
+    if config.dataset == HUMANEVAL and not has_prompt_options:
         options = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     body_column = "body" if is_batch(rows[0]) else None
@@ -85,7 +85,7 @@ def build_dataset(
         category = None if category is None or is_nan(category) else str(category)
         prompts.append(BenchPrompt(token_ids=prompt, category=category))
     if not prompts:
-        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first one: {first_error}")
+        raise InputError(f"dataset {config.dataset}: no row yields a prompt; first error: {first_error}")
     return Dataset(
         name=config.dataset if config.dataset == HUMANEVAL else Path(config.dataset).name,
         fingerprint=fingerprint.hexdigest()[:16],

@@ -132,9 +132,9 @@ def make_record(
         requests.append(
             RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
         )
-    # Drafts of the responses if known, otherwise the drafts that the engine counted.
+    # The drafts of the responses, or, if the engine does not report them, its own counters.
     drafts = [response.speculation for response in result.responses if response.speculation is not None]
-    counted = result.drafted or SpeculationStats.empty()
+    engine_drafts = result.drafted or SpeculationStats.empty()
     return PassRecord(
         method=planned.setup.method,
         k=planned.setup.k,
@@ -143,7 +143,7 @@ def make_record(
         wall_s=result.wall_s,
         start_s=start_s,
         num_refused=sum(answer is None for answer in result.answers),
-        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else counted,
+        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else engine_drafts,
         requests=requests,
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -177,7 +177,7 @@ def by_category(
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the range divided by the median."""
+    """Return the values' range divided by their median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -248,7 +248,7 @@ def mean_step_s(records: Sequence[PassRecord]) -> float | None:
 
 
 def _percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
+    known_values = [value for value in values if value is not None]
+    if not known_values:
         return None
-    return {f"p{percent}": float(np.percentile(known, percent)) for percent in (50, 95, 99)}
+    return {f"p{percent}": float(np.percentile(known_values, percent)) for percent in (50, 95, 99)}

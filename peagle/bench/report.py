@@ -33,19 +33,21 @@ def require_prompts(config: BenchConfig, num_prompts: int) -> None:
 
 def few_prompts_warnings(config: BenchConfig, num_prompts: int) -> list[str]:
     """Return a warning if passes are too short for their concurrency."""
-    few = [c for c in config.concurrency if (config.requests_per_slot or num_prompts / c) < _MIN_REQUESTS_PER_SLOT]
-    if not few:
+    short_passes = [
+        c for c in config.concurrency if (config.requests_per_slot or num_prompts / c) < _MIN_REQUESTS_PER_SLOT
+    ]
+    if not short_passes:
         return []
     return [
-        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, few))}: much of a"
-        " pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
+        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, short_passes))}:"
+        " much of a pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
     ]
 
 
 def model_runner_warnings(
     config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]
 ) -> list[str]:
-    """Return a warning if methods used, or may use, different model runners of vLLM."""
+    """Return a warning if methods used, or might use, different model runners of vLLM."""
     methods: dict[str, list[str]] = {}
     for record in records:
         if record.model_runner is not None:
@@ -59,7 +61,7 @@ def model_runner_warnings(
     is_known = bool(records) and all(record.model_runner is not None for record in records)
     if platform == "cuda" and chosen is None and len(config.methods) > 1 and not is_known:
         return [
-            f"{MODEL_RUNNER} is not set, and on a GPU vLLM may use another model runner for P-EAGLE than for other "
+            f"{MODEL_RUNNER} is not set, and on a GPU vLLM might use another model runner for P-EAGLE than for other "
             f"methods. Set {MODEL_RUNNER}=0 to run all methods on V1."
         ]
     return []
@@ -74,11 +76,11 @@ def make_report(
             cell = (setup, concurrency)
             if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == cell]:
                 cells.append(summarise(records, usd_per_s=plan.usd_per_s))
-    num_left = len(plan.passes) - len(done)
+    num_remaining = len(plan.passes) - len(done)
     warnings = [
         *caveats(plan, dataset, list(done.values())),
         *(f"Not complete: {label}, because its engine failed: {message}" for label, message in failed.items()),
-        *([f"Not finished: {num_left} passes remain."] if num_left else []),
+        *([f"Not finished: {num_remaining} passes remain."] if num_remaining else []),
     ]
     return {
         "schema": SCHEMA,
@@ -98,7 +100,7 @@ def make_report(
         "setups": [_setup(plan, setup, done) for setup in plan.setups],
         "cells": cells,
         "ratios": speed_ratios(cells),
-        "num_passes_left": num_left,
+        "num_passes_left": num_remaining,
         "failed": dict(failed),
         "caveats": warnings,
         "notes": [
@@ -110,7 +112,7 @@ def make_report(
 
 
 def warning_labels(plan: BenchPlan) -> list[str]:
-    """Return labels that say why the figures only time hardware, if they do."""
+    """Return warnings for a measurement with synthetic acceptance or dummy weights; empty for others."""
     meaningless = "and the text is meaningless; these figures only time hardware"
     labels = []
     if plan.config.synthetic_acceptance:
@@ -263,7 +265,7 @@ def value_rows(report: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def winner(report: Mapping[str, Any]) -> str:
+def most_tokens_per_usd(report: Mapping[str, Any]) -> str:
     """Return a sentence that names the method with the most tokens per dollar; empty if only one was measured.
 
     All methods use the same hardware at the same price, so this method also has the most tokens/s.
@@ -277,7 +279,9 @@ def winner(report: Mapping[str, Any]) -> str:
             fastest = max(cells, key=lambda cell: cell["output_tokens_per_s"])
             name = METHOD_NAMES[fastest["method"]] + (f" at K={fastest['k']}" if fastest["k"] else "")
             concurrencies.setdefault(name, []).append(str(concurrency))
-    wins = [f"{name} at concurrency {', '.join(won)}" for name, won in concurrencies.items()]
+    wins = [
+        f"{name} at concurrency {', '.join(won_concurrencies)}" for name, won_concurrencies in concurrencies.items()
+    ]
     return f"Most tokens per dollar: {'; '.join(wins)}."
 
 
@@ -370,7 +374,7 @@ def _page(report: Mapping[str, Any], form: TableFormat) -> list[str]:
         lines += ["", note]
     if rows := value_rows(report):
         lines += ["", *form(rows)]
-    if sentence := winner(report):
+    if sentence := most_tokens_per_usd(report):
         lines += ["", sentence]
     return lines
 

@@ -110,8 +110,8 @@ class Bench(Measurement):
         left = self.remaining()
         is_running = bool(left) and left[0].setup == planned.setup
         left_s = time_left_s(list(self.done.values()), left, is_running=is_running)
-        rest = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""
-        return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(planned, record)}{rest}"
+        time_left = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""
+        return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(planned, record)}{time_left}"
 
     def figures(self, planned: Pass, record: PassRecord) -> str:
         speed = f"{record.output_tokens_per_s:.1f} output tokens/s"

@@ -67,7 +67,7 @@ def add_head(
     check_fit(config, target_config)
     check_weights(read_shapes(folder), facts)
     card = card.model_copy(update={"name": _checked_name(name or card.name)})
-    copy = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
+    head_folder = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
     former = card.heads.get(facts.method)
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"K must be at least 1, got {num_speculative_tokens}")
@@ -77,7 +77,7 @@ def add_head(
     layers = f"{facts.num_layers} layer{'s' if facts.num_layers > 1 else ''}"
     head = HeadCard(
         kind="folder",
-        id=str(copy),
+        id=str(head_folder),
         licence=str(licence) if licence and licence != "unknown" else None,
         note=f"{layers}, draft vocabulary {facts.draft_vocab_size:,}.",
         source=f"`peagle models add`, {date.today().isoformat()}, from {folder.resolve()}",
@@ -85,12 +85,12 @@ def add_head(
     rows = _speculation_rows(card, facts, num_speculative_tokens, max_concurrency)
     values = {"heads": {**card.heads, facts.method: head}, "speculation": rows}
     card = ModelCard.model_validate(card.model_copy(update=values).model_dump())
-    _copy(folder, copy)
+    _copy(folder, head_folder)
     path = peagle_home() / "models" / f"{card.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     write_atomic(path, f"# Written by `peagle models add`.\n{text}".encode())
-    return AddedHead(card=card, path=path, facts=facts, folder=copy, replaced=former.id if former else None)
+    return AddedHead(card=card, path=path, facts=facts, folder=head_folder, replaced=former.id if former else None)
 
 
 def _read_front_matter(folder: Path) -> dict[str, Any]:
@@ -157,9 +157,11 @@ def _find_target(
             hint = "set --model to a folder, a hub id or a catalog name on this machine"
             raise CatalogError(f"{folder} is for {target}: {error.message}", hint=hint) from error
         card = model.card or _new_card(model.path, model.config, name)
-    taken = catalog.cards.get(name or card.name)
-    if taken is not None and taken.source != card.source:
-        raise CatalogError(f"the catalog already has another model named {taken.name}", hint="set another --name")
+    existing_card = catalog.cards.get(name or card.name)
+    if existing_card is not None and existing_card.source != card.source:
+        raise CatalogError(
+            f"the catalog already has another model named {existing_card.name}", hint="set another --name"
+        )
     facts = card.architecture
     config = {"hidden_size": facts.hidden_size, "num_hidden_layers": facts.num_layers, "vocab_size": facts.vocab_size}
     if None in config.values():

@@ -39,9 +39,9 @@ class PublishedSpeeds(Strict):
     output_tokens_per_s: list[float] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _k_matches_method(self) -> Self:
         if (self.method == "none") != (self.num_speculative_tokens == 0):
-            raise ValueError("num_speculative_tokens must be 0 with method none, and only then")
+            raise ValueError("num_speculative_tokens must be 0 with method none, and above 0 with other methods")
         if min(self.output_tokens_per_s) <= 0:
             raise ValueError("output_tokens_per_s must be positive")
         return self
@@ -65,7 +65,7 @@ class PublishedTable(Strict):
     url: str
 
     @model_validator(mode="after")
-    def _is_a_table(self) -> Self:
+    def _has_a_value_per_cell(self) -> Self:
         if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
             raise ValueError("concurrency must ascend from 1 or more")
         if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
@@ -81,13 +81,13 @@ class PublishedTable(Strict):
         return f"published, {count} {self.accelerator}"
 
     def best(self, method: Method) -> list[PublishedSpeeds]:
-        """Return a method's fastest row at each concurrency; empty if the table does not have the method."""
+        """Return the row of a method's fastest K for each concurrency; empty if the table does not have the method."""
         rows = [row for row in self.speeds if row.method == method]
         columns = range(len(self.concurrency) if rows else 0)
         return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
 
     def gains(self, method: Method, *, over: Method) -> list[float]:
-        """Return the ratio of the best speeds of two methods by concurrency; empty if one is missing."""
+        """Return the ratio of the best speeds of two methods by concurrency; empty if a method is missing."""
         pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
         return [row.output_tokens_per_s[i] / base.output_tokens_per_s[i] for i, (row, base) in enumerate(pairs)]
 
@@ -121,7 +121,7 @@ class StepTable(Strict):
     rows: list[StepRow]
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _has_a_time_per_cell(self) -> Self:
         if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
             raise ValueError("steps: each row must have a time per concurrency")
         if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
@@ -240,7 +240,7 @@ class SpeculationRow(Strict):
     @model_validator(mode="after")
     def _k_follows_method(self) -> Self:
         if (self.method == "none") != (self.num_speculative_tokens == 0):
-            raise ValueError("num_speculative_tokens must be 0 with method none, and only then")
+            raise ValueError("num_speculative_tokens must be 0 with method none, and above 0 with other methods")
         return self
 
 
@@ -325,7 +325,7 @@ def load_catalog() -> Catalog:
 
 
 def load_card(path: Path) -> ModelCard:
-    """Load a card. It must have the name of its file."""
+    """Load a card. Its name must be that of the file."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -362,7 +362,7 @@ def _valid_keys(parents: Iterable[Any]) -> list[str]:
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def lasting_name(name: str) -> str:
+def absolute_model_name(name: str) -> str:
     """Return the model's name with an absolute path if it is a folder."""
     folder = user_path(name)
     return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name

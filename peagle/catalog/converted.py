@@ -28,7 +28,8 @@ def ensure_converted(
     Safe for concurrent processes: one converts, the others wait.
 
     Args:
-        fill: writes all files into an empty folder, and returns the manifest's facts about their source.
+        fill: writes all files into an empty folder; returns facts about their source for the manifest.
+        before: called before a conversion starts.
     """
     if is_intact(folder):
         return folder
@@ -91,7 +92,7 @@ def make_folder(folder: Path) -> None:
 def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
     """Convert into a temporary folder and rename it. The caller must hold the lock."""
     for leftover in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
+        shutil.rmtree(leftover, ignore_errors=True)  # left by a conversion that was killed
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         source = fill(staging)
@@ -108,13 +109,13 @@ def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold an exclusive lock among processes. The kernel releases it when the process exits."""
+def locked(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock among processes; the kernel releases it on exit. `on_wait` is called before waiting."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

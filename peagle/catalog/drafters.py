@@ -50,14 +50,14 @@ def resolve_drafter(
         return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
     measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
-    method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # "P-EAGLE"
+    method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # such as "P-EAGLE"
     is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
     path = _path_on_card(model, method) if is_method else find_head(name, model)
     return _build(model, path, num_speculative_tokens, measured_k, commits, platform, note="as requested")
 
 
 def find_head(name: str, model: ResolvedModel | None = None) -> str:
-    """Return the folder or hub id of a head, given any name that reports use for it.
+    """Return the folder or hub id of a head. The name may be any name of the head in reports.
 
     Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
     first, then the other cards, then the heads in `$PEAGLE_HOME`.
@@ -71,7 +71,7 @@ def find_head(name: str, model: ResolvedModel | None = None) -> str:
 
 
 def find_on_cards(name: str, model: ResolvedModel | None = None) -> tuple[str, str] | None:
-    """Return the method of a catalog head and its folder or hub id, or None."""
+    """Return a catalog head's method, and its folder or hub id; None if no card has this name."""
     cards = [model.card] if model is not None and model.card else []
     for card in (*cards, *load_catalog()):
         for method, head in card.heads.items():
@@ -89,8 +89,8 @@ def _automatic(
         return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use a drafter")
     row = model.card.speculation_for(concurrency, platform)
     if row is None:
-        load = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
-        return _no_drafter(f"no measurements for {load}; set --drafter to try a drafter")
+        situation = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
+        return _no_drafter(f"no measurements for {situation}; set --drafter to try a drafter")
     if row.method == "none":
         return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
     path = _head_path(model.card.heads[row.method])
@@ -139,7 +139,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocatedHead:
-    """A head on disk, in a store or on the hub."""
+    """A head in a local folder, in an object store or on the hub."""
 
     model: str
     name: str
@@ -163,8 +163,8 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
     folder = user_path(path)
     if folder.exists():
         config, folder = read_config(folder, DrafterError), folder.resolve()
-        content = folder_fingerprint(folder)
-        return _LocatedHead(model=str(folder), name=folder.name, config=config, fingerprint=content, folder=folder)
+        fingerprint = folder_fingerprint(folder)
+        return _LocatedHead(model=str(folder), name=folder.name, config=config, fingerprint=fingerprint, folder=folder)
     if not is_hub_id(path):
         raise DrafterError(
             f"no such drafter: {path}",
@@ -172,8 +172,10 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
             "s3://BUCKET/FOLDER or a hub id ORG/NAME",
         )
     revision = hub_commit(path, commits.get(path)) or commits.get(path)
-    key = f"{path}@{revision or 'main'}"
-    return _LocatedHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
+    fingerprint = f"{path}@{revision or 'main'}"
+    return _LocatedHead(
+        model=path, name=path, config=hub_config(path, revision), fingerprint=fingerprint, revision=revision
+    )
 
 
 def _path_on_card(model: ResolvedModel, method: str) -> str:
@@ -183,8 +185,8 @@ def _path_on_card(model: ResolvedModel, method: str) -> str:
         others = [card.name for card in load_catalog() if (head := _heads(card).get(method)) and head.published]
         raise DrafterError(
             f"the catalog has no {method} head for {model.name}{reason}",
-            hint=f"the catalog has one for {', '.join(others)}; for other models, use the head's folder or hub id,"
-            " or no drafter",
+            hint=f"the catalog has {method} heads for {', '.join(others)}; for other models, use the head's folder or"
+            " hub id, or no drafter",
         )
     return _head_path(own_head)
 

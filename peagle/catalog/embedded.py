@@ -103,7 +103,7 @@ def _find(name: str) -> EmbeddedTarget:
 
 
 def _recorded_sha256(target: EmbeddedTarget) -> str:
-    """Return the GGUF's SHA-256 from the wheel's RECORD, without reading 98 MB."""
+    """Return the GGUF's SHA-256 from the wheel's RECORD, without reading the file of 98 MB."""
     try:
         files = metadata.files(target.distribution) or []
     except metadata.PackageNotFoundError:

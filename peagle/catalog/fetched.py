@@ -75,7 +75,7 @@ def find_stored(url: str) -> StoredModel:
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """Return this node's folder of a model, after fetching missing files."""
+    """Fetch a model's missing files, and return the model's folder on this node."""
     if revision is not None:
         folder = _folder(S3Path.parse(url), revision)
         try:
@@ -97,7 +97,7 @@ def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: A
 def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lambda message: None) -> Path:
     """Fetch a listed folder; return the local folder.
 
-    Safe for concurrent processes of a node: one fetches, the others wait.
+    Safe for concurrent processes on a node: one of them fetches, the others wait.
     """
     folder = _folder(model.at, model.revision)
     make_folder(folder)
@@ -111,10 +111,10 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
         return folder
     large = [file for file in model.files if is_weights(file.name)]
 
-    def waiting() -> None:
-        announce(f"{model.at}: waiting for another process on this node to fetch it")
+    def announce_wait() -> None:
+        announce(f"{model.at}: waiting for another process on this node to finish fetching it")
 
-    with locked(folder.with_name(f".{folder.name}.weights.lock"), waiting=waiting):
+    with locked(folder.with_name(f".{folder.name}.weights.lock"), on_wait=announce_wait):
         _fetch(model.at, large, folder, announce)
     return folder
 
@@ -125,8 +125,8 @@ def _folder(at: S3Path, revision: str) -> Path:
 
 def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
     if not names:
-        inside = f"; it has only the folders {', '.join(folders[:3])}" if folders else ""
-        raise CatalogError(f"{at}: has no files{inside}", hint="use the folder that contains config.json")
+        inside = f", only these folders: {', '.join(folders[:3])}" if folders else ""
+        raise CatalogError(f"{at}: contains no files{inside}", hint="use the folder that contains config.json")
     if "config.json" not in names:
         raise CatalogError(f"{at}: has no config.json", hint="use the folder that contains it")
     if not any(map(is_weights, names)):
@@ -150,10 +150,12 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
     if not missing:
         return
     total = sum(file.num_bytes for file in missing)
-    left = total - sum(_size(partial_path(file, folder)) or 0 for file in missing)
-    if (free := shutil.disk_usage(folder).free) < left:
-        raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, but only {_gb(free)} are free", hint=_SPACE_HINT)
-    announce(f"fetching {at} into {folder}: {_gb(total)}, of which {_gb(total - left)} are already here")
+    remaining = total - sum(_size(partial_path(file, folder)) or 0 for file in missing)
+    if (free := shutil.disk_usage(folder).free) < remaining:
+        raise CapacityError(
+            f"{folder}: {at} needs {_gb(remaining)} more, but only {_gb(free)} is free", hint=_SPACE_HINT
+        )
+    announce(f"fetching {at} into {folder}: {_gb(total)}, of which {_gb(total - remaining)} was already fetched")
     started_at, fetched_bytes, lock = time.monotonic(), 0, threading.Lock()
 
     def count(num_bytes: int) -> None:

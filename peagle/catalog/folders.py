@@ -33,7 +33,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def fingerprint_of(files: Iterable[tuple[str, int, bytes]]) -> str:
-    """Return a folder's fingerprint from names, sizes and the bytes of `end_ranges` of its files, sorted by name."""
+    """Return a folder's fingerprint from (name, size, bytes of `end_ranges`) of its files, sorted by name."""
     digest = hashlib.sha256()
     for name, size, ends in files:
         digest.update(f"{name}:{size}\n".encode())

@@ -1,7 +1,7 @@
 """Convert a GGUF file to bf16 safetensors: `python -m peagle.catalog.gguf FILE FOLDER UPSTREAM_ID`.
 
-The upstream model's values replace imprecise values of the GGUF: the name, epsilon (rounded to float32), and the
-maximum length of the tokenizer.
+Imprecise values of the GGUF file are replaced by those of the upstream model: the name, epsilon (stored as float32),
+and the tokenizer's maximum length.
 """
 
 import json

@@ -18,7 +18,7 @@ from peagle.engine.spec import DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-# Defaults: the quick start of the P-EAGLE launch, and EAGLE-3's best (vLLM blog, 2026-03-13).
+# From the quick start of P-EAGLE's launch, and EAGLE-3's best K (both vLLM blog, 2026-03-13).
 _DEFAULT_K = {"peagle": 5, "eagle3": 3}
 
 
@@ -29,7 +29,7 @@ class HeadFacts:
     Attributes:
         target_hidden_size: width of the target's states.
         draft_vocab_size: number of tokens that the head can draft; by default all.
-        aux_layer_ids: layers of the target whose inputs the head reads; if empty, vLLM chooses.
+        aux_layer_ids: layers of the target whose inputs the head reads; if empty, vLLM chooses them.
         mask_token_id: token that stands for positions not drafted yet; None for EAGLE-3.
         max_k: largest K, for a head that drafts blocks of a fixed size.
         mixes_attention: whether some layers of such a head have a sliding window, and others do not.
@@ -63,9 +63,9 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
     block = config.get("dflash_config") or {}
     aux = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
     aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    # These name a layer, whose output is the input of the next.
-    outputs_of = block.get("target_layer_ids") or config.get("target_layer_ids") or ()
-    aux = aux or [layer + 1 for layer in outputs_of]
+    # These keys name the layer whose output is read, which is the input of the next layer.
+    output_layer_ids = block.get("target_layer_ids") or config.get("target_layer_ids") or ()
+    aux = aux or [layer + 1 for layer in output_layer_ids]
     mask_token_ids = (keys.get(key) for keys in (block, config) for key in _MASK_TOKEN_KEYS)
     mask_token_id = next((token_id for token_id in mask_token_ids if token_id is not None), None)
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -109,7 +109,7 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
 def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     """Return the largest K of a head that drafts blocks; None for other heads.
 
-    The first token of a block is known, unless the head also predicts from its position.
+    The first token of a block is already known, unless the head also predicts a token at this position.
     """
     if method not in ("dflash", "dspark"):
         return None
@@ -141,11 +141,11 @@ def _method(config: Mapping[str, Any]) -> DraftMethod:
     if kind in DRAFT_METHODS:
         return cast(DraftMethod, kind)
     if kind is not None:
-        hint = f"supported: {', '.join(DRAFT_METHODS)}"
+        hint = f"choose from {', '.join(DRAFT_METHODS)}"
         raise DrafterError(f"drafters of type {kind!r} are not supported", hint=hint)
     architectures = str(config.get("architectures")).lower()
     if "dflash2" in architectures:
-        raise DrafterError("DFlash2 heads are not supported", hint=f"supported: {', '.join(DRAFT_METHODS)}")
+        raise DrafterError("DFlash2 heads are not supported", hint=f"choose from {', '.join(DRAFT_METHODS)}")
     if "dspark" in architectures:
         return "dspark"
     if "dflash" in architectures or "dflash_config" in config:
@@ -196,7 +196,7 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
     num_read = len(head.aux_layer_ids) * head.target_hidden_size
     if head.max_k is not None and num_read not in (0, width):
         raise _mismatch(
-            f"it reads {num_read:,} values of {len(head.aux_layer_ids)} layers, but fc {width or 'nothing'}"
+            f"it reads {num_read:,} values of {len(head.aux_layer_ids)} layers, but fc reads {width or 'nothing'}"
         )
     if head.method == "dspark" and not any(name.startswith("markov_head.") for name in shapes):
         raise _mismatch("the weights of its Markov head are missing")
@@ -209,7 +209,7 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
 
 
 def _read_headers(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape by name."""
+    """Return the dtype and shape of each tensor."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise DrafterError(f"{folder} has no *.safetensors files", hint="save the head's weights as safetensors first")

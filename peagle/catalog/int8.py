@@ -32,7 +32,7 @@ _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 
 def is_quantizable(name: str, num_dimensions: int) -> bool:
-    """Return whether a tensor is a matrix that is converted.
+    """Return whether a tensor is a weight matrix that is converted to INT8.
 
     >>> is_quantizable("model.layers.0.mlp.down_proj.weight", 2), is_quantizable("lm_head.weight", 2)
     (True, False)
@@ -61,7 +61,7 @@ def convert(source: Path, folder: Path) -> None:
     for file in weight_files(source):
         tensors: dict[str, torch.Tensor] = {}
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - a handle is no mapping
+            for name in opened.keys():  # noqa: SIM118 - a handle is not a mapping
                 tensor = opened.get_tensor(name)
                 if is_quantizable(name, tensor.dim()):
                     tensors[name], tensors[f"{name}_scale"] = quantize(name, tensor)
@@ -170,7 +170,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     try:
         for file in weight_files(folder):
             with safe_open(file, framework="numpy") as opened:
-                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no mapping
+                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CatalogError(f"{folder}: its weights cannot be read: {error}", hint="copy the model again") from error
     return shapes

@@ -1,4 +1,4 @@
-"""Find this node's model files for a spec from a driver on another machine."""
+"""Find this node's model files for an EngineSpec that was made on another machine."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def fetched_spec(spec: EngineSpec) -> EngineSpec:
 def local_path(name: str) -> str:
     """Return this node's folder of a model or drafter, or a hub id that vLLM downloads.
 
-    The name may be a path of another machine, if the head is shipped or was added to the catalog on this node too.
+    The name may be a head's path on another machine, if the head is shipped or was also added to this node's catalog.
     """
     folder = user_path(name)
     if folder.exists():

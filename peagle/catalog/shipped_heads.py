@@ -1,8 +1,8 @@
 """Heads shipped in this package. An omitted lm_head is added in `$PEAGLE_HOME/heads/<id>-<fingerprint>/`.
 
-vLLM requires a head with a draft vocabulary to contain the lm_head rows of that vocabulary. If they were not trained,
-they equal the target's, so the package omits them (this saves 9 MB for the head of the default embedded model). They
-are copied from the target on first use, when FP8 matrices are also converted to bf16.
+vLLM requires a head with a draft vocabulary to contain the lm_head rows of that vocabulary. Untrained rows equal the
+target's, so the package omits them; this saves 9 MB for the default model's head. On first use, the rows are copied
+from the target, and FP8 matrices are converted to bf16.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def find_shipped_head(name: str) -> Path | None:
 
 
 def whole_head(folder: Path) -> Path:
-    """Return a folder that vLLM can load: the head's own, or a bf16 copy with the target's rows of lm_head.
+    """Return a folder that vLLM can load: the given folder, or a bf16 copy with the target's rows of lm_head.
 
     Safe for concurrent processes, which create identical copies.
     """
@@ -72,8 +72,8 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
 
 def target_of(folder: Path) -> str:
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
-    stated = str(verifier.get("name_or_path"))
-    name = stated if stated in EMBEDDED_TARGETS else embedded_of_upstream(stated)
+    verifier_name = str(verifier.get("name_or_path"))
+    name = verifier_name if verifier_name in EMBEDDED_TARGETS else embedded_of_upstream(verifier_name)
     if name is not None:
         return name
     raise DrafterError(
@@ -97,9 +97,9 @@ def _whole_folder(folder: Path) -> Path:
 def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
     from safetensors.torch import load_file
 
-    from peagle.fp8 import in_bf16
+    from peagle.fp8 import dequantize_all
 
-    tensors = in_bf16(load_file(folder / _WEIGHTS))
+    tensors = dequantize_all(load_file(folder / _WEIGHTS))
     tensors[_LM_HEAD] = rows_of(target, tensors["d2t"])
     whole.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:

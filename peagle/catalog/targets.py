@@ -20,7 +20,7 @@ from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.int8 import require_convertible
 from peagle.engine.checkpoint import checkpoint_kv_cache_dtype, checkpoint_quant_method, require_supported
-from peagle.engine.keys import TargetOptions, extra_arguments, widest_head
+from peagle.engine.keys import TargetOptions, extra_arguments, widest_head_dim
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
 from peagle.hardware import Hardware
@@ -76,7 +76,7 @@ def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path
 
     try:
         return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=is_local))
-    except OSError:  # includes the client's errors, which `hub_config` reports
+    except OSError:  # also the client's own errors; `hub_config` reports them
         return None
 
 
@@ -182,7 +182,7 @@ def resolve_model(
 
 
 def context_tokens(model: ResolvedModel) -> int:
-    """Return the maximum prompt and output tokens of a request from the model's configuration."""
+    """Return the model's context: the maximum number of prompt and output tokens of a request."""
     tokens = (model.config.get("text_config") or model.config).get("max_position_embeddings")
     if not isinstance(tokens, int):
         raise ConfigError(f"{model.name}: config.json has no max_position_embeddings", hint="set max_model_len")
@@ -211,7 +211,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
-    """Return the model; fetch it first if it is in an object store."""
+    """Return the model with a local folder; fetch it first if it is in an object store."""
     if not is_stored(model.path):
         return model
     folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)
@@ -241,17 +241,17 @@ def _hub_model(
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)
 
 
-def precision_for(keys: TargetOptions, model: ResolvedModel, hardware: Hardware) -> Precision:
+def precision_for(options: TargetOptions, model: ResolvedModel, hardware: Hardware) -> Precision:
     """Return the precision of a target's weights and KV cache on this hardware."""
     require_supported(model.config, hardware)
     precision = resolve_precision(
-        keys.precision,
+        options.precision,
         hardware,
         native_quantization=model.native_quantization,
         native_kv_cache=checkpoint_kv_cache_dtype(model.config),
-        kv_cache=keys.kv_cache_precision,
-        context_tokens=max_model_len(model, keys.max_model_len),
-        head_dim=widest_head(model.config),
+        kv_cache=options.kv_cache_precision,
+        context_tokens=max_model_len(model, options.max_model_len),
+        head_dim=widest_head_dim(model.config),
     )
     if precision.quantization == "int8":
         require_convertible(model.path, model.config, hardware)
@@ -259,17 +259,17 @@ def precision_for(keys: TargetOptions, model: ResolvedModel, hardware: Hardware)
 
 
 def target_fields(
-    keys: TargetOptions, model: ResolvedModel, hardware: Hardware, precision: Precision
+    options: TargetOptions, model: ResolvedModel, hardware: Hardware, precision: Precision
 ) -> dict[str, Any]:
     """Return the fields of an `EngineSpec` that all commands share."""
-    same = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
+    same_names = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
     return {
         "model": model.path,
         "revision": model.revision,
         "precision": precision.name,  # resolved once, since `auto` depends on the node
         "kv_cache_precision": precision.kv_cache_name,
         "native_quantization": model.native_quantization,
-        "max_model_len": max_model_len(model, keys.max_model_len),
-        "extra": extra_arguments(keys, precision, model.config, on_gpu=hardware.platform == "cuda"),
-        **{name: getattr(keys, name) for name in same},
+        "max_model_len": max_model_len(model, options.max_model_len),
+        "extra": extra_arguments(options, precision, model.config, on_gpu=hardware.platform == "cuda"),
+        **{name: getattr(options, name) for name in same_names},
     }

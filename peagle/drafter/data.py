@@ -32,11 +32,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
+    """A row that cannot be trained on."""
+
     id: str
     reason: str
 
 
 def row_text(row: Row, prompt_column: str) -> str:
+    """Return the text of a row's messages, prompt and response, for finding overlaps."""
     messages = parse_messages(row.get("messages"))
     conversation = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
     parts = (row.get(key) for key in (prompt_column, "response"))

@@ -84,7 +84,7 @@ def humaneval_references() -> list[str]:
 
 
 NONE = "none"
-NAMED_SETS = (HUMANEVAL, NONE)  # other values are files
+NAMED_SETS = (HUMANEVAL, NONE)  # other values of --exclude are files
 DEFAULT_SETS = (HUMANEVAL,)
 
 

@@ -24,7 +24,7 @@ from peagle.fp8 import (
     SCALE,
     WeightError,
     dequantize,
-    in_bf16,
+    dequantize_all,
     is_matrix,
     quantization_config,
     quantize,
@@ -67,9 +67,9 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     kept = {
         name: reason for name, tensor in tensors.items() if (reason := reason_to_keep(name, tensor, keep)) is not None
     }
-    written, errors = dict(tensors), []
+    output_tensors, errors = dict(tensors), []
     for name in tensors.keys() - kept.keys():
-        written[name], written[name + SCALE] = stored, scale = quantize(name, tensors[name])
+        output_tensors[name], output_tensors[name + SCALE] = stored, scale = quantize(name, tensors[name])
         errors.append(weight_error(name, tensors[name], dequantize(stored, scale), scale))
     if not errors:
         raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
@@ -81,7 +81,7 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
         f" activations per token (compressed-tensors); {unconverted_note}. Written by `peagle"
         " quantize-drafter`; acceptance figures below are those of the original head."
     )
-    return _write(source, output, config, written, card_note, errors, kept)
+    return _write(source, output, config, output_tensors, card_note, errors, kept)
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
@@ -93,19 +93,19 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
     if quantization.get("quant_method") != "compressed-tensors" or not names:
         raise DrafterError(f"{source} is not an FP8 head", hint=hint)
     try:
-        written = in_bf16(tensors)
+        output_tensors = dequantize_all(tensors)
     except DrafterError as error:
         raise DrafterError(f"{source} is not an FP8 head: {error.message}", hint=hint) from error
     errors = []
     for name in names:
         exact = dequantize(tensors[name], tensors[name + SCALE])
-        errors.append(weight_error(name, exact, written[name], tensors[name + SCALE]))
-    kept = dict.fromkeys(written.keys() - set(names), "not in FP8")
+        errors.append(weight_error(name, exact, output_tensors[name], tensors[name + SCALE]))
+    kept = dict.fromkeys(output_tensors.keys() - set(names), "not in FP8")
     card_note = (
         "**Converted back to bf16**: the values of the FP8 head, rounded to bf16. Written by `peagle quantize-drafter"
         " --dequantize`, to measure the effect of FP8 weights on acceptance."
     )
-    return _write(source, output, config, written, card_note, errors, kept)
+    return _write(source, output, config, output_tensors, card_note, errors, kept)
 
 
 def _require_absent(output: Path) -> None:

@@ -24,10 +24,10 @@ class TrainingProgress:
     step: int
     num_steps: int
     loss: float  # with D-PACE only comparable to other D-PACE losses, since the weights change
-    # For each depth, the share of rows whose most likely token is that of the target; None without rows.
+    # For each depth, the share of drafts whose token is the target's most likely token; None without drafts.
     accuracy: tuple[float | None, ...]
-    # For each depth, the share of rows that are correct along with all earlier rows of their chain: an engine accepts
-    # drafts up to the first incorrect one.
+    # For each depth, the share of drafts whose tokens up to this depth are all correct, so that an engine would accept
+    # the token at this depth.
     accepted: tuple[float | None, ...]
     divergence: tuple[float | None, ...]  # mean KL divergence for each depth
     learning_rate: float
@@ -115,14 +115,16 @@ def _curve(windows: Sequence[range], values: Sequence[float | None]) -> Curve:
     """Return a point per window: the middle of its steps and the mean of their known values, or None."""
     curve: Curve = []
     for window in windows:
-        known = [value for value in values[window.start : window.stop] if value is not None]
-        curve.append(((window[0] + window[-1]) / 2 + 1, sum(known) / len(known) if known else None))
+        known_values = [value for value in values[window.start : window.stop] if value is not None]
+        curve.append(
+            ((window[0] + window[-1]) / 2 + 1, sum(known_values) / len(known_values) if known_values else None)
+        )
     return curve
 
 
 def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> str:
-    known = [value for curve in curves for _, value in curve if value is not None]
-    ticks = _ticks(min(known, default=0.0), max(known, default=1.0), 2 if height < HEIGHT / 2 else 4)
+    known_values = [value for curve in curves for _, value in curve if value is not None]
+    ticks = _ticks(min(known_values, default=0.0), max(known_values, default=1.0), 2 if height < HEIGHT / 2 else 4)
 
     def x(step: float) -> float:
         share = (step - 1) / (last_step - 1) if last_step > 1 else 0.5

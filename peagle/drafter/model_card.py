@@ -17,7 +17,7 @@ def render_card(
     config: TrainConfig,
     *,
     device: torch.device,
-    verifier: str,
+    target_id: str,
     target_fingerprint: str,
     licence: str | None,
     aux_layers: tuple[int, ...],
@@ -35,9 +35,9 @@ def render_card(
     if config.num_key_value_heads is not None:
         layers += f" of {config.num_key_value_heads} KV heads"
     method = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}[config.algorithm]
-    parallel, order = "", "one after another"
+    parallel, drafting_order = "", "one after another"
     if config.algorithm == "peagle":
-        parallel, order = ', "parallel_drafting": True', "all in one pass"
+        parallel, drafting_order = ', "parallel_drafting": True', "all in one pass"
     responses = "existing responses"
     if config.responses == "regenerate":
         share = f"{config.sampled_share:.0%} of the prompts at temperature {config.temperature:g}"
@@ -55,13 +55,13 @@ def render_card(
     frozen = f", the first {config.num_frozen_layers} layers frozen" if config.num_frozen_layers else ""
     return f"""---
 library_name: vllm
-base_model: {verifier}
+base_model: {target_id}
 license: {(licence or "unknown").lower()}
 tags: [speculative-decoding, {method.lower()}, speculators]
 ---
-# {method} head for {verifier}
+# {method} head for {target_id}
 
-Drafts tokens {order} for `{verifier}`. vLLM loads this folder directly:
+Drafts tokens {drafting_order} for `{target_id}`. vLLM loads this folder directly:
 
 ```python
 speculative_config = {{
@@ -75,7 +75,7 @@ The head {embeddings}.
 |---|---|
 | Architecture | {method}, {layers}, {num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, aux_layers))} of the target |
-| Draft vocabulary | {vocabulary.size:,} tokens, {vocabulary.coverage:.2%} of the training documents |
+| Draft vocabulary | {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the tokens in the training documents |
 | Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
 | Seen | {num_tokens_seen:,} tokens in {num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
 | Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |

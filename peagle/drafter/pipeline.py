@@ -140,7 +140,7 @@ class Prepared:
     @cached_property
     def recipe(self) -> TrainingConfig:
         config = self.config
-        lengths = [self.store.num_tokens(index) for index in self.corpus.trained]
+        lengths = [self.store.num_tokens(index) for index in self.corpus.training_indices]
         steps_per_epoch = len(plan_batches(lengths, batch_tokens=config.batch_tokens, seed=config.seed))
         options = [field.name for field in fields(TrainingConfig) if field.name in TrainConfig.model_fields]
         return TrainingConfig(
@@ -230,7 +230,7 @@ def train_prepared(
     return train(
         head,
         prepared.store,
-        prepared.corpus.trained,
+        prepared.corpus.training_indices,
         prepared.recipe,
         prepared.folder,
         fingerprint=prepared.fingerprint if fingerprint is None else fingerprint,
@@ -262,13 +262,13 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
     card = render_card(
         config,
         device=prepared.device,
-        verifier=verifier,
+        target_id=verifier,
         target_fingerprint=spec.target,
         licence=model.card.licence.name if model.card else None,
         aux_layers=spec.aux_layers,
         num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
-        num_documents=len(corpus.trained),
-        num_response_tokens=sum(corpus.samples[index].num_response_tokens for index in corpus.trained),
+        num_documents=len(corpus.training_indices),
+        num_response_tokens=sum(corpus.samples[index].num_response_tokens for index in corpus.training_indices),
         num_tokens_seen=outcome.num_tokens,
         num_passes=config.epochs * outcome.step / prepared.recipe.num_steps,
         vocabulary=prepared.vocabulary,
@@ -279,7 +279,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         "config": config.model_dump(mode="json"),
         "finished": outcome.finished,
         "steps": outcome.step,
-        "documents": len(corpus.trained),
+        "documents": len(corpus.training_indices),
         "held_out_documents": len(corpus.held_out),
         "rejected": [asdict(rejected) for rejected in corpus.rejected],
         "dropped": [
@@ -360,12 +360,12 @@ def _features(
 def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) -> DraftVocabulary:
     text = target.model.config.get("text_config") or target.model.config
     # Prompts are counted, too, because responses repeat words of their prompts.
-    token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
+    token_ids = (token for index in corpus.training_indices for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
         return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)
     return frequent_vocabulary(
         token_ids,
         size=config.draft_vocab_size,
         target_size=target.vocab_size,
-        always=end_tokens(text),
+        required=end_tokens(text),
     )

@@ -55,7 +55,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
             kept, source_dropped = checked.kept, checked.dropped
         rows_by_source.append(kept)
         dropped += source_dropped
-    shares = share_out(config.limit, [len(kept) for kept in rows_by_source])
+    shares = divide_evenly(config.limit, [len(kept) for kept in rows_by_source])
     rows = [row for kept, share in zip(rows_by_source, shares, strict=True) for row in kept[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
     if len(shares) > 1:
@@ -104,18 +104,18 @@ def read_source(source: str | Path) -> Iterator[Row]:
     yield from read_all(files)
 
 
-def share_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
+def divide_evenly(limit: int | None, sizes: Sequence[int]) -> list[int]:
     """Return how many rows to take from each source, as evenly as possible. Without a limit, all rows are taken.
 
-    >>> share_out(300, [594, 50, 200])
+    >>> divide_evenly(300, [594, 50, 200])
     [125, 50, 125]
     """
     if limit is None:
         return list(sizes)
-    left, shares = limit, [0] * len(sizes)
+    num_left, shares = limit, [0] * len(sizes)
     for num_done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        shares[index] = min(sizes[index], left // (len(sizes) - num_done))
-        left -= shares[index]
+        shares[index] = min(sizes[index], num_left // (len(sizes) - num_done))
+        num_left -= shares[index]
     return shares
 
 
@@ -185,7 +185,8 @@ class TrainingDocuments:
     held_out: frozenset[int]
 
     @property
-    def trained(self) -> list[int]:
+    def training_indices(self) -> list[int]:
+        """The indices of the samples that are not held out."""
         return [index for index in range(len(self.samples)) if index not in self.held_out]
 
 
@@ -199,7 +200,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
-        raise InputError(f"{sources}: no row yields a document; the first one: {reason}")
+        raise InputError(f"{sources}: no row yields a document; first error: {reason}")
     target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
     report_dropped(checked.dropped, say)

@@ -70,6 +70,7 @@ class Snippet:
         return len(CODE_WORDINGS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
+        """Return the category and the text of the prompt in the wording with this index, in an order by `seed`."""
         # A random order by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
         chosen = sorted(CODE_WORDINGS, key=lambda wording: -(rng.random() ** (1 / wording.weight)))[index]
@@ -266,6 +267,7 @@ class Content:
         return len(self._wordings())
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
+        """Return the category and the text of the prompt in the wording with this index, in an order by `seed`."""
         wordings = self._wordings()
         random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(wordings)
         category, template = wordings[index]
@@ -352,7 +354,7 @@ class TrainingPrompt:
     prompt: str
     module: str
     name: str
-    category: str  # the kind of task: "code", "summary",
+    category: str  # the kind of task, such as "code" or "summary"
 
 
 def is_shipped_source(source: str) -> bool:
@@ -388,11 +390,11 @@ def generate_prompts(
     available = num_available(materials)
     if limit is not None and limit > available:
         raise ConfigError(f"--limit {limit:,}: the source has only {available:,} prompts", hint="decrease --limit")
-    left = available if limit is None else limit
+    num_left = available if limit is None else limit
     for round_index in range(max((material.num_wordings for material in materials), default=0)):
-        order = [index for index, material in enumerate(materials) if round_index < material.num_wordings]
-        random.Random(f"{seed}/{round_index}").shuffle(order)
-        for index in order[:left]:
+        indices = [index for index, material in enumerate(materials) if round_index < material.num_wordings]
+        random.Random(f"{seed}/{round_index}").shuffle(indices)
+        for index in indices[:num_left]:
             material = materials[index]
             category, text = material.wording(seed, round_index)
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -403,4 +405,4 @@ def generate_prompts(
                 name=material.name,
                 category=category,
             )
-        left -= min(left, len(order))
+        num_left -= min(num_left, len(indices))

@@ -46,7 +46,9 @@ class TrainingSpending:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._first_work_at is None:
             return
         with contextlib.suppress(CapacityError):  # the last heartbeat remains; report the original error

@@ -273,8 +273,8 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
     if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
         raise ConfigError(f"aux layers {repeated} are repeated; an engine reads each layer once")
-    if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
-        raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {num_layers - 1}")
+    if invalid_layers := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
+        raise ConfigError(f"aux layers {invalid_layers}: the target has layers 0 to {num_layers - 1}")
 
 
 def end_tokens(*configs: Mapping[str, Any]) -> list[int]:

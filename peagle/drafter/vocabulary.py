@@ -52,15 +52,15 @@ class DraftVocabulary:
 
 
 def frequent_vocabulary(
-    token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
+    token_ids: Iterable[int], *, size: int, target_size: int, required: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Return the `size` most frequent tokens, including `always`. Among equally frequent tokens, smaller ids win."""
+    """Return the `size` most frequent tokens, including the `required` ones. Among equals, smaller ids win."""
     if not 1 <= size <= target_size:
         raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
     counts = Counter(token_ids)
-    forced = dict.fromkeys(always)
-    ranked = sorted(range(target_size), key=lambda token: (token not in forced, -counts[token], token))
-    return _covering(sorted(ranked[:size]), counts, target_size)
+    required_ids = frozenset(required)
+    ranked = sorted(range(target_size), key=lambda token: (token not in required_ids, -counts[token], token))
+    return _with_coverage(sorted(ranked[:size]), counts, target_size)
 
 
 def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
@@ -72,11 +72,11 @@ def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: i
         raise DrafterError(f"{folder}: has no model.safetensors, so there is no head to continue")
     with safe_open(weights, "pt") as file:
         offsets = file.get_tensor("d2t").tolist() if "d2t" in file.keys() else [0] * target_size  # noqa: SIM118
-    chosen = [draft_id + offset for draft_id, offset in enumerate(offsets)]
-    return _covering(chosen, Counter(token_ids), target_size)
+    target_ids = [draft_id + offset for draft_id, offset in enumerate(offsets)]
+    return _with_coverage(target_ids, Counter(token_ids), target_size)
 
 
-def _covering(chosen: list[int], counts: Counter[int], target_size: int) -> DraftVocabulary:
+def _with_coverage(token_ids: list[int], counts: Counter[int], target_size: int) -> DraftVocabulary:
     total = counts.total()
-    coverage = sum(counts[token] for token in chosen) / total if total else 1.0
-    return DraftVocabulary(token_ids=tuple(chosen), target_size=target_size, coverage=coverage)
+    coverage = sum(counts[token] for token in token_ids) / total if total else 1.0
+    return DraftVocabulary(token_ids=tuple(token_ids), target_size=target_size, coverage=coverage)

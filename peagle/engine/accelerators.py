@@ -8,10 +8,10 @@ from pathlib import Path
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
-# The oldest driver by major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility, "Minor Version
-# Compatibility").
+# The oldest supported driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility, "Minor
+# Version Compatibility").
 _OLDEST_DRIVER = {12: 525, 13: 580}
-# The oldest cards: CUDA 13 dropped Volta and older (release notes of CUDA 13.0).
+# The lowest supported compute capability: CUDA 13 dropped Volta and older (release notes of CUDA 13.0).
 _OLDEST_CAPABILITY = {13: (7, 5)}
 
 
@@ -36,7 +36,7 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
         ]
         raise CapacityError(
             "the GPUs of this node are different models, but engines are sized and priced for a single model",
-            hint=f"make only one model visible ({'; '.join(kinds)}), on a cluster before `ray start`",
+            hint=f"make only one model visible ({'; '.join(kinds)}); on a cluster, do so before `ray start`",
         )
     cuda = cuda or _cuda_of_torch()
     if cuda is None:
@@ -48,8 +48,8 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
     if oldest_driver and driver.isdecimal() and int(driver) < oldest_driver and not is_compat:
         raise CapacityError(
             f"NVIDIA's driver {hardware.driver} is too old for CUDA {cuda}, which this torch was built for",
-            hint=f"install driver {oldest_driver} or newer on the node, or for a data centre GPU NVIDIA's package "
-            "cuda-compat and set VLLM_ENABLE_CUDA_COMPATIBILITY=1",
+            hint=f"install driver {oldest_driver} or newer on the node; for a data centre GPU, you can instead install "
+            "NVIDIA's package cuda-compat and set VLLM_ENABLE_CUDA_COMPATIBILITY=1",
         )
     oldest_card = _OLDEST_CAPABILITY.get(cuda_major)
     if oldest_card and (hardware.compute_capability or oldest_card) < oldest_card:

@@ -14,7 +14,7 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 MODALITIES = ("image", "audio", "video")
-# vLLM takes an empty list of domains for any domain; nothing has a name under .invalid (RFC 2606).
+# For vLLM, an empty list of domains allows every domain. This name allows none: RFC 2606 reserves .invalid.
 _NO_DOMAIN = "none.invalid"
 _QUANTIZATION = {None: None, "fp8": "fp8", "int8": "compressed-tensors"}
 DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
@@ -46,7 +46,7 @@ _REFUSED = {
     "served_model_name": "the endpoint names its models with --name",
     "generation_config": "sampling defaults must be the same in a batch and online",
     "override_generation_config": "sampling defaults must be the same in a batch and online",
-    "structured_outputs_config": "every grammar is tried with one back end before it reaches an engine",
+    "structured_outputs_config": "peagle tries each grammar before an engine compiles it, with one fixed back end",
     "reasoning_parser": "the endpoint has --reasoning-parser",
     "disable_log_stats": "an engine's steps show that it is alive",
     "runner": "engines generate text",
@@ -70,8 +70,8 @@ def engine_args(
     check_extra(spec.extra)
     precision = spec_precision(spec, hardware)
     kv_cache_dtype: str = precision.kv_cache_dtype
-    # For a checkpoint with `kv_cache_scheme`, vLLM's "auto" means FP8, even if bf16 was requested. On CPUs bf16 has no
-    # other name.
+    # For a checkpoint with `kv_cache_scheme`, vLLM's "auto" means FP8, even if bf16 was requested. On CPUs, vLLM has no
+    # other name for bf16.
     if hardware.platform == "cuda" and precision.native_quantization is not None and kv_cache_dtype == "auto":
         kv_cache_dtype = precision.dtype
     kv_cache_gib = spec.kv_cache_gib
@@ -99,7 +99,7 @@ def engine_args(
         "cudagraph_capture_sizes": capture_sizes(spec, hardware),
         "attention_backend": target_backend(spec, hardware),
         "speculative_config": _speculation(spec, hardware),
-        # vLLM refuses it without speculation (config/vllm.py).
+        # vLLM refuses this argument without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
     # By default vLLM accepts 999 media of each kind from any host.
@@ -171,8 +171,8 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.method in ("peagle", "eagle3"):
         # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this vLLM scatters the logits of a
         # draft vocabulary into the target's first, and gathers them whole from all ranks: 0.64 ms of a step against
-        # 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). Each class that vLLM
-        # loads for an EAGLE-3 or P-EAGLE head can do it (0.29), but not its DFlash classes.
+        # 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). In vLLM 0.29, all classes
+        # for EAGLE-3 and P-EAGLE heads support it; the DFlash classes do not.
         config["use_local_argmax_reduction"] = True
     if drafter.method == "dspark" and drafter.verify == "auto":
         config["enable_adaptive_verification"] = True
@@ -192,8 +192,8 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
 def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
     """Return the speculative config of an engine on its hardware.
 
-    A target with dummy weights gets a real head if its weights exist. vLLM (0.24 to 0.29) learns from the names of
-    loaded weights what a head shares with its target, so a dummy head would get the target's lm_head, which does not
+    A target with dummy weights gets a real head if the head's weights exist. vLLM (0.24 to 0.29) learns from the names
+    of loaded weights what a head shares with its target, so a dummy head would get the target's lm_head, which does not
     fit a draft vocabulary.
     """
     config, drafter = speculative_config(spec.drafter), spec.drafter

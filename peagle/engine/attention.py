@@ -22,17 +22,17 @@ class Avoided:
     Attributes:
         capabilities: the first and the last affected compute capability.
         min_k: smallest affected K; 0 if engines without a drafter are affected, too.
-        instead: the back end to use; None if vLLM does not choose the broken back end by itself.
+        replacement: the back end to use; None if vLLM chooses another one by itself.
     """
 
     capabilities: tuple[tuple[int, int], tuple[int, int]]
     min_k: int
     symptom: str
     source: str
-    instead: str | None
+    replacement: str | None
 
     def affects(self, spec: EngineSpec, hardware: Hardware) -> bool:
-        """Return whether the combination is broken on an engine, assuming an FP8 KV cache."""
+        """Return whether this engine and hardware have the broken combination, assuming an FP8 KV cache."""
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         first, last = self.capabilities
         return k >= self.min_k and first <= (hardware.compute_capability or (0, 0)) <= last
@@ -44,22 +44,22 @@ AVOIDED = (
         min_k=0,
         symptom="random output with CUDA graphs",
         source="vllm-project/vllm issues 41651 and 49010",
-        instead=_TRITON,
+        replacement=_TRITON,
     ),
-    # On these, FlashAttention 3 supports FP8 for narrow heads, and vLLM prefers it.
+    # On these GPUs, FlashAttention 3 supports FP8 for narrow heads, and vLLM prefers it.
     Avoided(
         capabilities=((9, 0), (9, 0)),
         min_k=3,
         symptom="kernels that do not compile",
         source="vllm-project/vllm issues 33364 and 31843",
-        instead=None,
+        replacement=None,
     ),
     Avoided(
         capabilities=((8, 9), (8, 9)),
         min_k=1,
         symptom="an illegal memory access",
         source="vllm-project/vllm issue 44879",
-        instead=_TRITON,
+        replacement=_TRITON,
     ),
 )
 
@@ -108,7 +108,7 @@ def _check_drafter(spec: EngineSpec, hardware: Hardware) -> None:
         raise ConfigError(
             f"the KV cache of a {drafter.method} head cannot be fp8: vLLM does not support it for attention in both"
             " directions (vllm-project/vllm issue 41559)",
-            hint="remove --draft-kv-cache-precision; the target's KV cache may still be fp8",
+            hint="remove --draft-kv-cache-precision; the target's KV cache can still be fp8",
         )
 
 
@@ -116,7 +116,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     """Refuse broken combinations before anything starts.
 
     Args:
-        head_dim: dimension of the target's widest attention heads; a drafter's are assumed to be as wide.
+        head_dim: dimension of the target's widest attention heads; the drafter's heads are assumed to be as wide.
 
     Raises:
         ConfigError: as `target_backend`; or vLLM would choose a broken back end for the drafter and there is no other.
@@ -130,7 +130,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     _check_drafter(spec, hardware)
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
-    row = next((row for row in AVOIDED if row.instead is None and row.affects(spec, hardware)), None)
+    row = next((row for row in AVOIDED if row.replacement is None and row.affects(spec, hardware)), None)
     if is_fp8 and backend is None and row is not None and head_dim > WIDEST_FP8_HEAD:
         raise ConfigError(
             f"with heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in fp8, which"
@@ -149,4 +149,4 @@ def _backend(requested: str | None, spec: EngineSpec, hardware: Hardware, kv_cac
             f" {avoided.symptom} ({avoided.source})",
             hint=f"remove the attention back end, use {_TRITON}, or use --kv-cache-precision bf16",
         )
-    return requested or avoided.instead
+    return requested or avoided.replacement

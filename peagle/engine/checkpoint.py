@@ -23,7 +23,7 @@ VLLM_METHODS = frozenset(
 
 
 def checkpoint_quant_method(config: Mapping[str, Any]) -> str | None:
-    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`, or None if it has 16 bits."""
+    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`; None if it is not quantised."""
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 
@@ -57,15 +57,15 @@ def require_supported(config: Mapping[str, Any], hardware: Hardware) -> None:
     has_fp8_method = quantization.get("quant_method") == "fp8"
     has_fp8_algorithm = str(quantization.get("quant_algo")).upper().startswith("FP8")
     if (8, "int") in activations:
-        stored, is_supported, needs = "int8", hardware.supports_int8, INT8_NEEDS[hardware.platform]
+        number_format, is_supported, needs = "int8", hardware.supports_int8, INT8_NEEDS[hardware.platform]
     elif (8, "float") in activations or has_fp8_method or has_fp8_algorithm:
         is_supported = hardware.platform != "cpu" or "amx_tile" in hardware.cpu_flags
-        stored, needs = "fp8", "a CPU with AMX, or a GPU"
+        number_format, needs = "fp8", "a CPU with AMX, or a GPU"
     else:
         return
     if not is_supported:
         raise PrecisionError(
-            f"the checkpoint's weights and activations are {stored}, which needs {needs}; "
+            f"the checkpoint's weights and activations are {number_format}, which needs {needs}; "
             f"this is {hardware.describe()}",
             hint="use the model's checkpoint in 16 bits",
         )

@@ -1,8 +1,8 @@
 """The folder for compiled code of CPU engines.
 
-Loading compiled code executes it. So it is only read from a folder that no other user can change, and only with the
-same versions and kind of processor that compiled it: the compiler targets the local processor, which neither vLLM nor
-torch include in their cache keys. `vllm_plugin.py` makes vLLM load the code.
+Loading compiled code executes it, so the folder must not be writable by other users. Its name contains a digest of the
+versions and the kind of processor: the compiler targets the local processor, which neither vLLM nor torch include in
+their cache keys. `vllm_plugin.py` makes vLLM load the code.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Featur
 
 
 def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Return variables with the folder for compiled code of a CPU engine on this node, and create that folder.
+    """Create the folder for compiled code of this node's CPU engines; return the environment variables that set it.
 
-    If other users could write there, or the folder cannot be created, a temporary folder is used.
+    If other users can write to the folder, or it cannot be created, a temporary folder is used.
 
     Raises:
         ConfigError: neither folder is usable.
@@ -39,10 +39,10 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
     root = user_path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
     kind = f"peagle-{_kind(cpuinfo)}"
     folder = root if root.name == kind else root / kind
-    if (why := _unfit(folder)) is not None:
+    if (why := _why_unusable(folder)) is not None:
         instead = temporary_folder("compiled") / kind
         sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {why}. Using {instead} for now\n")
-        if (why := _unfit(instead)) is not None:
+        if (why := _why_unusable(instead)) is not None:
             raise ConfigError(
                 f"cannot store compiled code in {instead}: {why}",
                 hint=f"set {ROOT} to a folder that only this user can write",
@@ -52,28 +52,28 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
 
 
 def has_compiled_code(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
-    """Return whether an engine with these settings was compiled on this node, so that the next one loads its code.
+    """Return whether an engine with these settings was already compiled on this node.
 
     Args:
-        spec: with model names for any node, as for `note_compiled`.
+        spec: the same as for `note_compiled`, with hub ids or shared folders instead of this node's paths.
     """
-    return _note(spec, inherited).exists()
+    return _marker_file(spec, inherited).exists()
 
 
 def note_compiled(spec: EngineSpec, inherited: Mapping[str, str]) -> None:
-    """Note that an engine has compiled and stored its code, so that later engines load it.
+    """Record that an engine has compiled and stored its code, so that later engines load it.
 
     Does nothing for an engine that does not compile.
     """
     if spec.enforce_eager:
         return
-    note = _note(spec, inherited)
+    marker = _marker_file(spec, inherited)
     with contextlib.suppress(OSError):
-        note.parent.mkdir(exist_ok=True)
-        note.touch()
+        marker.parent.mkdir(exist_ok=True)
+        marker.touch()
 
 
-def _note(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:
+def _marker_file(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:
     drafter = spec.drafter and (spec.drafter.method, spec.drafter.model, spec.drafter.num_speculative_tokens)
     names = ("model", "revision", "precision", "kv_cache_precision", "max_num_seqs", "max_model_len")
     sizes = ("max_num_batched_tokens", "tensor_parallel_size", "extra")
@@ -101,7 +101,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _unfit(folder: Path) -> str | None:
+def _why_unusable(folder: Path) -> str | None:
     """Create a folder, and return why it cannot be used for compiled code, or None."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,10 +110,10 @@ def _unfit(folder: Path) -> str | None:
     except OSError as error:
         return f"{error.strerror}"
     for path, status in folders:
-        is_sticky = path != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
+        is_sticky = path != real and status.st_mode & stat.S_ISVTX  # as in /tmp, where only owners can rename
         if status.st_uid not in (0, os.geteuid()) or (_others_write(status) and not is_sticky):
             return f"other users can change {path}, and loading compiled code executes it"
-    return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write there"
+    return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write to it"
 
 
 def _others_write(status: os.stat_result) -> bool:

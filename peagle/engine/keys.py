@@ -1,7 +1,7 @@
 """The engine options that all commands share.
 
-`engine_args` accepts any other argument of vLLM. Names are checked against the installed vLLM before an engine or a
-node is requested; vLLM checks values when it starts.
+`engine_args` accepts any other argument of vLLM. Their names are checked against the installed vLLM before an engine or
+a node is requested. vLLM checks their values when it starts.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class TargetOptions(BaseModel):
     draft_lookup: DraftLookup = Field(
         "auto",
         description="prompt lookup in addition to the head: copy later drafts from an earlier occurrence in the"
-        " request's text; auto: where a measurement showed a gain",
+        " request's text; auto: off until benchmarks show a gain for all texts",
     )
     verify: Verify = Field(
         "all",
@@ -110,7 +110,7 @@ def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
 
 
 def extra_arguments(
-    keys: TargetOptions, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
+    options: TargetOptions, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
 ) -> dict[str, Any]:
     """Return an engine's `EngineSpec.extra`: the user's arguments, and those that an FP8 KV cache needs.
 
@@ -120,28 +120,28 @@ def extra_arguments(
     Raises:
         ConfigError: vLLM has no such argument.
     """
-    if keys.engine_args:
-        require_known(keys.engine_args)
+    if options.engine_args:
+        check_argument_names(options.engine_args)
     text = config.get("text_config") or config
     extra: dict[str, Any] = {}
-    # Small windows stay small: FP8 saves little there and costs as much as elsewhere (vLLM blog, 2026-04-22).
+    # In a sliding window, FP8 saves little memory and costs as much time as elsewhere (vLLM blog, 2026-04-22).
     if on_gpu and precision.kv_cache == "fp8" and "sliding_attention" in (text.get("layer_types") or ()):
         extra["kv_cache_dtype_skip_layers"] = ["sliding_window"]
-    return extra | {name: value for name, value in keys.engine_args.items() if name not in SPEC_FIELDS}
+    return extra | {name: value for name, value in options.engine_args.items() if name not in SPEC_FIELDS}
 
 
-def widest_head(config: Mapping[str, Any]) -> int:
+def widest_head_dim(config: Mapping[str, Any]) -> int:
     """Return the dimension of a target's widest attention heads; 0 if unknown."""
     text = config.get("text_config") or config
     return max(text.get("head_dim") or 0, text.get("global_head_dim") or 0)
 
 
-def spec_fields(keys: TargetOptions) -> dict[str, Any]:
+def spec_fields(options: TargetOptions) -> dict[str, Any]:
     """Return the options that are fields of an EngineSpec."""
-    return {name: value for name, value in keys.engine_args.items() if name in SPEC_FIELDS}
+    return {name: value for name, value in options.engine_args.items() if name in SPEC_FIELDS}
 
 
-def require_known(arguments: Mapping[str, Any]) -> None:
+def check_argument_names(arguments: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a name that the installed vLLM does not have."""
     from vllm import AsyncEngineArgs
 
@@ -151,46 +151,46 @@ def require_known(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
 
 
-def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) -> DrafterSpec:
-    """Return the drafter with the KV cache, attention and lookup options; unchanged without a head.
+def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware: Hardware) -> DrafterSpec:
+    """Return the drafter with its KV cache, attention, lookup and verification options; unchanged without a head.
 
     Raises:
         ConfigError: the lookup is not supported on this hardware.
     """
     if not drafter.has_head:
         return drafter
-    # `--draft-lookup auto` is off until a benchmark shows a gain on all kinds of text.
-    lookup = keys.draft_lookup == "on"
+    lookup = options.draft_lookup == "on"
     # With asynchronous scheduling, which CPUs do not have, vLLM keeps drafts on the GPU from step to step (0.29).
-    if lookup and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
+    if lookup and hardware.platform == "cuda" and options.engine_args.get("async_scheduling") is not False:
         raise ConfigError(
             "prompt lookup does not work with vLLM's asynchronous scheduling, the default on GPUs",
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
     # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
-    is_bf16 = drafter.is_block and hardware.platform == "cuda" and keys.draft_kv_cache_precision == "auto"
-    # On GPUs drafts stay on the device, where only DSpark's own runner can drop some; vLLM does so only on request.
-    is_requested = drafter.method == "dspark" and "verify" in keys.model_fields_set
+    is_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
+    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and vLLM does so only on
+    # request.
+    is_requested = drafter.method == "dspark" and "verify" in options.model_fields_set
     can_verify_some = hardware.platform == "cpu" or is_requested
     return replace(
         drafter,
-        kv_cache_precision="bf16" if is_bf16 else keys.draft_kv_cache_precision,
-        attention_backend=keys.draft_attention_backend and keys.draft_attention_backend.upper(),
+        kv_cache_precision="bf16" if is_bf16 else options.draft_kv_cache_precision,
+        attention_backend=options.draft_attention_backend and options.draft_attention_backend.upper(),
         lookup=lookup,
-        verify=keys.verify if can_verify_some else "all",
+        verify=options.verify if can_verify_some else "all",
     )
 
 
 def drafter_note(drafter: DrafterSpec | None) -> str:
-    """Return the end of a note about a drafter: what its options and its method change; may be empty."""
+    """Return a suffix for a note about a drafter: the effects of its options and method, or an empty string."""
     if drafter is None:
         return ""
     lookup = "; with prompt lookup" if drafter.lookup else ""
     return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.is_block else "")
 
 
-def stated(keys: TargetOptions) -> dict[str, Any]:
+def non_default_options(options: TargetOptions) -> dict[str, Any]:
     """Return the options that differ from their defaults, for the fingerprint of a measurement."""
     names = (*DRAFTER_KEYS, "engine_args")
     defaults = {name: TargetOptions.model_fields[name].get_default(call_default_factory=True) for name in names}
-    return {name: value for name in names if (value := getattr(keys, name)) != defaults[name]}
+    return {name: value for name in names if (value := getattr(options, name)) != defaults[name]}

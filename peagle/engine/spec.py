@@ -101,7 +101,7 @@ class EngineSpec:
         max_num_seqs: maximum number of concurrent requests.
         max_model_len: maximum prompt and output tokens of a request; by default the model's context.
         num_nodes: number of nodes, each with an equal part of the engine's accelerators.
-        kv_cache_gib: by default automatic (CPU: `memory.py`; GPU: vLLM's profiling).
+        kv_cache_gib: size of the KV cache; None chooses it automatically (CPU: `memory.py`; GPU: vLLM's profiling).
         load_format: vLLM's load format; "dummy" fills the target's weights at random for timing.
         max_num_batched_tokens: maximum tokens of one step; by default computed from K and `max_num_seqs`.
         extra: more vLLM engine arguments, by vLLM's names.

@@ -11,7 +11,9 @@ from typing import Any
 
 from peagle.errors import ConfigError, EngineError
 
-VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"  # in vLLM it only limits the last step of a start, the engine's ready message
+TIMEOUT_VARIABLE = (
+    "VLLM_ENGINE_READY_TIMEOUT_S"  # in vLLM it only limits the last step of a start, the engine's ready message
+)
 DEFAULT_S = 3600
 TIMEOUT_PATTERN = r"the engine did not start within \d+ s"
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
@@ -19,9 +21,9 @@ _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
 
 def start_limit_s() -> int:
     """Return the maximum seconds that an engine may take to start; a ConfigError names an invalid variable."""
-    text = os.environ.get(VARIABLE) or str(DEFAULT_S)
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_S)
     if not text.strip().isdecimal() or int(text) == 0:
-        raise ConfigError(f"{VARIABLE}: must be a whole number of seconds above 0, not {text!r}")
+        raise ConfigError(f"{TIMEOUT_VARIABLE}: must be a whole number of seconds above 0, not {text!r}")
     return int(text)
 
 
@@ -29,7 +31,7 @@ def start_limit_s() -> int:
 def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
     """Abort the block after its time limit by killing the processes it waits for.
 
-    If the block still does not end, it hangs in this process, which is then interrupted and finally exits.
+    If the block still does not end, this process is interrupted, and exits if that does not help.
 
     Args:
         kill_children: kills all descendants of this process.
@@ -61,7 +63,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if not timed_out.is_set():
             raise
-        hint = f"see its log; increase {VARIABLE} if it needs more time"
+        hint = f"see the engine's log; increase {TIMEOUT_VARIABLE} if the engine needs more time"
         raise EngineError(message, hint=hint) from error
     finally:
         has_ended.set()
@@ -79,8 +81,8 @@ class _Interrupt(BaseException):
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C, SIGINT and SIGTERM end the block immediately.
 
-    vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows the KeyboardInterrupt while it waits for its
-    core to start. The core has died of the same signal, but vLLM waits for it for ten minutes.
+    vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows a KeyboardInterrupt while it waits for its
+    core to start. The same signal has ended the core, but vLLM waits for ten minutes.
 
     Has no effect outside the main thread, or if a signal is ignored or has no Python handler.
 

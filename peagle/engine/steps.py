@@ -8,12 +8,12 @@ from peagle.hardware import Hardware
 # data-centre GPUs (`EngineArgs.get_batch_defaults`).
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 # vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
-_FINE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# The largest useful size: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
-# own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
+_VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+# The largest useful size: a wider step computes for longer than Python takes to launch it. The commands in the model
+# cards of amazon/gpt-oss-20b-p-eagle and its long-context variant have the same maximum.
 _MAX_TOKENS = 4096
-# Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
-# vllm-project/vllm pull 22897, at 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
+# Each size is captured twice, with attention and in pieces around it. A size takes 24 to 28 MiB and 0.06 s in the log
+# of vllm-project/vllm pull 22897, and 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
 # limits add at most about 40 s to the start, and the graphs take at most 4 % of the memory.
 _SIZE_GIB = 28 / 1024
 _MAX_SIZES = 96
@@ -69,26 +69,26 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
     too small for speculation:
 
     - Verifying takes 1 + K tokens per request, and a pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7,
-      more than 64 concurrent requests are verified eagerly, and for more than 36 the drafter runs eagerly.
+      verification is eager for more than 64 concurrent requests, and drafting for more than 36.
     - Model runner V1, which P-EAGLE needs, rounds each size up to a multiple of 1 + K and drops sizes above the
-      largest. With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (see also
-      vllm-project/vllm issue 54933).
+      largest. With K = 10 and one request, the only size is 11 tokens, and the drafter, which needs 20, runs eagerly
+      (see also vllm-project/vllm issue 54933).
 
     Example: with 128 requests and P-EAGLE at K = 7, verifying takes 128 x 8 = 1,024 tokens and drafting 128 x 14 =
     1,792. So the sizes end at 1,792 = 224 x 8 and include 1,024.
     """
     if hardware.platform != "cuda" or spec.enforce_eager or _SIZE_ARGUMENTS & spec.extra.keys():
         return None
-    if spec.drafter is None and spec.max_num_seqs in _FINE:
+    if spec.drafter is None and spec.max_num_seqs in _VLLM_SIZES:
         return None  # vLLM's own list is long enough
     width = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
     widest = _rounded_up(spec.max_num_seqs * max(width, slots_per_request(spec.drafter)), width)
     # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default maximum on most cards.
     with_prefill = min(2 * spec.max_num_seqs * width, 1024)
     ceiling = min(max(widest, with_prefill), _MAX_TOKENS) // width * width
-    sizes = list(_FINE)
+    sizes = list(_VLLM_SIZES)
     while sizes[-1] < ceiling:
-        sizes.append(round(sizes[-1] * 1.125))  # so padding wastes at most a ninth of a step
+        sizes.append(round(sizes[-1] * 1.125))  # padding is then at most a ninth of a step
     if spec.drafter is not None and spec.drafter.method == "peagle":  # as model runner V1 rounds them
         sizes = [_rounded_up(size, width) for size in sizes]
     required = {spec.max_num_seqs * width, widest, ceiling}
@@ -107,7 +107,9 @@ def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
     """Estimate the memory of the graphs on one accelerator in GiB; vLLM measures it when it starts."""
     if hardware.platform != "cuda" or spec.enforce_eager:
         return 0.0
-    sizes = capture_sizes(spec, hardware) or [size for size in _FINE if size <= 2 * spec.max_num_seqs]  # vLLM's own
+    sizes = capture_sizes(spec, hardware) or [
+        size for size in _VLLM_SIZES if size <= 2 * spec.max_num_seqs
+    ]  # vLLM's default
     return _SIZE_GIB * len(sizes)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 
-# The compiler crashed, as it would in an engine. Other signals are external.
+# Signals of a crash of the compiler, which would also crash an engine. Other signals come from outside.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _NUM_STEPS = 16
 _MAX_STEP_S = 0.01  # CPU time per token mask; every request on the engine waits for it
@@ -50,7 +50,7 @@ def _try(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str
             _set_limits(settings["cpu_s"], settings["memory_bytes"])
             os.write(writable, json.dumps(_compile(xgrammar, vocabulary, job)).encode())
         except MemoryError:
-            os._exit(0)  # no output: too large
+            os._exit(0)  # without output, the verdict is "large"
         except BaseException:
             traceback.print_exc()
             os.write(writable, b'{"outcome": "busy"}')
@@ -69,8 +69,8 @@ def _try(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str
 def _set_limits(cpu_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, cpu_s * 20)
-    present_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present_bytes + memory_bytes,) * 2)
+    current_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (current_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

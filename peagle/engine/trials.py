@@ -28,7 +28,7 @@ from peagle.requests.bounds import token_id_error
 DEFAULT_CPU_S = 3.0
 REQUESTER: ContextVar[str] = ContextVar("requester", default="")  # trials serve requesters in turn
 _MAX_CACHED = 4_096
-_REFUSED_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
+_REFUSAL_CACHE_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
 _MAX_PER_REQUESTER = 5  # concurrent trials, including waiting trials
 _MAX_TOTAL = 64
@@ -50,12 +50,12 @@ class TrialsBusy(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class Trials:
-    """The trials of one engine's requests; results are cached, a refusal for ten minutes.
+    """Trial compilations of constraints in one engine's requests; results are cached, refusals only for ten minutes.
 
     Args:
         tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
         any_whitespace: the engine's setting for compiling JSON schemas.
-        is_shared: limit how many trials of one requester may wait, and refuse requesters with many refused trials.
+        is_shared: limit the waiting trials of each requester, and refuse requesters with many refused trials.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class Trials:
         self._process = _Process(lambda: {**tokenizer(), "cpu_s": cpu_s, "memory_bytes": memory_bytes})
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
         self._monotonic = monotonic
-        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # with its expiry
+        # By digest: the reason for a refusal (None if accepted), and the time of expiry.
+        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._num_by_requester: Counter[str] = Counter()
-        self._refused: dict[str, tuple[float, float]] = {}  # by requester: CPU time, and when it was updated
+        self._refused: dict[str, tuple[float, float]] = {}  # requester -> CPU time, time of the last update
         self._lock = _FairLock()
 
     async def require(self, constraint: Any) -> None:
@@ -120,7 +121,7 @@ class Trials:
         del self._running[digest]
         self._num_by_requester[requester] -= 1
         if not task.cancelled():
-            task.exception()  # the requester may be gone, and Python would log an unretrieved exception
+            task.exception()  # Python would log an exception that no requester retrieves
 
     async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
         await self._lock.acquire(requester)
@@ -132,7 +133,10 @@ class Trials:
             raise TrialsBusy("the machine is too busy to check a new schema or grammar; try again")
         reason, expires_at = None, math.inf
         if verdict["outcome"] in _REASONS:
-            reason, expires_at = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s), self._monotonic() + _REFUSED_S
+            reason, expires_at = (
+                _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s),
+                self._monotonic() + _REFUSAL_CACHE_S,
+            )
             self._refused[requester] = self._refused_s(requester) + verdict.get("cpu_s", 0.0), self._monotonic()
         self._verdicts[digest] = reason, expires_at
         if len(self._verdicts) > _MAX_CACHED:

@@ -1,7 +1,7 @@
 """Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
 A draft survives if it and all earlier drafts of its request are accepted. The drafter's own log-probability predicts
-this well. Of all drafts, the most likely to survive are verified, as many as maximise
+this well. The drafts that are most likely to survive are verified. Their number maximises
 
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
@@ -21,12 +21,12 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-_LIMIT = 6.0  # of a log-odds, so that one surprise does not dominate a fit
-_MEMORY = 0.999  # weight of an observation after each later one: a fit follows changes of the prompts and the machine
+_LIMIT = 6.0  # limit of log-odds, so that one surprise does not dominate a fit
+_MEMORY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
 _MEMORY_OF_GAIN = 256  # requests x steps over which the gain of drafting is averaged, but 16 steps or more
 _RECENT_ROWS = 64  # drafts from which the gain at another load is predicted
-_TRIAL = 16  # drafted steps before drafting may be stopped
-_RETRY_S = 30.0  # until drafting is tried again; doubles up to `_MAX_RETRY_S` while it does not pay
+_TRIAL = 16  # steps with drafts before drafting may pause
+_RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
 
@@ -46,7 +46,7 @@ class Calibration:
         return np.asarray(1 / (1 + np.exp(-(self._weights[:, 0] + self._weights[:, 1] * log_odds))))
 
     def observe(self, log_odds: Array, is_seen: Mask, is_accepted: Mask) -> None:
-        """Learn from drafts [requests, positions]; the target decided about those that are seen."""
+        """Learn from drafts [requests, positions]; `is_seen` marks those that the target accepted or rejected."""
         probability = self.probabilities(log_odds)
         errors = (is_accepted - probability) * is_seen
         spread = probability * (1 - probability) * is_seen
@@ -59,7 +59,7 @@ class Calibration:
 
 
 class LinearCost:
-    """Seconds as a linear function of features, by least squares that forgets. The first feature is constant.
+    """Seconds as a linear function of features: least squares with exponential forgetting. The first feature is 1.
 
     Coefficients that the observed features do not determine return to their expected values.
 
@@ -70,7 +70,7 @@ class LinearCost:
     def __init__(self, shape: Sequence[float]) -> None:
         self._weights: Array = np.array(shape, dtype=np.float64)
         self._expected = self._weights.copy()
-        # As many observations as determine a coefficient up to three times its size, if their noise is a tenth.
+        # A coefficient's prior standard deviation is three times its expected size, if observations have 10 % noise.
         self._prior: Array = np.diag((0.1 / (3 * self._weights)) ** 2)
         self._information = self._prior.copy()
         self._moments: Array = self._prior @ self._weights
@@ -197,7 +197,7 @@ class DraftBudget:
         """Return the probability that each draft is accepted with all earlier ones.
 
         Args:
-            source: "greedy" or "sampled" requests.
+            source: the kind of requests, "greedy" or "sampled".
             log_odds: [requests, K], the drafter's; not a number for a draft of the prompt lookup.
         """
         own = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
@@ -246,6 +246,7 @@ class DraftBudget:
         tokens = num_requests + np.concatenate(([0.0], np.cumsum(best_first)))
         verified = np.arange(len(tokens), dtype=np.float64)
         target_s = self._target_s(num_requests, verified, context_tokens)
+        # The step's duration, expressed as the tokens that steps without drafts would yield in that time.
         step_s = target_s + self._drafter_s(num_requests, verified, depth)
         self._plain_tokens_per_s = num_requests / float(target_s[0])
         plain_tokens = step_s * self._plain_tokens_per_s
@@ -271,11 +272,11 @@ class DraftBudget:
         self._worths += (np.array(worths) - self._worths) / min(self._num_worths, max(4, 16 // num_requests))
         self.depth = self._depths[int(np.argmax(self._worths))]
 
-    def pays(self, num_requests: int, now_s: float) -> bool:
+    def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
-        After `_TRIAL` drafted steps that were slower than steps without drafts would have been, it pauses until the
-        load is half as high or a retry is due.
+        If drafting was slower than predicted without drafts, after at least `_TRIAL` steps, it pauses until the load is
+        half as high or a retry is due.
         """
         if self._stopped_at_load:
             if now_s < self._retry_at and num_requests > self._stopped_at_load / 2:

@@ -31,7 +31,7 @@ from peagle.hardware import Hardware
 from peagle.plain_json import logprob_number
 from peagle.speculation import SpeculationStats
 
-_COUNTERS = "vllm:spec_decode_"
+_COUNTER_PREFIX = "vllm:spec_decode_"
 
 
 class VllmEngine:
@@ -87,14 +87,14 @@ class VllmEngine:
 async def generate(
     llm: Any, request_id: str, prompt: Mapping[str, Any], sampling: Mapping[str, Any], *, priority: int = 0
 ) -> Generation:
-    """Run one request of an `AsyncLLM` to its end, as `Engine.generate`.
+    """Run one request of an `AsyncLLM` to its end, like `Engine.generate`.
 
     Args:
         prompt: vLLM's prompt: `prompt_token_ids`, and optionally `cache_salt`.
         priority: lower values run first, if the engine's scheduling policy is priority.
 
     Raises:
-        RequestRefused, EngineError: as `Engine.generate`.
+        RequestRefused, EngineError: for the reasons in `Engine.generate`.
     """
     try:
         params = _sampling_params(sampling)
@@ -167,17 +167,17 @@ def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
     counts: dict[str, int] = {}
     accepted: list[int] = []
     for metric in metrics:
-        if not metric.name.startswith(_COUNTERS):
+        if not metric.name.startswith(_COUNTER_PREFIX):
             continue
-        if metric.name == f"{_COUNTERS}num_accepted_tokens_per_pos":
+        if metric.name == f"{_COUNTER_PREFIX}num_accepted_tokens_per_pos":
             accepted = [a + b for a, b in zip_longest(accepted, metric.values, fillvalue=0)]
         else:
             counts[metric.name] = counts.get(metric.name, 0) + metric.value
-    if f"{_COUNTERS}num_drafts" not in counts:
+    if f"{_COUNTER_PREFIX}num_drafts" not in counts:
         return None
     return SpeculationStats(
-        num_drafts=counts[f"{_COUNTERS}num_drafts"],
-        num_draft_tokens=counts[f"{_COUNTERS}num_draft_tokens"],
+        num_drafts=counts[f"{_COUNTER_PREFIX}num_drafts"],
+        num_draft_tokens=counts[f"{_COUNTER_PREFIX}num_draft_tokens"],
         accepted_per_position=tuple(accepted),
     )
 

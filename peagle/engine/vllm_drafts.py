@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
-_LEARNING_STEPS, _LEARN_EVERY = 64, 8  # after these steps, learn only from every eighth: it takes as long as choosing
-# One of 64 steps (of the first 64, one of 8) verifies nothing, so that the time of a step without drafts is measured,
-# not extrapolated. Another drafts K tokens, so that the survival of the deepest drafts is known. Both are learned from.
+# After this many steps, learn only from every eighth step, because learning takes as long as choosing.
+_LEARNING_STEPS = 64
+_LEARN_EVERY = 8
+# One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
+# Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
 _EXPLORE_EVERY = 64
 _REMEMBERED_GAPS = 1024
 
@@ -71,7 +73,7 @@ class SchedulerDrafts:
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
-        """Note what a step computes, and tell the worker how many tokens to draft.
+        """Record what a step computes, and tell the worker how many tokens to draft.
 
         Args:
             scheduler: vLLM's.
@@ -92,7 +94,7 @@ class SchedulerDrafts:
                 prompts.end_request(request.num_output_tokens)
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0
-        if can_draft and self._budget.pays(len(requests), self._started_s):
+        if can_draft and self._budget.drafting_pays(len(requests), self._started_s):
             is_deepest = self._explores(phase=0.5)
             depth = self._num_speculative_tokens if is_deepest else self._budget.depth
         else:
@@ -183,7 +185,7 @@ class SchedulerDrafts:
         is_sampled = np.zeros(len(rows), dtype=bool)
         for row, (index, request, drafts) in enumerate(rows):
             is_missing[row, len(drafted.draft_token_ids[index]) :] = True
-            is_sampled[row] = _source(request) == "sampled"
+            is_sampled[row] = _sampling_kind(request) == "sampled"
             if self._min_ngram is not None:
                 odds[row, drafts.num_head_tokens :] = math.nan
         survival = budget.survival("greedy", odds)
@@ -217,21 +219,21 @@ class SchedulerDrafts:
         if self._step and not self._num_prompt_tokens:
             target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
             budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
-        for source, observed in self._observed.items():
+        for sampling_kind, observed in self._observed.items():
             if observed:
-                budget.observe_drafts(source, *map(np.array, zip(*observed, strict=True)))
+                budget.observe_drafts(sampling_kind, *map(np.array, zip(*observed, strict=True)))
                 observed.clear()
 
     def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
         """Count the verified drafts of a request, and learn from them."""
         drafts = _drafts_of(request)
         if self._budget is not None and drafts.log_odds is not None:
-            self._observed[_source(request)].append((drafts.log_odds, num_drafts, num_accepted))
+            self._observed[_sampling_kind(request)].append((drafts.log_odds, num_drafts, num_accepted))
         num_copies = max(0, num_accepted - drafts.num_head_tokens) if self._min_ngram is not None else 0
         _count(request, num_lookup=num_copies, num_verified=num_drafts)
 
 
-def _source(request: Any) -> str:
+def _sampling_kind(request: Any) -> str:
     return "sampled" if request.sampling_params.temperature > 0 else "greedy"
 
 
@@ -329,7 +331,7 @@ def change_drafts() -> None:
 
 
 def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
-    """Return what this process's environment requests for a scheduler's drafts, or None."""
+    """Return the changes that the environment variables request for a scheduler's drafts, or None."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     chooses = os.environ.get(VERIFY) == "auto"
     if speculation is None or not (min_ngram or chooses):
@@ -352,7 +354,7 @@ def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """What the worker tells the scheduler about a step's drafts.
+    """The worker's report to the scheduler about a step's drafts.
 
     Attributes:
         log_probabilities: [requests][K], the drafter's log-probability of each draft.

@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29; docs/upstream.md lists each. Only `vllm_plugin.py` uses others.
+"""Private and internal names of vLLM 0.29, listed in docs/upstream.md. Others: `vllm_plugin.py`, `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -52,10 +52,10 @@ def refusal_errors() -> tuple[type[Exception], ...]:
 
 
 def client_text(error: BaseException) -> str:
-    """Return the text of vLLM's exception for an invalid request, or a generic text if the client may not read it."""
+    """Return the text of vLLM's exception for an invalid request, or a generic text if the client must not see it."""
     import vllm.exceptions
 
-    if not hasattr(vllm.exceptions, "VLLMClientError"):  # 0.24 refuses with a ValueError
+    if not hasattr(vllm.exceptions, "VLLMClientError"):  # vLLM 0.24 raises a ValueError
         return str(error)
     if isinstance(error, vllm.exceptions.VLLMError):
         return str(error)
@@ -63,7 +63,7 @@ def client_text(error: BaseException) -> str:
     template_error = error.__cause__ if type(error) is ValueError else error
     if type(template_error).__name__ == "TemplateError":
         return str(template_error)
-    # The text of other exceptions is Python's ("tuple indices must be integers").
+    # Other exceptions have Python's text ("tuple indices must be integers"), which does not help a client.
     return "the engine cannot process this request: a field has an unexpected value"
 
 
@@ -143,7 +143,7 @@ def as_ebnf(grammar: str) -> str:
 def follow(arguments: Mapping[str, Any]) -> None:
     """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
-    The ranks may not notice that the leader has ended. Raises EngineError if they do not start.
+    The ranks might not notice that the leader has ended. Raises EngineError if they do not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -197,7 +197,7 @@ _COSTLY = re.compile(
 # Warnings that do not matter here, or that are about peagle's own decisions.
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
-    "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
+    "Failed to create oneDNN linear",  # for `lm_head`; torch's own kernel is used instead
     "is not found in LD_PRELOAD",  # `peagle doctor` advises about libraries
 )
 _MAX_LENGTH = 400  # characters
@@ -258,10 +258,10 @@ class ServeArguments:
         # A value may begin with a hyphen.
         line = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
         try:
-            parsed, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
+            parsed, unparsed = argparse.ArgumentParser.parse_known_args(self._parser, line)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
-        if rest or parsed.model_tag:  # a second value would be parsed as the model
+        if unparsed or parsed.model_tag:  # a second value would be parsed as the model
             raise ValueError(f"argument {flag}: expected one value")
         value = getattr(parsed, self.destination(name))
         if value is None or isinstance(value, bool | int | float | str | dict):

@@ -51,7 +51,7 @@ def exit_with_parent() -> None:
     """Exit when the parent process is gone, even after kill -9.
 
     Otherwise a core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children
-    of a lost worker, but not if Ray itself is lost. Under Ray, vLLM spawns its core; a forked core (without Ray on a
+    of a crashed worker, but not if Ray itself crashes. Under Ray, vLLM spawns its core; a forked core (without Ray on a
     CPU) inherits the loaded plug-ins and does not call this.
     """
     if (parent := multiprocessing.parent_process()) is not None:
@@ -66,8 +66,8 @@ def exit_with_parent() -> None:
 def fork_workers() -> None:
     """Fork a core's workers on CPUs, so that they do not import vLLM once more.
 
-    That saves 7 s of a start on two cores (AMD EPYC, 2026-11-28); the speed is the same. vLLM spawns them there, and
-    forks elsewhere by default.
+    That saves 7 s of a start on two cores (AMD EPYC, 2026-11-28); the speed is the same. By default, vLLM spawns
+    workers on CPUs and forks them elsewhere.
     """
     if not multiprocessing.current_process().name.startswith("EngineCore"):
         return
@@ -76,7 +76,7 @@ def fork_workers() -> None:
     multiproc_executor.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
 
 
-def require() -> None:
+def require_installed() -> None:
     """Check that vLLM finds the plug-in, which every engine with a drafter needs.
 
     Raises:
@@ -93,7 +93,7 @@ def require() -> None:
 def load_compiled() -> None:
     """Make vLLM load its compiled code on a CPU.
 
-    There, vLLM (0.29 to 0.32) compiles with torch's own backend, stores the function, and calls `finalize_loading` on
+    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend, stores the function, and calls `finalize_loading` on
     the loaded function, which is a method of vLLM's other backend. The failure is only logged, and everything is
     compiled again.
     """
@@ -136,12 +136,12 @@ def expand(
     cu_num_tokens: "torch.Tensor",
     replace_from: float,
     replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # of Triton's kernel
+    MAX_NUM_TOKENS: int | None = None,  # unused here; Triton's kernel has it
 ) -> None:
     """Repeat each request's value for each of its tokens, like vLLM's `rejection_sampler.expand_kernel`.
 
     Args:
-        output: [num_tokens], of any type; it is written.
+        output: [num_tokens], of any type; written in place.
         values: [num_requests]; `replace_from` in them becomes `replace_to`.
         cu_num_tokens: [num_requests], tokens up to and including each request.
     """
@@ -290,8 +290,8 @@ def cut_at_stop_strings() -> None:
     """Make vLLM drop the tokens that were accepted after a completed stop string.
 
     One step with drafts can accept several tokens. vLLM cuts the text at the stop string but keeps all tokens and their
-    log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the rest from the
-    step's output. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server.
+    log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the tokens after
+    the stop string. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.logprobs import LogprobsProcessor

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from peagle.catalog.cards import lasting_name
+from peagle.catalog.cards import absolute_model_name
 from peagle.engine.keys import TARGET_SIZES
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import converted_write_errors, write_atomic
@@ -134,7 +134,7 @@ def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     profile = read_profile(Path(path))
     model = values.get("model", profile.engine["model"])
-    if lasting_name(str(model)) != lasting_name(profile.engine["model"]):
+    if absolute_model_name(str(model)) != absolute_model_name(profile.engine["model"]):
         raise ConfigError(
             f"profile {path} is for {profile.engine['model']}, but the model is {model}",
             hint=f"run peagle tune --model {model}, or leave --model out",

@@ -29,7 +29,7 @@ def bounds_error(values: Mapping[str, Any]) -> tuple[str, str] | None:
 def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for field, limit in _MAX_ENTRIES.items():
         value = values.get(field)
-        if field == "stop_token_ids" and values.get("min_tokens"):  # vLLM's limit if there is a minimum length
+        if field == "stop_token_ids" and values.get("min_tokens"):  # vLLM's limit with min_tokens
             limit = 100
         if isinstance(value, list | dict) and len(value) > limit:
             yield field, f"{field} has {len(value):,} entries; the limit is {limit:,}"
@@ -76,7 +76,7 @@ def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[s
 
 
 def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] | None:
-    """Return the error for the first id outside the vocabulary. Values that are not token ids are checked elsewhere."""
+    """Return the error for the first id outside the vocabulary. Values that are not token ids are ignored."""
     if isinstance(ids, dict):  # logit_bias
         ids = [int(key) for key in ids if isinstance(key, int) or (key.isascii() and key.lstrip("-").isdecimal())]
     for token_id in ids if isinstance(ids, list) else ():
@@ -88,7 +88,7 @@ def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] 
 MAX_BYTES = 65_536
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
-MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least with the square of their number
+MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least quadratically with them
 MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
 MAX_REFERENCES = 500
 MAX_REPETITIONS = 100_000  # of one element
@@ -113,7 +113,7 @@ def schema_error(schema: Any) -> str | None:
     except RecursionError:
         return f"it is nested deeper than {MAX_DEPTH} levels"
     except ValueError:
-        return None  # invalid JSON is refused elsewhere
+        return None  # the caller's parser refuses invalid JSON
     return _SchemaSize().error(value)
 
 
@@ -263,10 +263,10 @@ class AnswerShape:
         """Return the size of the response if each choice has this many tokens."""
         return self._prompt_bytes() + self.num_choices * output_tokens * self._position_bytes(self.logprobs)
 
-    def most_output_tokens(self, num_bytes: int) -> int:
+    def max_output_tokens(self, num_bytes: int) -> int:
         """Return the tokens per choice that fit into a response of this size; below 1 if no token fits.
 
-        >>> AnswerShape(num_choices=2, logprobs=1).most_output_tokens(2 * 10 * (16 + 128))
+        >>> AnswerShape(num_choices=2, logprobs=1).max_output_tokens(2 * 10 * (16 + 128))
         10
         """
         return (num_bytes - self._prompt_bytes()) // (max(1, self.num_choices) * self._position_bytes(self.logprobs))

@@ -18,7 +18,7 @@ class SamplingSpec:
         base: the run's parameters.
         column: the column with a row's own parameters, if there is one.
         limits: the engine's limits.
-        has_tool_parser, has_parser: as in `parse_body`.
+        has_tool_parser, has_parser: whether a parser for tool calls, or any parser, is configured.
     """
 
     base: Mapping[str, Any]
@@ -30,7 +30,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, the row's own sampling parameters, and the fields for vLLM's parsers (`Body.parsing`)."""
+    """A prompt, the row's own sampling parameters, and the request's fields that vLLM's parsers use."""
 
     prompt_token_ids: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)

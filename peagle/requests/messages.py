@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-# A message with one of these needs no content.
+# A message with one of these fields needs no content.
 _CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
 _REQUIRED = "it needs a role and a content, both text"
 

@@ -193,20 +193,20 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
         created: Unix time of the response.
         run_id: makes ids unique across runs.
     """
-    key = _key(run_id, row["id"])
-    body = answer(row, key, is_chat=is_chat, created=created)
-    response = {"status_code": 200, "request_id": f"req_{key}", "body": body}
-    return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
+    response_id = _response_id(run_id, row["id"])
+    body = answer(row, response_id, is_chat=is_chat, created=created)
+    response = {"status_code": 200, "request_id": f"req_{response_id}", "body": body}
+    return {"id": f"batch_req_{response_id}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def error_line(dead_letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
     """Return a line of the error file: an API error response for an invalid request, else an error object."""
-    key = _key(run_id, dead_letter["id"])
-    line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
+    response_id = _response_id(run_id, dead_letter["id"])
+    line = {"id": f"batch_req_{response_id}", "custom_id": custom_id, "response": None, "error": None}
     if dead_letter["reason"] not in _REQUEST_FAULTS:
         return line | {"error": {"code": dead_letter["reason"], "message": dead_letter["message"]}}
     body = error_body(dead_letter["message"], code=dead_letter["reason"])
-    return line | {"response": {"status_code": 400, "request_id": f"req_{key}", "body": body}}
+    return line | {"response": {"status_code": 400, "request_id": f"req_{response_id}", "body": body}}
 
 
 def error_body(
@@ -215,7 +215,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _key(run_id: str, row_id: str) -> str:
+def _response_id(run_id: str, row_id: str) -> str:
     return hashlib.sha256(f"{run_id}/{row_id}".encode()).hexdigest()[:32]
 
 
@@ -235,8 +235,8 @@ def _parsed_message(row: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
-    """Return the complete response for a row (as in `output_line`); `key` makes its id unique."""
+def answer(row: Mapping[str, Any], response_id: str, *, is_chat: bool, created: int) -> dict[str, Any]:
+    """Return the complete response for an output row (see `output_line`)."""
     single = {"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}
     choices: list[dict[str, Any]] = []
     for index, completion in enumerate(row["completions"] or [single]):
@@ -249,7 +249,7 @@ def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> 
         reason = row["finish_reason"] if index == 0 else completion["finish_reason"]
         choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{response_id}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": row["model"],
@@ -258,13 +258,15 @@ def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> 
     }
 
 
-def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
+def chunk(
+    choices: Sequence[Mapping[str, Any]], response_id: str, *, is_chat: bool, created: int, model: str
+) -> dict[str, Any]:
     """Return an event of a streamed response, with choices made by `chunk_choice`.
 
     The caller adds usage to the last event, which has no choices.
     """
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{response_id}",
         "object": "chat.completion.chunk" if is_chat else "text_completion",
         "created": created,
         "model": model,

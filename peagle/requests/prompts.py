@@ -29,9 +29,11 @@ class PromptOptions(BaseModel):
 
     @model_validator(mode="after")
     def _single_source(self) -> "PromptOptions":
-        named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} cannot be combined: a row has one prompt")
+        given_names = [
+            k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None
+        ]
+        if len(given_names) > 1:
+            raise ValueError(f"{' and '.join(given_names)} cannot be combined: a row has one prompt")
         if self.messages_column and self.chat is False:
             raise ValueError("messages_column requires the chat template: remove chat: false")
         return self
@@ -57,10 +59,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """The source of prompts: either one of the three columns, or the template.
-
-    `body_column` contains the bodies of OpenAI requests for chats or completions.
-    """
+    """The source of prompts: a column, the template, a column of messages, or a column of OpenAI request bodies."""
 
     column: str | None = None
     template: str | None = None

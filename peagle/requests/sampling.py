@@ -44,7 +44,7 @@ class SamplingOptions(BaseModel):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="return the log-probability of each token, and of this many most likely tokens at its position",
+        description="return log-probabilities: of each token, and of this many most likely tokens at its position",
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by their number of occurrences")
@@ -136,7 +136,8 @@ class SamplingLimits:
     """Limits of an engine, in addition to the limits of the fields.
 
     Attributes:
-        has_drafter: whether the engine drafts for every request, and so supports neither `logit_bias` nor `min_p`.
+        has_drafter: whether the engine drafts for every request. Such an engine supports neither `logit_bias` nor
+            `min_p`.
         can_seed: whether the engine supports a sampling seed.
         vocab_size: number of token ids of the model; None if unknown.
         max_answer_bytes: limit for one row's responses, as estimated by `AnswerShape`.
@@ -179,7 +180,7 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     if num_bytes <= limits.max_answer_bytes:
         return None
     return (
-        f"n, max_tokens, logprobs: the answer may have up to {num_bytes / 2**20:,.1f} MiB; the limit is "
+        f"n, max_tokens, logprobs: the response might have up to {num_bytes / 2**20:,.1f} MiB; the limit is "
         f"{limits.max_answer_bytes / 2**20:,.0f}"
     )
 
@@ -208,18 +209,18 @@ def _overrides(values: Any) -> dict[str, Any] | str:
         return {}
     if not isinstance(values, dict):
         return f"a {type(values).__name__}, not an object of parameters"
-    given = {key: value for key, value in values.items() if value is not None}
-    if limit_error := bounds_error(given):
+    set_values = {key: value for key, value in values.items() if value is not None}
+    if limit_error := bounds_error(set_values):
         return f"{limit_error[0]}: {limit_error[1]}"
     try:
-        model = RequestSampling.model_validate(given, strict=True)
+        model = RequestSampling.model_validate(set_values, strict=True)
     except pydantic.ValidationError as invalid:
         first = invalid.errors()[0]
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
         return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
-    return {key: getattr(model, key) for key in given}
+    return {key: getattr(model, key) for key in set_values}
 
 
 @functools.lru_cache(maxsize=64)

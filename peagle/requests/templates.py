@@ -80,7 +80,7 @@ def _value(value: Any, name: str) -> Any:
 
 
 def _check_printed(value: Any) -> Any:
-    """Raise if an expression's value is null before it is printed; a method may have returned None."""
+    """Raise an error if the template prints null or NaN, such as a method's result None."""
     if value is None or is_nan(value):
         raise jinja2.UndefinedError(f"a rendered value is {'null' if value is None else 'NaN'}")
     return value
@@ -90,7 +90,7 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     if isinstance(value, _Missing):
-        str(value)  # raises for a missing value; only null inside a value is allowed
+        str(value)  # raises an error: null is allowed inside a value, but not as the whole value
     # As in chat templates, HTML is not escaped; Jinja2's own filter would escape it.
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return to_json(_with_nulls(value), ensure_ascii=ensure_ascii, **layout)

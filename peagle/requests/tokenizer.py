@@ -21,7 +21,7 @@ def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
 
 
 def _class_pair(folder: Path) -> tuple[Any, Any] | None:
-    """Return the pair of types as in `_GENERIC`, or None if only AutoTokenizer can decide."""
+    """Return (model_type, tokenizer_class), or None if only AutoTokenizer can choose the class."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())

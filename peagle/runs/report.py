@@ -17,7 +17,7 @@ from peagle.economics.report.data import report_dict
 from peagle.economics.report.html import render_html
 from peagle.economics.timeline import UnitTimes
 from peagle.economics.usage import EngineSession
-from peagle.engine.self_check import counted
+from peagle.engine.self_check import count_outcomes
 from peagle.errors import PeagleError
 from peagle.files import converted_write_errors
 from peagle.plain_json import to_json
@@ -76,7 +76,7 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
     }
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)
-    report["self_checks"] = counted(session.self_check for session in sessions)
+    report["self_checks"] = count_outcomes(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
     for name, read in (("rows", row_figures), ("failures", failures)):
         try:

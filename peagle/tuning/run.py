@@ -23,7 +23,7 @@ from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan
 from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord, summarise
-from peagle.catalog.cards import lasting_name
+from peagle.catalog.cards import absolute_model_name
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import resolve_price
 from peagle.economics.report.figures import format_count, format_duration
@@ -98,7 +98,7 @@ def text_table(profile: Profile) -> str:
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
     names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
-        "model": lasting_name(config.model),
+        "model": absolute_model_name(config.model),
         "drafter": cell.drafter,
         "num_speculative_tokens": cell.k or None,
         "precision": cell.precision,
@@ -269,7 +269,7 @@ class Tuning(Measurement):
                 record = self.find(planned)
                 if record is None:
                     break
-                self.accept(planned, record)
+                self.add_pass(planned, record)
 
     def next(self, running: Setup | None = None) -> Pass | None:
         planned = self.search.next(running.name if running else None)
@@ -280,8 +280,8 @@ class Tuning(Measurement):
             self.dataset.prompts, concurrency=planned.concurrency, waves=self.config.waves, repeat=planned.repeat
         )
 
-    def accept(self, planned: Pass, record: PassRecord) -> None:
-        super().accept(planned, record)
+    def add_pass(self, planned: Pass, record: PassRecord) -> None:
+        super().add_pass(planned, record)
         setup = planned.setup
         candidate = Candidate(engine=setup.name, concurrency=planned.concurrency, has_drafter=setup.drafter is not None)
         self.records.setdefault(candidate, []).append(record)

@@ -35,7 +35,7 @@ from peagle.storage import StoragePath, storage_path
 from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 
 NUMBER_OR_RANGE: dict[str, JsonValue] = {"type": ["string", "integer"]}
-"""The JSON schema of a number or a range. A validator converts both to text."""
+"""JSON schema of a number or a range; a validator converts both to text."""
 PROMPT_KEYS = tuple(PromptOptions.model_fields)
 
 
@@ -103,8 +103,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     sampling_column: str | None = Field(
         None,
-        description="column with each row's own sampling parameters (an object or JSON text), or none; default: the "
-        "column sampling, if it exists",
+        description="column with each row's own sampling parameters (an object or JSON text), or none for no such "
+        "column; default: the column sampling, if it exists",
     )
 
     engines: str = Field(
@@ -146,8 +146,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     )
     draw_on: Path | None = Field(
         None,
-        description="--state of an endpoint: the run draws on the endpoint's budgets for this run's tags, and stops "
-        "before a budget is overspent",
+        description="--state folder of an endpoint: the run's cost counts toward the endpoint's budgets for its tags, "
+        "and the run stops before a budget is overspent",
     )
     deadline: str | None = Field(
         None,
@@ -231,7 +231,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
 
     @property
     def max_engines(self) -> int:
-        """The maximum number of concurrent engines."""
+        """Maximum number of concurrent engines."""
         return self.engine_range.largest
 
     @property

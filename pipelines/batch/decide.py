@@ -80,8 +80,8 @@ def _hardware_and_plan(
 ) -> tuple[Hardware, Plan]:
     """Return a node's hardware and the plan.
 
-    If accelerators are requested, the plan is made for them before the cluster is asked, so that invalid input is
-    found first. Otherwise the plan depends on the nodes.
+    If accelerators are requested, the plan is made for them before they are requested, so that invalid input is found
+    first. Otherwise the plan depends on the nodes.
     """
     if directory.exists or request.config.accelerator_type:
         plan = stored_or_new_plan(request, directory, "cuda")
@@ -131,7 +131,7 @@ def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> H
     """Return the hardware of a finished run, whose accelerators need not be requested again.
 
     Returns:
-        None if rows may be left, or if no accelerator type is requested.
+        None if rows might be left, or if no accelerator type is requested.
 
     Raises:
         ConfigError: the run was started on CPUs.
@@ -155,8 +155,8 @@ def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> H
 def _available_hardware(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     """Return the hardware of this node or of a cluster node.
 
-    If engines need accelerators, an autoscaled cluster is asked for them first; otherwise the run would use the CPUs of
-    its head node. New machines cost money immediately, so their price must be known.
+    If engines need accelerators, they are first requested from an autoscaling cluster. Otherwise the run would use the
+    CPUs of its head node. New machines cost money immediately, so their price must be known.
 
     Raises:
         CapacityError: the accelerators do not become available.

@@ -35,13 +35,13 @@ class RunForecast:
 
     Attributes:
         run: the resolved run, which has not been created.
-        is_here: whether the engines would run on this machine, whose hardware was detected.
+        is_for_this_machine: whether the engines would run on this machine, whose hardware was detected.
         num_rows_left: remaining rows of an existing run; all rows of a new run.
         speed: expected speed; None if unknown.
     """
 
     run: ResolvedRun
-    is_here: bool
+    is_for_this_machine: bool
     num_nodes: int
     num_rows_left: int
     sample: CorpusSample
@@ -75,21 +75,21 @@ class RunForecast:
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
-            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in all"),
+            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in total"),
             ("model", f"{run.model.name}, {run.precision.describe()}, context {run.spec.max_model_len}"),
             (
                 "drafter",
                 (f"{run.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
                 + f" ({run.drafter.note})",
             ),
-            ("machine", describe_machine(run.hardware, self.is_here, self.num_nodes)),
+            ("machine", describe_machine(run.hardware, self.is_for_this_machine, self.num_nodes)),
             (
                 "engines",
                 f"{config.engines} of {describe_devices(run.placement)}, {run.concurrency} concurrent requests in each",
             ),
             ("memory", self.memory),
             ("price", format_price(run.price.to_dict())),
-            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{describe_doubt(run.price)}"),
+            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{price_warning(run.price)}"),
             ("expected", self._expected()),
             *_limits(config, self.usd_per_h),
         ]
@@ -111,7 +111,7 @@ class RunForecast:
             "num_speculative_tokens": run.spec.drafter.num_speculative_tokens if run.spec.drafter else None,
             "precision": run.precision.describe(),
             "hardware": run.hardware.to_dict(),
-            "is_here": self.is_here,
+            "is_here": self.is_for_this_machine,
             "engines": self.num_engines,
             "concurrency": run.concurrency,
             "memory": self.memory,
@@ -146,13 +146,13 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     config = request.config
     directory = RunDirectory(config.output)
     require_run_fits(request, directory)
-    hardware, is_here, num_nodes = _machines(config)
+    hardware, is_for_this_machine, num_nodes = _machines(config)
     plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
     left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
     return RunForecast(
         run=run,
-        is_here=is_here,
+        is_for_this_machine=is_for_this_machine,
         num_nodes=num_nodes,
         num_rows_left=sum(unit.num_rows for unit in left),
         sample=sample_corpus(plan, run.request_builder()),
@@ -167,17 +167,19 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
     Raises:
         PeagleError: the run would be refused before its corpus is read.
     """
-    hardware, is_here, num_nodes = _machines(config)
+    hardware, is_for_this_machine, num_nodes = _machines(config)
     placement = place_engines(config, hardware, num_nodes)
     price = resolve_engine_price(config, hardware, placement)
     engine = resolve_run_engine(config, hardware, placement, announce=print)
-    return resolve_defaults(config, engine, hardware, is_here=is_here) | resolve_price_defaults(config, price)
+    return resolve_defaults(config, engine, hardware, is_for_this_machine=is_for_this_machine) | resolve_price_defaults(
+        config, price
+    )
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
-    """Return the hardware of the engines, whether it is this machine, and the number of nodes."""
+    """Return the engines' hardware, whether it belongs to this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
-    hardware, is_here = machine_for(config, config.accelerator_type, num_accelerators=per_node)
+    hardware, is_for_this_machine = machine_for(config, config.accelerator_type, num_accelerators=per_node)
     num_nodes = num_engine_nodes(
         [],
         hardware,
@@ -185,7 +187,7 @@ def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
         accelerators_per_engine=config.accelerators_per_engine,
         nodes_per_engine=config.nodes_per_engine,
     )
-    return hardware, is_here, num_nodes
+    return hardware, is_for_this_machine, num_nodes
 
 
 def describe_engine_memory(engine: ResolvedEngine, hardware: Hardware, placement: Placement) -> str:
@@ -207,8 +209,8 @@ def _prompts(sample: CorpusSample) -> str:
     return f"{about}{format_count(sample.prompt_tokens)} tokens, {mean:,.0f} per row ({rows}{failed})"
 
 
-def describe_machine(hardware: Hardware, is_here: bool, num_nodes: int) -> str:
-    if not is_here:
+def describe_machine(hardware: Hardware, is_for_this_machine: bool, num_nodes: int) -> str:
+    if not is_for_this_machine:
         return f"{hardware.describe()}; {num_nodes} of these machines, not inspected"
     note = "; the cluster of RAY_ADDRESS was not inspected: set its instance_type" if ray.is_remote() else ""
     return f"{hardware.describe()}; this machine{note}"
@@ -218,9 +220,9 @@ def describe_devices(placement: Placement) -> str:
     return f"{placement.num_devices} {placement.device}{'s' if placement.num_devices > 1 else ''}"
 
 
-def describe_doubt(price: Price) -> str:
-    """Return why the price may be wrong, in parentheses, or an empty string."""
-    return f" (the price may be wrong: {price.doubt})" if price.doubt else ""
+def price_warning(price: Price) -> str:
+    """Return why the price might be wrong, in parentheses, or an empty string."""
+    return f" (the price might be wrong: {price.doubt})" if price.doubt else ""
 
 
 def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
@@ -231,15 +233,15 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
 
 
 def describe_memory(
-    spec: EngineSpec, hardware: Hardware, known: Footprint | None, *, num_engines_on_node: int = 1
+    spec: EngineSpec, hardware: Hardware, fallback: Footprint | None, *, num_engines_on_node: int = 1
 ) -> str:
     """Describe the memory of an engine that passed `check_capacity`.
 
     Args:
         spec: `spec.model` is the model's folder if it is on this disk.
-        known: the model's footprint, if its folder is not on this disk.
+        fallback: the model's footprint, if its folder is not on this disk.
     """
-    footprint = read_footprint(spec.model) or known
+    footprint = read_footprint(spec.model) or fallback
     if footprint is None:
         return "unknown: config.json is incomplete"
     if hardware.platform == "cpu":

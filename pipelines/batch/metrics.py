@@ -37,13 +37,13 @@ class RunMetrics:
                 "peagle_run_expected_end_timestamp_seconds",
             )
         )
-        needed = break_even_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
-        if needed is not None:
-            create_metric("peagle_break_even_acceptance_length", **self._labels).set(needed)
+        break_even = break_even_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
+        if break_even is not None:
+            create_metric("peagle_break_even_acceptance_length", **self._labels).set(break_even)
 
     def record_committed(self, usage: UnitUsage) -> None:
         """Record a committed unit."""
-        self._usage.work(usage)
+        self._usage.record_work(usage)
         for outcome, num_rows in (("ok", usage.num_rows), ("failed", usage.num_failed_rows)):
             if num_rows:
                 self._rows_total.inc(num_rows, {"outcome": outcome})
@@ -51,10 +51,14 @@ class RunMetrics:
     def update(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
         """Update the gauges of the run. `sessions` are those of this attempt."""
         for session in sessions:
-            if not is_lent(session.session_id):  # the endpoint that lends the engine records its seconds
-                self._usage.heartbeat(session)
-        left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
-        for state, num_rows in (("done", tally.num_rows), ("failed", tally.num_failed_rows), ("left", max(left, 0))):
+            if not is_lent(session.session_id):  # seconds of a lent engine are recorded by its endpoint
+                self._usage.record_heartbeat(session)
+        num_rows_left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
+        for state, num_rows in (
+            ("done", tally.num_rows),
+            ("failed", tally.num_failed_rows),
+            ("left", max(num_rows_left, 0)),
+        ):
             self._rows.set(num_rows, {"state": state})
         self._engines.set(tally.num_engines)
         self._usd.set(tally.usd)

@@ -1,9 +1,8 @@
 """Place, start and watch the ranks of an engine that are on other nodes.
 
-The engine's actor (`worker.py`) is the leader. It starts a follower, also an actor, on every other node. They all
-end together: Ray ends the followers with the process that started them, and the leader ends when the first follower
-ends.
-vLLM's arguments are in `peagle/engine/arguments.py`.
+The engine's actor (`worker.py`) is the leader. It starts a follower, also an actor, on every other node. They all end
+together: Ray ends the followers when the leader's process ends, and the leader ends when a follower ends. vLLM's
+arguments are in `peagle/engine/arguments.py`.
 """
 
 import contextlib
@@ -15,11 +14,11 @@ from typing import Any
 from peagle.engine.arguments import NodeRank
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.logs import copy_log
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.cluster.failures import to_peagle_error
-from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
+from pipelines.cluster.node import claim_slot, redirect_output, run_follower_ranks
 
 _POLL_S = 1.0
 _REPORT_S = 60.0
@@ -36,7 +35,7 @@ class Follower:
     """
 
     def __init__(self, run: ResolvedRun, session_id: str, number: int) -> None:
-        keep_private()
+        restrict_new_files()
         self._run, self._number = run, number
         self._log = run.directory.logs / f"engine-{session_id}-node-{number}.log"
         redirect_output(self._log)
@@ -52,7 +51,7 @@ class Follower:
 
         with copy_log(self._run.directory.root, self._log, self._log.name):
             try:
-                follow_vllm(
+                run_follower_ranks(
                     self._run.spec,
                     engine_index=self._slot,
                     num_engines_on_node=self._run.placement.num_engines_on_node,
@@ -81,7 +80,7 @@ class Followers:
         actors = _actors(run.placement.resources_per_node, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
-        # Ray ends an actor without a reference.
+        # Without a reference to it, Ray would end an actor.
         self._followers = [actor.remote(run, session_id, number) for number, actor in enumerate(actors, 1)]
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
@@ -92,7 +91,7 @@ class Followers:
         self._has_started.set()
 
     def release(self) -> None:
-        """Stop reacting to the end of followers, because the engine shuts down normally."""
+        """Ignore the end of followers from now on, because the engine shuts down normally."""
         self._die = lambda _: None
 
     def _watch(self) -> None:

@@ -57,7 +57,7 @@ class ResolvedRun:
         plan: the plan; stages on other nodes receive it without units (`for_stages`).
         engine: the engine, with model names that any node can resolve.
         placement: the resources of each engine.
-        slot_group: name of the group of engines that number their slots on a node together; None for the run's own.
+        slot_group: name of the group of engines that share slot numbers on a node; None for a group of only this run.
         lender: None if the run starts its own engines.
     """
 
@@ -164,7 +164,7 @@ class ResolvedRun:
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """Return the settings that must be equal to continue this run."""
         drafter = self.spec.drafter
-        engine_args = {**self.spec.extra, **self.config.engine_args}  # any of them may change an answer
+        engine_args = {**self.spec.extra, **self.config.engine_args}  # each of these may change responses
         return {
             "model": {"name": self.model.name, "weights": self.model.fingerprint},
             "drafter": {
@@ -197,7 +197,7 @@ def resolve(
     """Resolve a planned run for nodes with known hardware, which need not exist yet.
 
     Args:
-        plan: the new or stored plan; until the lease is held, another driver may store its own.
+        plan: the new or stored plan; until the lease is held, another driver may store another plan.
         hardware: hardware of a node.
         num_nodes: number of nodes among which the engines are divided.
         announce: called with a message before a slow step, such as converting a model.
@@ -255,7 +255,7 @@ def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether to compile: if it saves more time than it takes, or if peagle may not skip it."""
+    """Whether compiling saves more time than it takes, or peagle may not skip it."""
     footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True
@@ -343,8 +343,8 @@ def _resolve_sampling(
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
         vocab_size=engine.model.vocab_size,
     )
-    if wrong := conflict(config.sampling(), limits):
-        raise ConfigError(wrong)
+    if conflict_message := conflict(config.sampling(), limits):
+        raise ConfigError(conflict_message)
     column = config.sampling_column
     if is_batch and column is not None:
         raise ConfigError("sampling_column cannot be used with an OpenAI batch: each body has its own parameters")

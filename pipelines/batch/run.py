@@ -72,7 +72,7 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
 
 @contextlib.contextmanager
 def stoppable(request: RunRequest) -> Iterator[None]:
-    """Turn a signal that arrives while no engine runs into an error.
+    """Raise an error if a signal arrives while no engine is running.
 
     Raises:
         StoppedEarly: names the command that continues the run.
@@ -113,28 +113,28 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The stored plan. Another driver may have stored its own in the meantime.
+        The stored plan, which might be another driver's.
     """
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
         return run.plan
-    # If another driver created the run, its plan may be split differently, and only the stored plan is valid.
-    before, current = directory.manifest(), replan(request, directory)
+    # If another driver created the run, its plan might be split differently, and only the stored plan is valid.
+    stored_manifest, current_plan = directory.manifest(), replan(request, directory)
     provenance.require_same_fingerprint(
-        before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory)
+        stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
     )
-    # A batch keeps its price, although the endpoint's may have changed.
+    # A batch keeps its price, even if the endpoint's price has changed.
     if run.slot_group is None:
         require_same_price(
             run.config,
             run.price,
             run.hardware,
-            before=Price.from_dict(before["price"]),
-            recorded_options=before["config"],
-            machine=machine_of(before["run"]["hardware"]),
+            before=Price.from_dict(stored_manifest["price"]),
+            recorded_options=stored_manifest["config"],
+            machine=machine_of(stored_manifest["run"]["hardware"]),
         )
     directory.open()
-    return directory.with_retries(current)  # the same units, at the current paths of the corpus
+    return directory.with_retries(current_plan)  # the stored units, with the current paths of the corpus
 
 
 def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
 
 def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     with_retry = plan_retry(directory, plan)
-    added = with_retry.units[len(plan.units) :]
-    if added:
-        progress.say(f"retrying {sum(unit.num_rows for unit in added)} failed rows")
+    retry_units = with_retry.units[len(plan.units) :]
+    if retry_units:
+        progress.say(f"retrying {sum(unit.num_rows for unit in retry_units)} failed rows")
     else:
         progress.say("there are no failed rows to retry")
     return with_retry

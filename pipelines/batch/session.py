@@ -1,6 +1,6 @@
 """One engine process from its start to shutdown: its slot, its log and its heartbeats in the ledger.
 
-An actor that waits to be needed (`StartPolicy`) takes no work and writes no session, so it is not charged.
+An actor that does not load its engine yet (`StartPolicy`) writes no session, so it is not charged.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.runs.directory import RunDirectory
 from peagle.runs.liveness import Heartbeats
 from peagle.runs.logs import COPY_S, LogCopy
@@ -34,7 +34,7 @@ class Session:
     """
 
     def __init__(self, run: ResolvedRun) -> None:
-        keep_private()
+        restrict_new_files()
         is_lent = run.lender is not None  # billed by the endpoint that owns the engine
         self.meter = BilledMeter() if is_lent else EngineMeter()
         self.self_check = ""
@@ -71,13 +71,13 @@ class Session:
             self._write(ended=True)
 
     def copy_log(self) -> None:
-        """Copy the log to the run directory, unless it is there."""
+        """Copy the log's new lines to the run directory."""
         self._log_copy.update()
 
     def _keep_beating(self) -> None:
         copied_at = time.monotonic()
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat includes what cannot be written now
+            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat has the same totals and later ones
                 self.beat()
             if time.monotonic() - copied_at >= COPY_S:
                 self.copy_log()
@@ -133,6 +133,6 @@ class StartPolicy:
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:
-    """Return the estimated work of each unit, by unit number. Older plans have none, so their rows are counted."""
+    """Return the estimated work of each unit, by unit number; in plans of older versions, its number of rows."""
     work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
     return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -91,7 +91,7 @@ def _watch(
         if supervisor.ending is not None and before is None:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
             progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
-        if supervisor.ending is not None and supervisor.gives_up:
+        if supervisor.ending is not None and supervisor.should_give_up:
             cluster.abandon()
             break
     supervisor.observe()
@@ -105,7 +105,10 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 
 
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts. While a signal stops the run, an error ends them, because the signal may have ended Ray."""
+    """Yield receipts.
+
+    If a signal has asked the run to stop, an error ends the iteration silently, because the signal may have ended Ray.
+    """
     try:
         yield from receipts
     except PeagleError:
@@ -119,7 +122,7 @@ def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Un
 def _observe(supervisor: Supervisor) -> None:
     """Let the supervisor observe the run.
 
-    If that fails, abandon Ray: `ray.shutdown` would abort while engines are loading.
+    If that fails, exit without `ray.shutdown`, which would abort while engines are loading.
     """
     try:
         supervisor.observe()
@@ -136,7 +139,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
     cluster.use_one_block_per_row()
     cluster.scale_actors_with_queue()
     pieces = chunks(longest_first(units))
-    calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
+    num_calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
     stage_run = run.for_stages()
     return (
@@ -159,9 +162,9 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
             compute=ActorPoolStrategy(
                 min_size=engines.smallest,
                 max_size=engines.largest,
-                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), calls),
-                max_concurrent_calls_per_actor=calls,
-                max_tasks_in_flight_per_actor=calls + 1,
+                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), num_calls),
+                max_concurrent_calls_per_actor=num_calls,
+                max_tasks_in_flight_per_actor=num_calls + 1,
             ),
             **run.placement.options,
             fn_constructor_args=(stage_run, _start_policy(run)),
@@ -176,8 +179,8 @@ def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
         batch: one row, with the units as lines of JSON.
 
     Yields:
-        One row per unit, as soon as it is ready. If the run is being stopped, the next unit is yielded unprepared, as
-        the last one.
+        One row per unit, as soon as it is ready. If the run is being stopped, the next unit is yielded unprepared, and
+        no more units follow.
     """
     builder = run.request_builder()
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):

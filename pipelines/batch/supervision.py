@@ -28,8 +28,8 @@ from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 
 _MAX_CONSECUTIVE_CRASHES = 5
-_ROOM = "when the budget has room, the same command continues the run"
-_RETRY = "fix the cause; this command retries the failed rows and continues the run"
+_BUDGET_ADVICE = "when the budget has room, the same command continues the run"
+_RETRY_ADVICE = "fix the cause; this command retries the failed rows and continues the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class CrashCounter:
     """Counts consecutive engine crashes without a finished row in between.
 
     Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
-    number of crashes is that of sessions minus slots. On a cluster it may start on another host and take a new slot, so
-    at most `num_engines` slots count.
+    number of crashes is the number of sessions minus the number of slots. On a cluster, it may start on another host
+    and take a new slot, so at most `num_engines` slots count.
 
     Args:
         num_engines: maximum number of concurrent engines.
@@ -103,7 +103,7 @@ class Supervisor:
         self._crashes = CrashCounter(engines.largest)
         self._price = price
         self._limits = request.limits
-        # For all engines that may start at the same time, because a loading engine cannot be stopped.
+        # The reserve covers all engines that may start at the same time, because a loading engine cannot be stopped.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
         self._is_stop_requested = False
@@ -143,9 +143,9 @@ class Supervisor:
             self._request_stop()
 
     def close(self) -> None:
-        """Charge the budgets of tags, if they can be written."""
+        """Charge the cost to the budgets of the run's tags, if their files can be written."""
         if self._draw is not None:
-            with contextlib.suppress(*WRITE_ERRORS):  # the next attempt charges it
+            with contextlib.suppress(*WRITE_ERRORS):  # otherwise the next attempt charges the cost
                 self._draw.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
@@ -161,8 +161,8 @@ class Supervisor:
             self._is_stop_requested = True
 
     @property
-    def gives_up(self) -> bool:
-        """Whether workers have had enough time to stop, so that the driver does not wait any longer."""
+    def should_give_up(self) -> bool:
+        """Whether the driver should stop waiting, because workers have had enough time to stop."""
         return time.monotonic() > self._give_up_at
 
     def error(self) -> PeagleError:
@@ -187,7 +187,7 @@ class Supervisor:
         if limit := find_reached_limit(self._limits, self._situation()):
             return self._ending_of(limit)
         if self._draw and (message := self._draw.reached(self._spending.usd, self._limits.reserve_usd)):
-            return Ending(error=StoppedEarly, message=message, advice=_ROOM)
+            return Ending(error=StoppedEarly, message=message, advice=_BUDGET_ADVICE)
         return None
 
     def _reason_to_end(self, sessions: Sequence[EngineSession]) -> Ending | None:
@@ -228,7 +228,7 @@ class Supervisor:
             error=TooManyFailedRows,
             message=f"{limit.message}\n  {describe_failures(self._directory)}",
             resume_flags={"--retry-failed": None},
-            advice=_RETRY,
+            advice=_RETRY_ADVICE,
         )
 
     def _budget_to_finish(self) -> float:
@@ -265,7 +265,7 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
         command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
-            hint=f"{_RETRY}: {command}; the report and the export were written",
+            hint=f"{_RETRY_ADVICE}: {command}; the report and the export were written",
         )
 
 

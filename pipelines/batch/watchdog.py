@@ -20,11 +20,11 @@ ENGINE_TIMEOUT_S = 1800.0
 large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
-_MAX_GAP_S = 5.0  # seconds of silence that a gap between two observations counts as, at most
+_MAX_GAP_S = 5.0  # maximum silence that a gap between two observations counts as
 _MIN_BLOCKED_S = 10.0  # a loop on a busy machine may respond late
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
-_CHECKS_PER_LIMIT = 20  # so a row's time limit is noticed at most 5 % too late
+_CHECKS_PER_LIMIT = 20  # so that a row's time limit is noticed at most 5 % late
 
 
 class OutOfTime(Exception):  # noqa: N818 - caused by the row
@@ -94,13 +94,13 @@ class Watchdog:
                 raise EngineError(f"the engine showed no sign of life in its self-check for {self._limit_s:g} s")
         return work.result()
 
-    async def within(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
+    async def wait_for_answer(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
         """Wait for the answer of a row for at most `limit_s` seconds.
 
         Raises:
             OutOfTime: the limit passed while the engine worked; the request is cancelled.
         """
-        return await within(limit_s, answer, self._signs_of_life)
+        return await wait_for_answer(limit_s, answer, self._signs_of_life)
 
 
 class SilenceClock:
@@ -186,13 +186,13 @@ class LoopWatch:
             self._leave()
 
 
-async def within(
+async def wait_for_answer(
     limit_s: float | None, answer: Coroutine[Any, Any, Generation], signs_of_life: Callable[[], int]
 ) -> Generation:
     """Wait for the answer of a row for at most `limit_s` seconds.
 
-    If the engine is silent when the limit passes, it may hang, which is not the fault of the row. So the row only fails
-    at the engine's next sign of life. A hanging engine is detected by its silence.
+    If the engine is silent when the limit passes, it might hang, which is not the fault of the row. So the row only
+    fails at the engine's next sign of life. A hanging engine is detected by its silence.
 
     Raises:
         OutOfTime: the limit passed while the engine worked; the request is cancelled.

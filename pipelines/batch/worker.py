@@ -52,11 +52,15 @@ class EngineWorker:
         grace = GraceClock(directory.stop.reader())
         self._session = Session(run)
         try:
-            started = start_engine(run, self._session)
+            started_engine = start_engine(run, self._session)
         finally:
             self._session.copy_log()
-        self._engine, self._checkable, self._followers = started.engine, started.checkable, started.followers
-        self._session.meter.ready(started.compile_s)
+        self._engine, self._checkable, self._followers = (
+            started_engine.engine,
+            started_engine.checkable,
+            started_engine.followers,
+        )
+        self._session.meter.ready(started_engine.compile_s)
         self._session.beat()
         self._parser = run.response_parser()
         slots = run.num_slots
@@ -128,13 +132,14 @@ class EngineWorker:
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
         """Generate the rows of a unit together with other units, and then each suspected row alone."""
         indices = [index for index in range(len(prepared.prompts)) if index not in prepared.dead_letters]
-        together = [index for index in indices if index not in verdict.suspects]
-        outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
-        generations = dict(zip(together, outcomes, strict=True))
+        unsuspected = [index for index in indices if index not in verdict.suspects]
+        outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in unsuspected))
+        generations = dict(zip(unsuspected, outcomes, strict=True))
         if suspects := sorted(verdict.suspects.intersection(indices)):
             async with self._lock.exclusive():
                 for index in suspects:
-                    # If the row crashes the engine, the driver must know that others finished since the last crash.
+                    # If this row crashes the engine, the driver must already know which rows finished since the last
+                    # crash.
                     await asyncio.to_thread(self._session.beat)
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
                     generations[index] = await self._generate(prepared, index)
@@ -180,7 +185,7 @@ class EngineWorker:
             RequestRefused, OutOfTime: the row fails.
         """
         try:
-            return await self._watchdog.within(self._config.row_timeout_s, answer)
+            return await self._watchdog.wait_for_answer(self._config.row_timeout_s, answer)
         except EngineError as error:
             self._die(error.message)
 

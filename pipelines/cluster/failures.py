@@ -27,9 +27,9 @@ def to_peagle_error(
         if isinstance(cause, PeagleError):
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
-    named = _PRINTED.findall(str(error))
-    if named:
-        kind, message, advice = named[-1]
+    printed_errors = _PRINTED.findall(str(error))
+    if printed_errors:
+        kind, message, advice = printed_errors[-1]
         return getattr(errors, kind)(message, hint=advice or hint)  # type: ignore[no-any-return]
     root, *_ = str(error).split(_CHAINED)
     last = (_RETRY_ADVICE.sub("", root).strip().splitlines() or [repr(error)])[-1]

@@ -23,7 +23,7 @@ def inspect(
 ) -> Hardware:
     """Return the hardware of a node for engines, with accelerators if any node has them.
 
-    No accelerator is reserved, so this does not wait for busy ones.
+    No accelerator is reserved, so this does not wait for busy accelerators.
 
     Raises:
         CapacityError: the node does not respond.
@@ -46,7 +46,7 @@ def inspect(
         ) from error
     if node is None or hardware.platform != "cuda":
         return hardware
-    return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
+    return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer GPUs
 
 
 def _detect() -> Hardware:

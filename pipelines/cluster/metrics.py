@@ -1,7 +1,7 @@
 """All metrics, and the listeners that feed Ray's exporter.
 
-Labels have vLLM's names (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names
-and buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
+Label names follow vLLM (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names and
+buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
 2026-11-26). Ray adds the prefix `ray_` and its own labels, and computes a histogram's sum from the middles of buckets.
 
 Ray's exporter has no authentication. To reveal little, it names only API keys that have a budget.
@@ -109,7 +109,7 @@ METRICS = {
             "cost of all engine time; `state` is start, busy or idle",
             (*_MODEL_LABELS, "state"),
         ),
-        Metric("peagle_request_usd_total", "counter", "USD", "price of the busy seconds that requests are charged for"),
+        Metric("peagle_request_usd_total", "counter", "USD", "cost of the busy time that is charged to requests"),
         Metric(
             "peagle_engine_crashes_total",
             "counter",
@@ -178,8 +178,10 @@ class UsageMetrics:
         def metric(name: str) -> Any:
             return create_metric(name, model_name=model_name, drafter=drafter or "")
 
-        self._lock = threading.Lock()  # heartbeats come from a thread, and a last one when the account ends
-        self._reported_usd: dict[tuple[str, str], float] = {}  # by session and state
+        self._lock = (
+            threading.Lock()
+        )  # a background thread sends heartbeats, but the thread that ends the account sends the last one
+        self._reported_usd: dict[tuple[str, str], float] = {}  # (session, state) -> USD
         self._engine_usd = metric("peagle_engine_usd_total")
         self._requests, self._usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")
         self._duration = metric("gen_ai_server_request_duration_seconds")
@@ -194,7 +196,7 @@ class UsageMetrics:
         self._lookup = metric("peagle_accepted_lookup_tokens_total")
         self._dropped = metric("peagle_dropped_draft_tokens_total")
 
-    def request(self, record: RequestUsage) -> None:
+    def record_request(self, record: RequestUsage) -> None:
         """Record a finished request."""
         usage, is_ok = record.usage, record.outcome == "ok"
         self._requests.inc(1, {"outcome": record.outcome})
@@ -209,9 +211,9 @@ class UsageMetrics:
             num_later_tokens = usage.num_output_tokens / record.num_choices - 1
             if num_later_tokens > 0:
                 self._tpot.observe(max(duration_s - record.ttft_s, 0.0) / num_later_tokens)
-        self.work(usage)
+        self.record_work(usage)
 
-    def work(self, usage: UnitUsage) -> None:
+    def record_work(self, usage: UnitUsage) -> None:
         """Record the tokens and acceptance of a request or a committed unit."""
         stats = usage.speculation
         _add(self._prompt, usage.num_prompt_tokens)
@@ -227,7 +229,7 @@ class UsageMetrics:
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))
 
-    def heartbeat(self, session: EngineSession) -> None:
+    def record_heartbeat(self, session: EngineSession) -> None:
         """Record the seconds of an engine by state. An old heartbeat has no effect."""
         seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
         with self._lock:

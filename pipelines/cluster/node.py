@@ -1,4 +1,4 @@
-"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
+"""The work of an engine actor on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
 
 import contextlib
 import fcntl
@@ -114,7 +114,7 @@ def start_only_engine(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
     return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
-def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
+def run_follower_ranks(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
     """Run this node's ranks of an engine that another node leads, until they end. Raises like `start_vllm`."""
     set_threads(spec)
     follow_engine(

@@ -12,7 +12,7 @@ from peagle.hardware import Hardware
 PREPARE_CPUS = 0.25  # logical CPUs of the task that tokenises, small enough to fit next to engines on two cores
 ANY_ACCELERATOR = "any"
 _TYPE = "accelerator_type:"
-_TYPE_AMOUNT = 0.001  # a node has 1 of the type's resource, however many accelerators it has
+_TYPE_AMOUNT = 0.001  # a node has 1 of this resource for any number of accelerators
 
 Resources = Mapping[str, float]
 """Logical resources by Ray's names: "CPU", "GPU", "accelerator_type:H100"."""
@@ -100,7 +100,7 @@ def place(
     nodes_per_engine: int = 1,
     max_engines: int = 0,
     accelerator_type: str | None = None,
-    ask_for_fewer: str = "use at most --engines {}",
+    fewer_engines_hint: str = "use at most --engines {}",
 ) -> Placement:
     """Return the placement of `num_engines` engines on nodes with this hardware.
 
@@ -110,7 +110,7 @@ def place(
         num_nodes: number of nodes with engines (`num_engine_nodes`).
         max_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
         accelerator_type: the type that engines need; None for any.
-        ask_for_fewer: the hint if there are too many engines; {} is replaced by the number that fits.
+        fewer_engines_hint: the hint if there are too many engines; {} is replaced by the number that fits.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
 
@@ -136,11 +136,13 @@ def place(
         )
     if per_node > fit:
         need = "a CPU core each" if ranks_on_node == 1 else f"{ranks_on_node} CPU cores each"
-        on = f" on each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else ""
-        most = fit * num_nodes // nodes_per_engine
+        where = f" on each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else ""
+        max_engines_that_fit = fit * num_nodes // nodes_per_engine
         raise CapacityError(
-            f"{num_engines} engines need {need}{on}; {num_nodes} node(s) have {_num_cores(hardware)} each",
-            hint=ask_for_fewer.format(most) if most else "use fewer ranks per engine",
+            f"{num_engines} engines need {need}{where}; {num_nodes} node(s) have {_num_cores(hardware)} each",
+            hint=fewer_engines_hint.format(max_engines_that_fit)
+            if max_engines_that_fit
+            else "use fewer ranks per engine",
         )
     cpus = hardware.num_cpus // per_node
     return Placement(
@@ -169,8 +171,8 @@ def num_engine_nodes(
 ) -> int:
     """Return the number of nodes among which engines are divided; at least the nodes of one engine.
 
-    On CPUs, these are all nodes. On accelerators, they are the nodes that can hold an engine, and if those are too few,
-    also the nodes that must still be added (`missing_resources`).
+    On CPUs, these are all nodes. On accelerators, they are the nodes that can hold an engine. If these are too few,
+    nodes that must still be added count, too (`missing_resources`).
 
     Example: 8 engines of 1 accelerator need 8 nodes with 1 accelerator, even if the cluster has only one of them now.
     """
@@ -180,8 +182,8 @@ def num_engine_nodes(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
     fit = hardware.num_accelerators // engine.num_gpus
-    wanted = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
-    return max(nodes_per_engine, sum(num_parts_on(node, engine) > 0 for node in nodes), wanted)
+    num_needed = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
+    return max(nodes_per_engine, sum(num_parts_on(node, engine) > 0 for node in nodes), num_needed)
 
 
 def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:

@@ -19,7 +19,7 @@ from pipelines.cluster import token
 from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import Placement, missing_resources, num_engine_nodes, num_engines_that_fit
 from pipelines.cluster.startable import require_startable
-from pipelines.cluster.terminal import keep_off_standard_output, new_process_groups
+from pipelines.cluster.terminal import new_process_groups, send_ray_messages_to_stderr
 from pipelines.cluster.vitals import Vitals, joined_parts, local_parts
 
 _POLL_S = 5.0
@@ -80,7 +80,7 @@ def ray_cluster(
         threading.Thread(target=importlib.import_module, args=(preload,), daemon=True).start()
     remote = is_remote()
     handler = signal.getsignal(signal.SIGTERM)
-    keep_off_standard_output()
+    send_ray_messages_to_stderr()
     try:
         with new_process_groups():
             ray.init(
@@ -93,9 +93,9 @@ def ray_cluster(
                 _metrics_export_port=metrics_port,
             )
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
-        what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
+        message = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise to_peagle_error(
-            error, what, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
+            error, message, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
         ) from error
     except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
@@ -108,10 +108,10 @@ def ray_cluster(
         with _vitals.watching():
             yield
     finally:
-        if _vitals is not None and (died := _vitals.check()):
-            _exit_code = died.exit_code
+        if _vitals is not None and (ray_died := _vitals.check()):
+            _exit_code = ray_died.exit_code
             abandon()  # `ray.shutdown` would wait for the dead part
-            atexit.register(_vitals.end_leftovers)
+            atexit.register(_vitals.kill_leftovers)
         elif not _abandoned:
             ray.shutdown()
         _vitals = None
@@ -119,8 +119,8 @@ def ray_cluster(
 
 def require_alive() -> None:
     """Raise `RayDied` if a part of Ray is dead. Ray's own error would be misleading."""
-    if _vitals is not None and (died := _vitals.check()):
-        raise died
+    if _vitals is not None and (ray_died := _vitals.check()):
+        raise ray_died
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
@@ -134,7 +134,7 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
         return
     require_startable()
     if not has_metrics_port:
-        # Despite its name, it applies on all systems. With 0, Ray only listens on the loopback address.
+        # Despite its name, this variable applies on all systems. With 0, Ray only listens on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
@@ -154,7 +154,7 @@ def abandon() -> None:
     """
     global _abandoned
     _abandoned = True
-    atexit.register(_exit_hard)
+    atexit.register(_exit_immediately)
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def recording_exit_code() -> Iterator[None]:
     _exit_code = 0
 
 
-def _exit_hard() -> None:
+def _exit_immediately() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_code)

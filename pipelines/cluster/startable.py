@@ -57,7 +57,7 @@ def require_open_files() -> None:
 
 
 def require_threads() -> None:
-    """Refuse a limit of processes that leaves too few for Ray's threads."""
+    """Refuse a limit of processes that leaves too little room for Ray's threads."""
     num_own_threads = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         uids = process.info["uids"]
@@ -68,12 +68,12 @@ def require_threads() -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
     for path in _PIDS:
-        if path.is_file() and (most := path.read_text().strip()).isdecimal():
+        if path.is_file() and (max_pids := path.read_text().strip()).isdecimal():
             current = int(path.with_name("pids.current").read_text())
-            if int(most) - current < _MIN_THREADS:
+            if int(max_pids) - current < _MIN_THREADS:
                 raise ConfigError(
-                    f"this container is limited to {most} processes and threads and has {current}; Ray and an engine "
-                    f"need {_MIN_THREADS:,} more",
+                    f"this container is limited to {max_pids} processes and threads and has {current}; Ray and an "
+                    f"engine need {_MIN_THREADS:,} more",
                     hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
                 )
 

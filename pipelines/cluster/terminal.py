@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_starting_threads: set[int] = set()  # threads that start Ray
+_starting_threads: set[int] = set()  # ids of threads that are starting Ray
 _is_registered = False
 
 
@@ -18,8 +18,8 @@ _is_registered = False
 def new_process_groups() -> Iterator[None]:
     """Start each process of this thread in its own process group.
 
-    Python calls fork handlers in every child that has a `preexec_fn`, and Ray 2.60 starts its processes with one
-    (`_private/services.py: start_ray_process`).
+    Python calls fork handlers in every child that has a `preexec_fn`, and Ray 2.60 starts its processes with a
+    `preexec_fn` (`_private/services.py: start_ray_process`).
     """
     global _is_registered
     if not _is_registered:
@@ -33,7 +33,7 @@ def new_process_groups() -> Iterator[None]:
         _starting_threads.discard(thread)
 
 
-def keep_off_standard_output() -> None:
+def send_ray_messages_to_stderr() -> None:
     """Send Ray's messages about failed processes to standard error, which is a log while a command uses Ray.
 
     Ray 2.60 prints them to the driver's standard output even with `log_to_driver=False`. For example, it reports after

@@ -80,8 +80,8 @@ class Vitals:
         except RayDied:
             raise
         except Exception as error:
-            if died := self.check():
-                raise died from error
+            if ray_died := self.check():
+                raise ray_died from error
             raise
         finally:
             with self._signal_lock:
@@ -108,7 +108,7 @@ class Vitals:
                         break
             return self._error
 
-    def end_leftovers(self) -> None:
+    def kill_leftovers(self) -> None:
         """Kill the raylet and its descendants, some of which wait for a minute for the control service."""
         for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
@@ -141,7 +141,7 @@ class Vitals:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 if not self._ended.wait(_UNWIND_S):
                     _print(f"\npeagle: {error}")
-                    self.end_leftovers()
+                    self.kill_leftovers()
                     os._exit(error.exit_code)  # the main thread is blocked in a call into Ray
                 return
 

@@ -81,7 +81,7 @@ def _inspect(config: ServeConfig) -> Hardware:
     """Return the hardware of a node for engines.
 
     On Kubernetes, the application is built before machines with accelerators have started. So if the configuration
-    names such machines, wait for them.
+    names machines with accelerators, wait for them.
     """
     must_wait = "KUBERNETES_SERVICE_HOST" in os.environ and instance_has_accelerators(config)
     deadline = time.monotonic() + (_MACHINES_WAIT_S if must_wait else 0.0)
@@ -114,7 +114,7 @@ def resolve(
             if hardware.platform == "cpu" and may_skip_compiling(options, engine.spec):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
-        # These options are not in `engine.spec`, which batches use, too: batches only support text.
+        # `engine.spec` does not have these options, because batches use it, too, and only support text.
         domains = tuple(options.allowed_media_domains)
         spec = replace(engine.spec, limit_mm_per_prompt=options.limit_mm_per_prompt, allowed_media_domains=domains)
         served.append(Served(options=options, engine=replace(engine, spec=spec), placement=placement))
@@ -124,8 +124,8 @@ def resolve(
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
     """Return the placement of an engine, by model name.
 
-    On CPUs, the cores are divided among the endpoint's engines and those of batches. Accelerators are allocated on
-    demand, and a batch's engine waits for its own, so only the endpoint's engines must fit together.
+    On CPUs, the cores are divided among the endpoint's engines and the engines of batches. Accelerators are allocated
+    on demand, and a batch's engines wait for accelerators, so only the endpoint's engines must fit together.
 
     Raises:
         CapacityError: on CPUs, the maximum numbers of all engines do not fit together; on accelerators, the endpoint's
@@ -153,19 +153,19 @@ def _with_vllm(config: ServeConfig) -> list[ServedModelOptions]:
 def _placement(
     config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
 ) -> Placement:
-    if options.engine == "fake":  # like a real engine, it is billed for one device
+    if options.engine == "fake":  # a fake engine is billed for one device
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
         return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
     if hardware.platform == "cuda":
         return on_accelerators(size_of(options))
-    fewest, most = batch_engine_range(config)
+    min_batch_engines, max_batch_engines = batch_engine_range(config)
     return place(
         hardware,
-        num_engines=num_replicas + fewest,
-        max_engines=num_replicas + most,
+        num_engines=num_replicas + min_batch_engines,
+        max_engines=num_replicas + max_batch_engines,
         accelerators_per_engine=size_of(options),
         num_nodes=num_nodes,
-        ask_for_fewer=_CAPACITY_HINT,
+        fewer_engines_hint=_CAPACITY_HINT,
     )
 
 
@@ -184,12 +184,12 @@ def _check_accelerators(
         )
     if config.batches is None or config.lends_engines:
         return
-    at_start = EngineRange.parse(config.batch_engines).smallest
+    num_initial_engines = EngineRange.parse(config.batch_engines).smallest
     for options in vllm_models:
-        if at_start > num_nodes * (hardware.num_accelerators // size_of(options)):
+        if num_initial_engines > num_nodes * (hardware.num_accelerators // size_of(options)):
             raise CapacityError(
-                f"batch_engines {config.batch_engines}: a batch of {options.served_name} starts with {at_start}"
-                f" engine(s) of {size_of(options)} accelerator(s), which do not fit; {available}",
+                f"batch_engines {config.batch_engines}: a batch of {options.served_name} starts with"
+                f" {num_initial_engines} engine(s) of {size_of(options)} accelerator(s), which do not fit; {available}",
                 hint="use a smaller --batch-engines",
             )
 
@@ -235,7 +235,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
-        num_replicas=1,  # key limits are counted in its memory
+        num_replicas=1,  # because the limits of keys are counted in its memory
         max_ongoing_requests=10_000,  # effectively unlimited: requests wait in the ingress for engines
         ray_actor_options={"num_cpus": 0.25},  # must fit next to an engine on two cores
         logging_config={"enable_access_log": False},  # the ledger records answered requests, the gate logs refusals
@@ -339,10 +339,10 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
 
 
 def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
-    """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
+    """Return a model's entry in `/v1/models`: OpenAI's fields, and under `peagle` the settings of its engines."""
     spec, options = model.engine.spec, model.options
     drafter = spec.drafter
-    ours = {
+    peagle_fields = {
         "target": name_of(model.engine.model.name),
         "stand_in": options.engine == "fake",
         "precision": model.engine.precision.describe(),
@@ -360,7 +360,7 @@ def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware)
         "object": "model",
         "created": int(time.time()),
         "owned_by": "peagle",
-        "peagle": ours,
+        "peagle": peagle_fields,
     }
 
 

@@ -110,7 +110,7 @@ def endpoints() -> list[Endpoint]:
 
 
 def find(name: str | None) -> Endpoint:
-    """Return the endpoint with this name, or the only running one."""
+    """Return the endpoint with this name, or the only running endpoint."""
     all_endpoints = endpoints()
     if name is not None:
         match = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
@@ -120,14 +120,14 @@ def find(name: str | None) -> Endpoint:
             hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return match
-    alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
-    if len(alive) != 1:
-        running = ", ".join(endpoint.name for endpoint in alive)
+    running = [endpoint for endpoint in all_endpoints if endpoint.process()]
+    if len(running) != 1:
+        running_names = ", ".join(endpoint.name for endpoint in running)
         raise ConfigError(
-            f"{len(alive)} endpoints are running: {running}" if alive else "no endpoint is running",
-            hint="give the name of one" if alive else "peagle up MODEL starts one",
+            f"{len(running)} endpoints are running: {running_names}" if running else "no endpoint is running",
+            hint="name one of them" if running else "peagle up MODEL starts one",
         )
-    return alive[0]
+    return running[0]
 
 
 def bring_up(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
@@ -202,11 +202,11 @@ def end(endpoint: Endpoint) -> None:
     """Stop the endpoint as Ctrl-C would, and wait until it has exited."""
     process = endpoint.process()
     if process is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended in the meantime
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process ended in the meantime
             process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + endpoint.stop_s
+    deadline = time.monotonic() + endpoint.stop_s
     while endpoint.process():
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise EngineError(
                 f"the endpoint {endpoint.name} is still running after {endpoint.stop_s:g} s",
                 hint=f"kill {endpoint.pid} stops it immediately; {endpoint.log} may show why",
@@ -224,9 +224,9 @@ def _folder() -> Path:
 
 
 def _new_lines(path: Path) -> Iterator[list[str]]:
-    """Yield the complete lines that were added to a file since the last time."""
+    """Yield the complete lines that were added to a file since the previous call."""
     with path.open(errors="replace") as file:
-        rest = ""
+        partial_line = ""
         while True:
-            *whole, rest = (rest + file.read()).split("\n")
-            yield whole
+            *complete_lines, partial_line = (partial_line + file.read()).split("\n")
+            yield complete_lines

@@ -1,6 +1,6 @@
 """The options of the endpoint, the same in YAML and on the command line.
 
-Model options at the top level apply to the only model, or to all entries of `models`.
+Model options at the top level apply to the single model, or to every entry of `models`.
 """
 
 import json
@@ -28,20 +28,21 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     name: str | None = Field(
         None,
         min_length=1,
-        description="name for clients, without a colon; default: the value of model, a folder's own name, or fake",
+        description="name for clients, without a colon; default: the value of --model, or its last path component if "
+        "it is a folder; fake for the fake engine",
     )
-    min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle one")
+    min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle engine")
     max_replicas: int = Field(1, ge=1, description="maximum number of engines under load")
     target_ongoing_requests: float | None = Field(
         None, gt=0, description="concurrent requests per engine that autoscaling aims for; default: from its slots"
     )
     upscale_delay_s: float = Field(10, ge=0, description="load above the target for this long starts an engine")
-    downscale_delay_s: float = Field(300, ge=0, description="load below the target for this long stops one")
+    downscale_delay_s: float = Field(300, ge=0, description="load below the target for this long stops an engine")
     max_queued_requests: int | None = Field(
         None,
         ge=0,
-        description="maximum number of requests that wait for an engine, at least 1; others get 503; default: as many "
-        "as all engines run concurrently",
+        description="maximum number of requests that wait for an engine (0 is treated as 1); others get 503; default: "
+        "as many as all engines run concurrently",
     )
     stream_interval_ms: float = Field(
         50,
@@ -90,10 +91,10 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     @classmethod
     def _check_modalities(cls, value: dict[str, int]) -> dict[str, int]:
         if unknown := sorted(value.keys() - set(MODALITIES)):
-            raise ValueError(f"there is no modality {unknown[0]!r}: {', '.join(MODALITIES)}")
-        if any(most < 0 for most in value.values()):
+            raise ValueError(f"unknown modality {unknown[0]!r}; choose from {', '.join(MODALITIES)}")
+        if any(limit < 0 for limit in value.values()):
             raise ValueError("the numbers must be at least 0")
-        return {name: most for name, most in value.items() if most}
+        return {name: limit for name, limit in value.items() if limit}
 
     @field_validator("allowed_media_domains", mode="before")
     @classmethod
@@ -111,7 +112,7 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}")
+            raise ValueError(f"min_replicas is {self.min_replicas} and max_replicas is {self.max_replicas}")
         return self
 
 
@@ -122,8 +123,8 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     models: tuple[ServedModelOptions, ...] = Field(
         (),
-        description="several models: a list of mappings with the model options; options next to the list apply to all"
-        " models",
+        description="several models: a list of mappings with the model options; model options at the top level apply"
+        " to all models",
     )
     host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
@@ -139,7 +140,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
     log_prompts: bool = Field(
-        False, description="write each accepted request, with its prompt, into the folder prompts of --state"
+        False, description="write each accepted request, with its prompt, into prompts/ in the --state folder"
     )
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     share_prefix_cache: bool = Field(
@@ -178,9 +179,11 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     max_stored_files: int = Field(2000, ge=1, description="number of files, and of batches, that a key may store")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
     max_transfers_mib: int = Field(
-        256, ge=1, description="MiB of memory for concurrent uploads and downloads; each takes 2 MiB"
+        256, ge=1, description="MiB of memory for concurrent uploads and downloads; each one takes 2 MiB"
     )
-    max_transfers_mib_per_key: int = Field(32, ge=1, description="MiB for concurrent uploads and downloads of one key")
+    max_transfers_mib_per_key: int = Field(
+        32, ge=1, description="MiB of memory for concurrent uploads and downloads of one key"
+    )
     presigned_downloads: bool = Field(
         True,
         description="clients download files on S3 directly from the store, with a URL valid for five minutes; turn it "
@@ -240,9 +243,9 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     @model_validator(mode="after")
     def _refuse_colons(self) -> Self:
-        if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
+        if invalid_names := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
-                f"the model name {wrong[0]} contains a colon: Ray would read the part after it as the id of "
+                f"the model name {invalid_names[0]} contains a colon: Ray would read the part after it as the id of "
                 "a LoRA adapter; give it a name without a colon (--name, or name in models)"
             )
         return self

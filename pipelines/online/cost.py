@@ -19,7 +19,7 @@ from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import parse_dimensions, statement
 from peagle.economics.usage import Work
-from peagle.engine.self_check import counted
+from peagle.engine.self_check import count_outcomes
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
@@ -102,7 +102,7 @@ class CostView:
         return report | {
             "by_key": _grouped(chosen, lambda cell: cell.key),
             "account": account(units, sessions, self._price).to_dict(),
-            "self_checks": counted(session.self_check for session in sessions),
+            "self_checks": count_outcomes(session.self_check for session in sessions),
         }
 
 

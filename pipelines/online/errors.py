@@ -1,7 +1,7 @@
 """Errors in the format of OpenAI's API, and the conversion of Ray's and vLLM's exceptions.
 
-Clients only get what they can act on. Exceptions are recognized by class name, since not every process can import Ray
-and vLLM, and Ray wraps a replica's exceptions in subclasses of the originals.
+Clients only get errors that they can act on. Exceptions are recognized by class name, since not every process can
+import Ray and vLLM, and Ray wraps a replica's exceptions in subclasses of the originals.
 """
 
 import math

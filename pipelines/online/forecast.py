@@ -14,9 +14,9 @@ from pipelines.batch.forecast import (
     UNKNOWN_SPEED,
     Lines,
     describe_devices,
-    describe_doubt,
     describe_engine_memory,
     describe_machine,
+    price_warning,
 )
 from pipelines.online.app import Served, endpoint_price, gate_settings, num_accelerators, resolve, size_of
 from pipelines.online.config import ServeConfig
@@ -24,11 +24,11 @@ from pipelines.online.config import ServeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """What `peagle serve` would start. `is_here` says whether its engines would run on this machine."""
+    """What `peagle serve` would start. `is_for_this_machine` says whether its engines would run on this machine."""
 
     config: ServeConfig
     hardware: Hardware
-    is_here: bool
+    is_for_this_machine: bool
     num_nodes: int
     served: list[Served]
     price: Price
@@ -52,15 +52,15 @@ class EndpointForecast:
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
-        least, most = (format_usd(self.usd_per_h(is_maximum=is_maximum)) for is_maximum in (False, True))
+        min_cost, max_cost = (format_usd(self.usd_per_h(is_maximum=is_maximum)) for is_maximum in (False, True))
         models = [line for model in self.served for line in self._model(model)]
         return [
             ("address", self.config.url),
             ("API keys", self.access()),
             *models,
-            ("machine", describe_machine(self.hardware, self.is_here, self.num_nodes)),
+            ("machine", describe_machine(self.hardware, self.is_for_this_machine, self.num_nodes)),
             ("price", format_price(self.price.to_dict())),
-            ("engines cost", f"{least} to {most} an hour{describe_doubt(self.price)}"),
+            ("engines cost", f"{min_cost} to {max_cost} an hour{price_warning(self.price)}"),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class EndpointForecast:
             "access": self.access(),
             "models": [dict(self._model(model)) | {"name": model.options.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
-            "is_here": self.is_here,
+            "is_here": self.is_for_this_machine,
             "price": self.price.to_dict(),
             "usd_per_h": [self.usd_per_h(is_maximum=is_maximum) for is_maximum in (False, True)],
         }
@@ -89,15 +89,15 @@ class EndpointForecast:
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
     """Resolve an endpoint's configuration without starting it.
 
-    The hardware is that of the configured machine, or else of this one.
+    Uses the hardware of the configured machine, or else of this machine.
     """
-    hardware, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
-    num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
+    hardware, is_for_this_machine = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    num_nodes = 1 if is_for_this_machine else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
     served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
     return EndpointForecast(
         config=config,
         hardware=hardware,
-        is_here=is_here,
+        is_for_this_machine=is_for_this_machine,
         num_nodes=num_nodes,
         served=served,
         price=endpoint_price(config, hardware, served),
@@ -114,6 +114,8 @@ def resolve_unset_options(config: ServeConfig) -> ResolvedDefaults:
     rows: ResolvedDefaults = {}
     for model in endpoint.served:
         prefix = f"{model.options.served_name}." if config.models else ""
-        of_model = resolve_defaults(model.options, model.engine, endpoint.hardware, is_here=endpoint.is_here)
-        rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
+        model_defaults = resolve_defaults(
+            model.options, model.engine, endpoint.hardware, is_for_this_machine=endpoint.is_for_this_machine
+        )
+        rows |= {f"{prefix}{name}": value for name, value in model_defaults.items()}
     return rows | resolve_price_defaults(config, endpoint.price)

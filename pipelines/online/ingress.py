@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from peagle.economics.prices import Price
 from peagle.errors import shown
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.cluster.metrics import create_metric
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
@@ -90,7 +90,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         price: Price,
         batches: BatchSettings | None = None,
     ) -> None:
-        keep_private()
+        restrict_new_files()
         super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
@@ -107,7 +107,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
-        if batches.lends:  # add Serve's names of the endpoint and its engines
+        if batches.lends:  # add the endpoint's and its engines' names in Serve
             app_name = serve.get_replica_context().app_name
             batches = replace(batches, application=app_name, deployments=self._deployments)
         return Batches(batches, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
@@ -124,7 +124,10 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
                 target=publish_break_even_forever,
-                args=(self._live, lambda name, at: length.set(at, {"model_name": name, "drafter": drafters[name]})),
+                args=(
+                    self._live,
+                    lambda name, value: length.set(value, {"model_name": name, "drafter": drafters[name]}),
+                ),
                 daemon=True,
             ).start()
 
@@ -231,7 +234,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
     """Return an engine's answer. Any failure is raised as an ApiError.
 
-    A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
+    A request whose engine crashed before the first output is retried once, unless it might have caused the crash.
     """
     asked_at, record_usage, context = time.time(), gate_pass_of(request).record_usage, Context.of(request.headers)
     assert record_usage is not None, "the gate sets it on routes that engines answer"
@@ -247,10 +250,10 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
                 raise
         # The second engine does not bill a request that the first engine has billed.
         headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
-        again = Request({**request.scope, "headers": headers}, request.receive)
+        retry_request = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
-                return await _call_live_engine(handler, body, again)
+                return await _call_live_engine(handler, body, retry_request)
             except Exception as error:
                 if not is_engine_death(error):
                     raise

@@ -42,13 +42,13 @@ class _Cell:
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
-    num_tokens_made: float = 0.0
+    num_generated_tokens: float = 0.0
 
 
 class LiveView:
     """The recent minutes of a ledger.
 
-    `break_even` has, by model and concurrency, the acceptance length at which the drafter pays off, if known.
+    `break_even` has the break-even acceptance lengths by model and concurrency, if known.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class LiveView:
         for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
             del self._steps[step]
         steps = range(last - window_s // STEP_S, last)
-        seen = {group for step in steps for group in self._steps.get(step, ())}
-        models = sorted({group.model for group in seen if key in (None, group.key)})
+        groups = {group for step in steps for group in self._steps.get(step, ())}
+        models = sorted({group.model for group in groups if key in (None, group.key)})
         by_model = {model: self._figures(steps, key, model) for model in models}
         notes = []
         for model, figures in by_model.items():
@@ -129,7 +129,7 @@ class LiveView:
             if request.ttft_s is not None:
                 cell.ttft_s.append(request.ttft_s)
             for step, share in spread_over_steps(begins_at, usage.finished_at):
-                self._steps[step][group].num_tokens_made += share * usage.num_output_tokens
+                self._steps[step][group].num_generated_tokens += share * usage.num_output_tokens
 
     def _cells(self, steps: Collection[int], key: str | None, model: str | None) -> list[_Cell]:
         return [
@@ -175,7 +175,7 @@ def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, f
 
 
 def _rate(cells: Collection[_Cell], num_steps: int) -> float:
-    return sum(cell.num_tokens_made for cell in cells) / (num_steps * STEP_S)
+    return sum(cell.num_generated_tokens for cell in cells) / (num_steps * STEP_S)
 
 
 def _ttft(cells: Collection[_Cell], percent: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
+from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_options, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
@@ -38,7 +38,7 @@ class SageMakerConfig(ServeConfig):
     @model_validator(mode="before")
     @classmethod
     def _require_model_name(cls, values: Any) -> Any:
-        """Require a model: the default model outside SageMaker is a toy."""
+        """Require a model, because the default model outside SageMaker is only a toy."""
         if isinstance(values, dict) and not {"model", "models", "profile"} & values.keys():
             raise ValueError(f"no model: set SM_VLLM_MODEL or HF_MODEL_ID, or provide model data in {MODEL_FOLDER}")
         return values
@@ -80,4 +80,4 @@ def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
 
 def config_from_env(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
     """Return the options that SageMaker's variables set, by name; empty outside the SageMaker mode."""
-    return serve_keys(env, model_folder=model_folder) if is_enabled(env) else {}
+    return serve_options(env, model_folder=model_folder) if is_enabled(env) else {}

@@ -5,7 +5,7 @@ for each minute, engine, key, model, drafter and set of tags (`RequestGroup`). O
 memory grows with time and keys, not with requests. From time to time the totals are saved atomically with the read
 positions, from which the next process continues if the files still match:
 
-    head      format, marks (read position per file with a checksum), spend, prices
+    header    format, marks (read position per file with a checksum), spend, prices
     cells     one per line
     sha256    of everything before it
 """
@@ -36,13 +36,13 @@ _DECAY = 0.98  # factor for the weight of earlier requests, applied at each new 
 
 @dataclass(slots=True)
 class TokenPrice:
-    """The token prices of one model, estimated from recent requests: the latest fifty have most of the weight.
+    """The token prices of one model, estimated from recent requests. The latest 50 requests have most of the weight.
 
     A request costs its share of an engine's busy seconds, so it is cheaper the more requests run at the same time and
     the more drafts are accepted. Its maximum cost is the cost of running alone with one step per token.
 
         prefill     seconds until the first token, per uncached prompt token
-        decode      seconds after it, per step: the tokens of one choice minus those from drafts
+        decode      seconds after the first token, per step; steps are the tokens of one choice minus accepted drafts
 
     Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine
     of 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 =
@@ -63,10 +63,10 @@ class TokenPrice:
         if request.outcome == "failed" or not usage.num_output_tokens or not usage.busy_s:
             return
         wall_s = max(usage.finished_at - usage.started_at, usage.busy_s)
-        # Without the time of the first token, all time counts as decoding, which only increases the price.
+        # Without the time of the first token, all time counts as decoding. This can only increase the price.
         prefill_s = min(request.ttft_s or 0.0, wall_s)
-        num_not_drafted = usage.num_output_tokens - usage.speculation.num_accepted_tokens
-        steps = max(0.0, num_not_drafted / request.num_choices - (request.ttft_s is not None))
+        num_undrafted = usage.num_output_tokens - usage.speculation.num_accepted_tokens
+        steps = max(0.0, num_undrafted / request.num_choices - (request.ttft_s is not None))
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) * _DECAY)
         self.num_requests += 1
@@ -142,7 +142,7 @@ class Sums:
             self.request_s += request.usage.finished_at - request.usage.started_at
             self.shares_s += request.usage.busy_s
         self.usage = self.usage + request.usage if self.num_requests else request.usage
-        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # 1, except for a batch
+        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # 1 for a request, more for a batch
         self.num_cut += request.outcome == "cut"
         self.usd += request.usd
 
@@ -164,8 +164,8 @@ def coarsen(minute: int, now: int) -> int:
     age = now - minute
     if age < _MERGED_BY_HOUR_AFTER:
         return minute
-    step = _HOUR if age < _MERGED_BY_DAY_AFTER else _DAY
-    return minute // step * step
+    interval = _HOUR if age < _MERGED_BY_DAY_AFTER else _DAY
+    return minute // interval * interval
 
 
 def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
@@ -196,7 +196,7 @@ class TotalsCheckpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
-    head = {
+    header = {
         "format": _FORMAT,
         "marks": checkpoint.marks,
         "spent_by_day": checkpoint.spent_by_day,
@@ -206,7 +206,7 @@ def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
     cells = ([astuple(cell), astuple(sums)] for cell, sums in checkpoint.cells.items())
     digest = hashlib.sha256()
     with atomic_file(path) as file:
-        for values in itertools.chain([head], cells):
+        for values in itertools.chain([header], cells):
             line = json.dumps(values).encode() + b"\n"
             digest.update(line)
             file.write(line)
@@ -227,10 +227,10 @@ def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
 
 def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     digest = hashlib.sha256()
-    first = next(lines, b"")
-    digest.update(first)
-    head = json.loads(first)
-    if head["format"] != _FORMAT:
+    first_line = next(lines, b"")
+    digest.update(first_line)
+    header = json.loads(first_line)
+    if header["format"] != _FORMAT:
         raise ValueError("the format is different")
     cells: dict[RequestGroup, Sums] = {}
     for line in lines:
@@ -239,14 +239,14 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
             if row["sha256"] != digest.hexdigest():
                 raise ValueError("the file is damaged")
             return TotalsCheckpoint(
-                marks={name: (position, mark) for name, (position, mark) in head["marks"].items()},
+                marks={name: (position, mark) for name, (position, mark) in header["marks"].items()},
                 cells=cells,
                 spent_by_day={
                     account: {int(day): usd for day, usd in days.items()}
-                    for account, days in head["spent_by_day"].items()
+                    for account, days in header["spent_by_day"].items()
                 },
-                batches=set(head["batches"]),
-                prices={model: TokenPrice(*values) for model, values in head["prices"].items()},
+                batches=set(header["batches"]),
+                prices={model: TokenPrice(*values) for model, values in header["prices"].items()},
             )
         digest.update(line)
         cell, sums = _from_row(row)
@@ -296,7 +296,8 @@ class Totals:
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
         self._followers: list[LedgerFollower] = []
-        self._joining: list[LedgerFollower] = []  # not attached yet, so that `add_follower` never waits for a long read
+        # Followers to attach. They are separate, so that `add_follower` never waits for a long read.
+        self._joining: list[LedgerFollower] = []
         self._is_restored = False
         self._thread: threading.Thread | None = None
 

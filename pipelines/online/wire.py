@@ -126,9 +126,10 @@ class AnswerTally:
             self.num_cached_tokens = min(details.get("cached_tokens") or 0, self.num_prompt_tokens)
         drafts = (answer.get("metrics") or {}).get("speculative_decoding")
         if drafts:
-            own_counts = drafts.pop("per_step_drafted", None) or ()  # `vllm_drafts` counts there; not for clients
+            # The counts of `vllm_drafts`, which clients do not get.
+            peagle_counts = drafts.pop("per_step_drafted", None) or ()
             self.speculation = SpeculationStats.from_histogram(
-                drafts["acceptance_histogram"], drafts["num_draft_tokens"], own_counts
+                drafts["acceptance_histogram"], drafts["num_draft_tokens"], peagle_counts
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
 from peagle.drafter.training import ProcessGroup, checkpoint_mtime_ns
 from peagle.errors import DivergedError, PeagleError
-from peagle.private import keep_private, user_path
+from peagle.private import restrict_new_files, user_path
 from peagle.storage import storage_path
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.failures import to_peagle_error
@@ -85,7 +85,7 @@ class _ShardWriter:
     """An actor that computes and writes one shard per block of documents, and returns its checksum."""
 
     def __init__(self, reference: str, aux_layers: tuple[int, ...], folder: str, device: str) -> None:
-        keep_private()
+        restrict_new_files()
         self._reader = load_reader(Path(localize(reference)), aux_layers, device)
         self._folder, self._device = Path(folder), device
 
@@ -219,7 +219,7 @@ def _work(loop_config: dict[str, Any]) -> DivergedError | None:
     The fingerprint is the driver's, with paths as typed, so that a training run with one worker can be resumed with
     several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it was raised.
     """
-    keep_private()
+    restrict_new_files()
     # The feature store is complete. If this node cannot access it, opening it fails.
     settings = TrainConfig(**loop_config["settings"])
     prepared = prepare(settings, Listener(), extract=lambda _job, _progress: None, verify=False)

@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled through the DevTools protocol over one WebSocket, so no driver is needed."""
+"""A headless Chromium, controlled through the DevTools protocol over one WebSocket, without a driver program."""
 
 import base64
 import json
@@ -42,15 +42,18 @@ class Chromium:
         self._process = subprocess.Popen(
             [path, f"--user-data-dir={profile}", *_FLAGS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._open = ExitStack()
-        self._socket = self._open.enter_context(connect(self._address(profile / "DevToolsActivePort"), max_size=None))
+        self._connection = ExitStack()
+        self._socket = self._connection.enter_context(
+            connect(self._address(profile / "DevToolsActivePort"), max_size=None)
+        )
         self._number = 0
         self._pages: dict[str, Page] = {}
 
     def _address(self, file: Path) -> str:
-        until = time.monotonic() + _START_S
+        """Wait until the browser has written its port and path to the file; return its WebSocket address."""
+        deadline = time.monotonic() + _START_S
         while not (file.exists() and file.read_text().count("\n")):
-            assert time.monotonic() < until, "the browser did not start"
+            assert time.monotonic() < deadline, "the browser did not start"
             time.sleep(0.05)
         port, path = file.read_text().split("\n")[:2]
         return f"ws://127.0.0.1:{port}{path}"
@@ -80,7 +83,7 @@ class Chromium:
                 page.on_event(answer["method"], answer["params"])
 
     def close(self) -> None:
-        self._open.close()
+        self._connection.close()
         self._process.terminate()
         self._process.wait(_WAIT_S)
 
@@ -111,7 +114,7 @@ class Page:
         """Close the tab and delete its storage."""
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
-    def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
+    def set_screen(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
         """Set the screen size and the preferred colour scheme."""
         mobile = width < 640
         self.call(
@@ -120,7 +123,7 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
-    def go(self, url: str) -> None:
+    def open(self, url: str) -> None:
         """Open an address, and wait until it has loaded."""
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
@@ -133,9 +136,9 @@ class Page:
 
     def wait(self, condition: str, within_s: float = _WAIT_S) -> Any:
         """Wait until a JavaScript expression is true; return its value."""
-        until = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         while not (value := self.run(condition)):
-            assert time.monotonic() < until, f"never true: {condition}\n{self.run('document.body.innerText')}"
+            assert time.monotonic() < deadline, f"never true: {condition}\n{self.run('document.body.innerText')}"
             time.sleep(0.05)
         return value
 
@@ -143,7 +146,7 @@ class Page:
         """Return the text of an element."""
         return str(self.run(f"document.getElementById({json.dumps(element_id)}).textContent"))
 
-    def says(self, element_id: str, text: str) -> None:
+    def wait_for_text(self, element_id: str, text: str) -> None:
         """Wait until an element contains a text."""
         self.wait(f"document.getElementById({json.dumps(element_id)}).textContent.includes({json.dumps(text)})")
 
@@ -163,9 +166,14 @@ class Page:
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
-        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2, "button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type="mousePressed", **at)
-        self.call("Input.dispatchMouseEvent", type="mouseReleased", **at)
+        mouse_event = {
+            "x": box["x"] + box["width"] / 2,
+            "y": box["y"] + box["height"] / 2,
+            "button": "left",
+            "clickCount": 1,
+        }
+        self.call("Input.dispatchMouseEvent", type="mousePressed", **mouse_event)
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", **mouse_event)
 
     def go_offline(self, offline: bool) -> None:
         """Disconnect or reconnect the network."""
@@ -173,7 +181,7 @@ class Page:
             "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
 
-    def picture(self, path: Path, *, is_whole: bool = False) -> None:
+    def save_picture(self, path: Path, *, is_whole: bool = False) -> None:
         """Write a PNG of the viewport or the whole page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         path.write_bytes(base64.b64decode(data))

@@ -18,7 +18,7 @@ def chromium(tmp_path_factory):
 @pytest.fixture
 def page(chromium):
     tab = chromium.page()
-    tab.show()
+    tab.set_screen()
     yield tab
     tab.close()
 
@@ -26,12 +26,12 @@ def page(chromium):
 @pytest.fixture
 def serve(tmp_path):
     """Return a function that starts a `FakeEndpoint`."""
-    started = []
+    endpoints = []
 
     def start(**kwargs):
-        started.append(FakeEndpoint(tmp_path / f"endpoint-{len(started)}", **kwargs))
-        return started[-1]
+        endpoints.append(FakeEndpoint(tmp_path / f"endpoint-{len(endpoints)}", **kwargs))
+        return endpoints[-1]
 
     yield start
-    for server in started:
-        server.close()
+    for endpoint in endpoints:
+        endpoint.close()

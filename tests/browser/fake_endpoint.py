@@ -76,7 +76,7 @@ class FakeEndpoint:
         num_requests: number of requests per engine in the ledger, within the last few minutes.
         models: served names.
         budgets: keys with a budget.
-        access: fields of `GateSettings` that define the keys; without any, no key is required.
+        access: fields of `GateSettings` that define the API keys; without any, no key is required.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FakeEndpoint:
         ]
         return Starlette(
             routes=routes,
-            exception_handlers={ApiError: _answer},
+            exception_handlers={ApiError: _error_response},
             middleware=[Middleware(Gate, settings=self._settings, routes=_ROUTES, load=self._load)],
         )
 
@@ -168,7 +168,7 @@ class FakeEndpoint:
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(self, text: str, model: str, request: Request, *, breaks_off: bool) -> Any:
-        began, words = time.time(), text.split(" ")
+        started_at, words = time.time(), text.split(" ")
         for number, word in enumerate(words, 1):
             await asyncio.sleep(1 / _WORDS_PER_S[model])
             if breaks_off and number > 9:
@@ -176,63 +176,63 @@ class FakeEndpoint:
             piece = word if number == len(words) else word + " "
             yield _event([{"delta": {"content": piece}, "finish_reason": None}], _usage(number))
         record = _record(
-            self._sessions[model], model, len(words), began, time.time(), key=key_of(request).name, ttft_s=0.02
+            self._sessions[model], model, len(words), started_at, time.time(), key=key_of(request).name, ttft_s=0.02
         )
         append_request(self.ledger, record)
-        ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
+        peagle_fields = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
         yield _event([{"delta": {}, "finish_reason": "stop"}], _usage(len(words)))
-        gate_pass_of(request).record_usage({"usage": _usage(len(words)), "peagle": ours})
+        gate_pass_of(request).record_usage({"usage": _usage(len(words)), "peagle": peagle_fields})
         if Context.of(request.headers).shown_usage != "never":
-            yield _event([], _usage(len(words)), peagle=ours)
+            yield _event([], _usage(len(words)), peagle=peagle_fields)
         yield "data: [DONE]\n\n"
 
-    def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
+    def _write_history(self, num_requests: int, age_s: float = 400.0) -> None:
         """Write recent requests and a heartbeat of each engine."""
         rng, now = random.Random(5), time.time()
         for index, (model, session_id) in enumerate(self._sessions.items()):
-            ends, busy_s = now - 1.0, 0.0
+            finished_at, busy_s = now - 1.0, 0.0
             for _ in range(num_requests):
                 tokens = rng.randint(20, 120)
-                lasts_s = tokens / rng.gauss(_WORDS_PER_S[model] / 4, 3)
+                duration_s = tokens / rng.gauss(_WORDS_PER_S[model] / 4, 3)
                 ttft_s = rng.lognormvariate(-2.3, 0.5)
-                record = _record(session_id, model, tokens, ends - lasts_s, ends, ttft_s=ttft_s)
+                record = _record(session_id, model, tokens, finished_at - duration_s, finished_at, ttft_s=ttft_s)
                 append_request(self.ledger, record)
                 busy_s += record.usage.busy_s
-                ends -= lasts_s + rng.expovariate(1 / 3)
-            write_session(self.ledger, _session(session_id, model, index, now - lived_s, now, busy_s))
+                finished_at -= duration_s + rng.expovariate(1 / 3)
+            write_session(self.ledger, _session(session_id, model, index, now - age_s, now, busy_s))
 
 
-def _answer(request: Request, error: Exception) -> JSONResponse:
+def _error_response(request: Request, error: Exception) -> JSONResponse:
     refusal = from_exception(error)
     return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers())
 
 
 def _card(model: str) -> dict[str, Any]:
-    ours = {
+    peagle_fields = {
         "target": "smollm2-135m",
         "stand_in": True,
         "drafter": _DRAFTERS[model],
         "max_replicas": 2,
         "max_requests_per_replica": 9,
     }
-    ours |= {"num_speculative_tokens": 3 if _DRAFTERS[model] else None}
-    return {"id": model, "object": "model", "created": 0, "owned_by": "peagle", "peagle": ours}
+    peagle_fields |= {"num_speculative_tokens": 3 if _DRAFTERS[model] else None}
+    return {"id": model, "object": "model", "created": 0, "owned_by": "peagle", "peagle": peagle_fields}
 
 
-def _session(session_id: str, model: str, index: int, began: float, now: float, busy_s: float) -> EngineSession:
-    load_s = (now - began) / 10
+def _session(session_id: str, model: str, index: int, started_at: float, now: float, busy_s: float) -> EngineSession:
+    load_s = (now - started_at) / 10
     return EngineSession(
         session_id=session_id,
         engine_index=index,
         hostname="here",
         num_devices=1,
         device="vcpu",
-        started_at=began,
+        started_at=started_at,
         last_seen_at=now,
         load_s=load_s,
         compile_s=0.0,
         busy_s=busy_s,
-        idle_s=now - began - load_s - busy_s,
+        idle_s=now - started_at - load_s - busy_s,
         num_output_tokens=0,
         ended=False,
         model=model,
@@ -249,7 +249,14 @@ def _event(choices: list[Any], usage: dict[str, int], **more: Any) -> str:
 
 
 def _record(
-    session_id: str, model: str, num_tokens: int, began: float, ended: float, *, ttft_s: float, key: str = "local"
+    session_id: str,
+    model: str,
+    num_tokens: int,
+    started_at: float,
+    finished_at: float,
+    *,
+    ttft_s: float,
+    key: str = "local",
 ) -> RequestUsage:
     drafts = round(num_tokens / 1.6)
     stats = SpeculationStats(
@@ -257,9 +264,9 @@ def _record(
         num_draft_tokens=3 * drafts,
         accepted_per_position=(round(drafts * 0.42), round(drafts * 0.14), round(drafts * 0.05)),
     )
-    busy_s = ended - began
+    busy_s = finished_at - started_at
     return RequestUsage(
-        request_id=f"{model}-{began}",
+        request_id=f"{model}-{started_at}",
         key=key,
         model=model,
         drafter=_DRAFTERS[model],
@@ -275,7 +282,7 @@ def _record(
             num_output_tokens=num_tokens,
             busy_s=busy_s,
             speculation=stats if _DRAFTERS[model] else SpeculationStats.empty(),
-            started_at=began,
-            finished_at=ended,
+            started_at=started_at,
+            finished_at=finished_at,
         ),
     )

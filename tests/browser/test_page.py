@@ -11,7 +11,7 @@ from pipelines.online.gateway.keys import LOCAL_NAME, KeyRecord, new_key
 from tests.browser.fake_endpoint import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_DRAFTER
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
-WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="pictures are made with WRITE_DOCS=1")
+WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="set WRITE_DOCS=1 to write the pictures")
 NBSP, UNKNOWN = "\u00a0", "\u2013"
 TURNS = (
     "[...document.querySelectorAll('.turn')]"
@@ -20,9 +20,9 @@ TURNS = (
 IS_IDLE = "['playground-send', 'compare-send'].every((id) => document.getElementById(id).textContent !== 'Stop')"
 
 
-def opened(page, url):
-    page.go(url)
-    page.says("live-state", "as of")
+def open_page(page, url):
+    page.open(url)
+    page.wait_for_text("live-state", "as of")
     return page
 
 
@@ -45,11 +45,11 @@ def test_no_external_requests_console_output_or_layout_shift(page, serve):
         source="window.moved = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries()) "
         "if (!entry.hadRecentInput) window.moved += entry.value }).observe({type: 'layout-shift', buffered: true})",
     )
-    opened(page, server.url)
+    open_page(page, server.url)
     send(page, "hello")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     compare(page, "hello")
-    page.says("compare-verdict", "identical")
+    page.wait_for_text("compare-verdict", "identical")
     assert page.urls
     assert all(url.startswith(server.url) for url in page.urls)
     assert page.console == []
@@ -57,22 +57,22 @@ def test_no_external_requests_console_output_or_layout_shift(page, serve):
 
 
 def test_csp_blocks_other_hosts_and_inner_html(page, serve):
-    opened(page, serve().url)
-    refused = (
+    open_page(page, serve().url)
+    first_violation = (
         "new Promise((done) => { addEventListener('securitypolicyviolation',"
         " (event) => done(`${event.disposition} ${event.effectiveDirective}`)); %s })"
     )
     image = "document.body.append(Object.assign(new Image(), {src: 'https://example.org/x.png'}))"
-    assert page.run(refused % "fetch('https://example.org/').catch(() => {})") == "enforce connect-src"
-    assert page.run(refused % image) == "enforce img-src"
+    assert page.run(first_violation % "fetch('https://example.org/').catch(() => {})") == "enforce connect-src"
+    assert page.run(first_violation % image) == "enforce img-src"
     assert page.run("try { document.body.innerHTML = 'x' } catch (error) { error.name }") == "TypeError"
 
 
 def test_page_shows_the_metrics_of_the_endpoint(page, serve):
-    opened(page, serve(num_requests=20).url)
+    open_page(page, serve(num_requests=20).url)
     live = page.run("fetch('v1/live?window_s=300').then((answer) => answer.json())")
     page.click("#window input[value='300']")
-    page.says("speed-sub", f"5{NBSP}min")
+    page.wait_for_text("speed-sub", f"5{NBSP}min")
     total = live["total"]
     assert page.text("acceptance") == f"{total['acceptance_length']:.2f}"
     assert page.text("speed") == f"{total['output_tokens_per_s']:.{1 if total['output_tokens_per_s'] >= 10 else 2}f}"
@@ -92,7 +92,7 @@ def test_page_shows_the_metrics_of_the_endpoint(page, serve):
 
 
 def test_page_without_requests(page, serve):
-    opened(page, serve(models=(MODEL_WITH_DRAFTER,)).url)
+    open_page(page, serve(models=(MODEL_WITH_DRAFTER,)).url)
     assert page.text("speed-sub") == f"no request finished in the last 1{NBSP}min"
     assert page.text("acceptance") == page.text("ttft") == page.text("money") == UNKNOWN
     assert page.run("getComputedStyle(document.getElementById('compare-form')).display") == "none"
@@ -100,7 +100,7 @@ def test_page_without_requests(page, serve):
 
 
 def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
-    opened(page, serve().url)
+    open_page(page, serve().url)
     send(page, "html please")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     assert page.run(TURNS) == ["html please", HTML]
@@ -117,16 +117,16 @@ def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
 
 
 def test_differences_between_two_answers_are_marked(page, serve):
-    opened(page, serve().url)
+    open_page(page, serve().url)
     assert page.run("document.getElementById('compare-left').value") == MODEL_WITH_DRAFTER
     assert page.run("document.getElementById('compare-right').value") == MODEL_WITHOUT_DRAFTER
     compare(page, "the same")
-    page.says("compare-verdict", "The texts are identical")
+    page.wait_for_text("compare-verdict", "The texts are identical")
     assert "tokens/s as" in page.text("compare-verdict")
     assert page.run("document.querySelectorAll('mark').length") == 0
     page.click("#compare-order input[value='in turn']")
     compare(page, "differ")
-    page.says("compare-verdict", "3 words on the left and 3 on the right are marked")
+    page.wait_for_text("compare-verdict", "3 words on the left and 3 on the right are marked")
     sides = [
         page.run(f"[...document.querySelectorAll('#compare-{name}-side mark')].map((element) => element.textContent)")
         for name in ("left", "right")
@@ -136,8 +136,8 @@ def test_differences_between_two_answers_are_marked(page, serve):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colour_scheme_follows_the_system_until_changed(page, serve, scheme):
-    page.show(scheme=scheme)
-    opened(page, serve().url)
+    page.set_screen(scheme=scheme)
+    open_page(page, serve().url)
     brightness = (
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((sum, channel) => sum + +channel, 0)"
     )
@@ -151,8 +151,8 @@ def test_colour_scheme_follows_the_system_until_changed(page, serve, scheme):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_sufficient_contrast(page, serve, scheme):
-    page.show(scheme=scheme)
-    opened(page, serve(num_requests=5).url)
+    page.set_screen(scheme=scheme)
+    open_page(page, serve(num_requests=5).url)
     send(page, "hello")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     contrasts = page.run(Path(__file__).with_name("contrast.js").read_text(encoding="utf-8"))
@@ -161,12 +161,12 @@ def test_text_has_sufficient_contrast(page, serve, scheme):
 
 
 def test_page_fits_a_phone_without_horizontal_scrolling(page, serve):
-    page.show(width=360, height=740)
-    opened(page, serve(num_requests=10).url)
+    page.set_screen(width=360, height=740)
+    open_page(page, serve(num_requests=10).url)
     send(page, "hello")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     compare(page, "differ")
-    page.says("compare-verdict", "differ")
+    page.wait_for_text("compare-verdict", "differ")
     assert page.run("document.documentElement.scrollWidth") == 360
     outside = (
         "[...document.querySelectorAll('main *')].filter((element) => !element.closest('.scroll, .unseen, .segments')"
@@ -178,17 +178,17 @@ def test_page_fits_a_phone_without_horizontal_scrolling(page, serve):
 
 
 def test_page_can_be_used_with_the_keyboard(page, serve):
-    opened(page, serve().url)
+    open_page(page, serve().url)
     page.press("Tab")
     assert page.run("document.activeElement.className") == "skip"
     page.press("Enter")
     assert page.run("document.activeElement.id") == "playground-message"
     page.type("slow")
     page.press("Control", "Enter")
-    page.says("playground-send", "Stop")
+    page.wait_for_text("playground-send", "Stop")
     page.wait(f"document.querySelector('dd') && document.querySelector('dd').textContent !== '{UNKNOWN}'")
     page.press("Escape")
-    page.says("playground-send", "Send")
+    page.wait_for_text("playground-send", "Send")
     assert "stopped" in page.text("playground-log")
     page.press("Tab")
     assert page.run("document.activeElement.id") == "playground-send"
@@ -213,15 +213,15 @@ def test_page_can_be_used_with_the_keyboard(page, serve):
 def test_key_is_requested_and_stored_only_for_the_tab(page, serve):
     key, record = new_key("alice")
     server = serve(requires_key=True, fixed_keys=(record,), num_requests=3)
-    page.go(server.url)
+    page.open(server.url)
     page.wait("document.getElementById('key-dialog').open")
     assert page.console == []  # no request was sent without a key
     page.type("pk-wrong")
     page.press("Enter")
-    page.says("key-notice", "is not valid")
+    page.wait_for_text("key-notice", "is not valid")
     page.type(key)
     page.press("Enter")
-    page.says("live-state", "only this key's requests")
+    page.wait_for_text("live-state", "only this key's requests")
     assert page.text("engines") == UNKNOWN
     assert page.run("Object.values(sessionStorage)") == [key]
     assert not page.run("Object.values(localStorage).concat(document.cookie).join('')")
@@ -229,41 +229,41 @@ def test_key_is_requested_and_stored_only_for_the_tab(page, serve):
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     page.click("#key-button")
     page.click("#key-forget")
-    page.says("live-state", "waiting for an API key")
+    page.wait_for_text("live-state", "waiting for an API key")
     assert page.run("sessionStorage.length") == 0
 
 
 def test_errors_are_shown_where_they_occur(page, serve):
     key, record = new_key("slow", requests_per_min=3)
     server = serve(requires_key=True, fixed_keys=(record,))
-    page.go(server.url)
+    page.open(server.url)
     page.wait("document.getElementById('key-dialog').open")
     page.type(key)
     page.press("Enter")
-    page.says("live-state", "as of")
+    page.wait_for_text("live-state", "as of")
     send(page, "busy")
-    page.says("playground-notice", "All engines are busy")
-    page.says("playground-notice", "Try again in 5 s")
+    page.wait_for_text("playground-notice", "All engines are busy")
+    page.wait_for_text("playground-notice", "Try again in 5 s")
     assert page.run("document.getElementById('playground-message').value") == "busy"  # the user need not retype it
     page.run("document.getElementById('playground-message').value = ''")
     send(page, "break")
-    page.says("playground-log", "interrupted")
-    page.says("playground-notice", "The request failed")
+    page.wait_for_text("playground-log", "interrupted")
+    page.wait_for_text("playground-notice", "The request failed")
     send(page, "one too many")
-    page.says("playground-notice", "Limit reached: this key may make 3 requests a minute.")
+    page.wait_for_text("playground-notice", "Limit reached: this key may make 3 requests a minute.")
     assert "Try again in" in page.text("playground-notice")
     assert page.run("document.querySelector('#playground-notice').getAttribute('role')") == "alert"
 
 
 def test_lost_connection_is_shown_and_recovers(page, serve):
-    opened(page, serve().url)
+    open_page(page, serve().url)
     page.go_offline(True)
-    page.says("live-state", "no connection; retrying in 4 s")
+    page.wait_for_text("live-state", "no connection; retrying in 4 s")
     assert page.run("document.getElementById('tiles').classList.contains('stale')")
     send(page, "hello")
-    page.says("playground-notice", "No connection")
+    page.wait_for_text("playground-notice", "No connection")
     page.go_offline(False)
-    page.says("live-state", "as of")
+    page.wait_for_text("live-state", "as of")
     assert not page.run("document.getElementById('tiles').classList.contains('stale')")
 
 
@@ -278,24 +278,24 @@ def test_lost_connection_is_shown_and_recovers(page, serve):
         ("page-phone", 360, "dark", "#live"),
     ],
 )
-def test_pictures(page, serve, name, width, scheme, selector):
-    page.show(width=width, height=820, scheme=scheme, scale=1.5 if width < 640 else 1)
-    opened(page, serve(num_requests=25).url)
+def test_write_pictures(page, serve, name, width, scheme, selector):
+    page.set_screen(width=width, height=820, scheme=scheme, scale=1.5 if width < 640 else 1)
+    open_page(page, serve(num_requests=25).url)
     send(page, "Write a Fibonacci function.")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     compare(page, "differ, and write a Fibonacci function")
-    page.says("compare-verdict", "marked")
+    page.wait_for_text("compare-verdict", "marked")
     page.run(f"document.querySelector('{selector}').scrollIntoView()")
     if selector == "#spend":
-        page.says("spend-state", "as of")
-    page.picture(IMAGES / f"{name}.png")
+        page.wait_for_text("spend-state", "as of")
+    page.save_picture(IMAGES / f"{name}.png")
 
 
 def test_monthly_spending_is_shown_by_day_and_key(page, serve):
-    opened(page, serve(num_requests=20).url)
+    open_page(page, serve(num_requests=20).url)
     assert page.text("spend-total") == UNKNOWN, "the spending was requested before its section was visible"
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "UTC days")
+    page.wait_for_text("spend-state", "UTC days")
     names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
     assert sorted(page.run(names)) == ["local", "no key"]
     sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
@@ -311,16 +311,16 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
     rows = (
         "[...document.querySelectorAll('#budget-rows tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
-    opened(page, serve(num_requests=3).url)
+    open_page(page, serve(num_requests=3).url)
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "UTC days")
+    page.wait_for_text("spend-state", "UTC days")
     assert page.run("document.getElementById('budgets').hidden"), "no budgets are set"
 
     key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
     endpoint = serve(num_requests=3, budgets=(key,))
     with edit_budgets(endpoint.ledger / BUDGETS_NAME) as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=20.0, budget_every="month")
-    opened(page, endpoint.url)
+    open_page(page, endpoint.url)
     page.run("document.getElementById('spend').scrollIntoView()")
     page.wait("!document.getElementById('budgets').hidden")
     tag, local = page.run(rows)
@@ -331,6 +331,6 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
 
 
 def test_fake_engine_is_stated_next_to_every_cost(page, serve):
-    opened(page, serve().url)
+    open_page(page, serve().url)
     caveats = page.run("[...document.querySelectorAll('.caveat')].map((element) => element.textContent)")
     assert caveats == ["FAKE ENGINE: speed and dollars are not real"] * 3

@@ -20,8 +20,8 @@ def url(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_plots_fit_a_phone_without_horizontal_scrolling(page, url, scheme):
-    page.show(width=360, height=780, scheme=scheme)
-    page.go(url)
+    page.set_screen(width=360, height=780, scheme=scheme)
+    page.open(url)
     assert page.run("document.documentElement.scrollWidth") <= 360
     widths = page.run("[...document.querySelectorAll('svg')].map((plot) => plot.getBoundingClientRect().right)")
     assert len(widths) == 2
@@ -30,7 +30,7 @@ def test_plots_fit_a_phone_without_horizontal_scrolling(page, url, scheme):
 
 
 @WRITES_IMAGES
-def test_picture_of_the_month(page, url):
-    page.show(width=1000, height=860)
-    page.go(url)
-    page.picture(IMAGES / "spending.png")
+def test_write_picture_of_the_month(page, url):
+    page.set_screen(width=1000, height=860)
+    page.open(url)
+    page.save_picture(IMAGES / "spending.png")

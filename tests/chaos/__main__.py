@@ -38,7 +38,7 @@ def main() -> int:
 
 
 class Campaign:
-    """The runs of one seed, in one folder."""
+    """The runs, faults and pauses of one seed, with their results in one folder."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -82,8 +82,8 @@ class Campaign:
         shutil.rmtree(job.folder, ignore_errors=True)
         say(f"{name}: {job.num_rows} rows, {len(kills)} kills{', separate cluster' if own_cluster else ''}")
         limit_s = _FAKE_LIMIT_S if is_fake else _REAL_LIMIT_S
-        played = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=say).play()
-        self._save(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
+        result = Player(job, kills, None if own_cluster else nodes, limit_s=limit_s, say=say).play()
+        self._save(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **result.to_dict()})
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]

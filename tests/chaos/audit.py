@@ -53,27 +53,27 @@ def audit(job: Job) -> Audit:
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
     occurrences = Counter(int(item["id"]) for item in [*rows, *dead_letters])
     lost = sorted(set(range(job.num_rows)) - occurrences.keys())
-    doubled = sorted(row for row, count in occurrences.items() if count > 1)
-    paid = report_of(job)["account"]
+    duplicated = sorted(row for row, count in occurrences.items() if count > 1)
+    reported_account = report_of(job)["account"]
     problems = [
         *(f"row {row} is in no committed unit or dead letter" for row in lost),
-        *(f"row {row} occurs {occurrences[row]} times" for row in doubled),
+        *(f"row {row} occurs {occurrences[row]} times" for row in duplicated),
         *(f"row {row} is not in the corpus" for row in sorted(occurrences.keys() - set(range(job.num_rows)))),
         *(f"row {row['id']} is a dead letter: {row['reason']}, {row['message']}" for row in dead_letters),
         *_wrong_rows(job, rows),
-        *_wrong_usage(run, rows, paid),
+        *_wrong_usage(run, rows, reported_account),
         *_leftovers(run),
     ]
     return Audit(
         num_rows=len(rows),
         num_lost=len(lost),
-        num_doubled=len(doubled),
+        num_doubled=len(duplicated),
         num_dead_letters=len(dead_letters),
         num_output_tokens=sum(row["num_output_tokens"] for row in rows),
-        num_regenerated_tokens=paid["num_lost_tokens"],
-        regenerated_usd=paid["usd"]["lost"],
-        total_usd=paid["usd"]["total"],
-        num_sessions=paid["num_sessions"],
+        num_regenerated_tokens=reported_account["num_lost_tokens"],
+        regenerated_usd=reported_account["usd"]["lost"],
+        total_usd=reported_account["usd"]["total"],
+        num_sessions=reported_account["num_sessions"],
         problems=tuple(problems),
     )
 
@@ -97,7 +97,7 @@ async def _answers(prompts: list[str]) -> list[str]:
     return [(await engine.generate("", tokenizer.encode(chat), sampling)).text for chat in chats]
 
 
-def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, Any]) -> Iterator[str]:
+def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], reported_account: dict[str, Any]) -> Iterator[str]:
     """Check that a unit's usage is the sum of its rows, and the account the sum of all usages and lost tokens."""
     committed: defaultdict[str, int] = defaultdict(int)
     for unit in sorted(run.committed()):
@@ -108,19 +108,23 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
             if getattr(usage, name) != sum(row[name] or 0 for row in unit_rows):
                 yield f"unit {unit}: {name} in its usage is not the sum of its rows"
     for name in _TOKENS:
-        if paid[name] != sum(row[name] or 0 for row in rows):
-            yield f"{name} in the account is {paid[name]}, not the sum of the rows"
+        if reported_account[name] != sum(row[name] or 0 for row in rows):
+            yield f"{name} in the account is {reported_account[name]}, not the sum of the rows"
     sessions = run.sessions()
     lost = sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in sessions)
-    if paid["num_lost_tokens"] != lost:
-        yield f"the account has {paid['num_lost_tokens']} lost tokens; the sessions have {lost}"
+    if reported_account["num_lost_tokens"] != lost:
+        yield f"the account has {reported_account['num_lost_tokens']} lost tokens; the sessions have {lost}"
     current = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))
     # Engines on a shared cluster may send one more idle heartbeat while the report is written.
-    if current.total_usd < paid["usd"]["total"] - 1e-9 or current.usd.busy != paid["usd"]["busy"]:
-        yield f"the report says {paid['usd']}, but the ledger {current.usd}"
+    if (
+        current.total_usd < reported_account["usd"]["total"] - 1e-9
+        or current.usd.busy != reported_account["usd"]["busy"]
+    ):
+        yield f"the report says {reported_account['usd']}, but the ledger {current.usd}"
 
 
 def _leftovers(run: RunDirectory) -> Iterator[str]:
+    """Check that the lease is released, that no unused file is left, and that the report is complete."""
     lease = read_lease(run.root)
     if lease is None or lease.outcome is None:
         yield "the lease is not released"

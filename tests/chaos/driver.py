@@ -49,7 +49,7 @@ class Job:
 
 
 class Driver:
-    """A running attempt.
+    """A process of `peagle generate`: one attempt to finish the run.
 
     Args:
         number: number of the attempt; its output goes to `driver-NUMBER.log`.
@@ -59,8 +59,8 @@ class Driver:
     def __init__(self, job: Job, number: int, environment: Mapping[str, str] | None = None) -> None:
         environment = dict(environment or {**os.environ, "PYTHONPATH": str(ROOT)})
         self._log = job.folder / f"driver-{number}.log"
-        with self._log.open("wb") as sink:
-            self.process = subprocess.Popen(job.command(), env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        with self._log.open("wb") as log_file:
+            self.process = subprocess.Popen(job.command(), env=environment, stdout=log_file, stderr=subprocess.STDOUT)
 
     @property
     def pid(self) -> int:
@@ -87,7 +87,7 @@ class Driver:
         """Return the driver's output so far."""
         return self._log.read_text(errors="replace")
 
-    def last_words(self) -> str:
+    def last_message(self) -> str:
         """Return the output's error message, or else its last line."""
         lines = [line.strip() for line in self.read_output().splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("peagle generate:")]

@@ -21,12 +21,12 @@ from tests.chaos.driver import Driver, Job
 from tests.chaos.ray_nodes import ROOT
 
 _NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
-_END_S = 300.0
+_TIMEOUT_S = 300.0
 _FLAGS = ("--rows-per-unit", "4", "--max-num-seqs", "4", "--heartbeat-s", "0.5")
 
 
 class Scene:
-    """A run with faults. `problems` has what went wrong, `facts` what happened."""
+    """A run with a fault. `problems` lists failed checks; `facts` are observations for the report."""
 
     def __init__(self, folder: Path, *flags: str, num_rows: int = 100) -> None:
         self.job = Job(folder=folder, num_rows=num_rows, is_fake=True, flags=(*_FLAGS, *flags))
@@ -43,16 +43,16 @@ class Scene:
         return driver
 
     def wait_for_units(self, driver: Driver, count: int) -> None:
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while len(self.run.committed()) < count and driver.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_words()}")
+        self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_message()}")
 
     def expect_end(self, driver: Driver, code: int, text: str) -> None:
-        result = driver.wait(_END_S)
-        self.facts.append(f"exit code {result}: {driver.last_words()}")
-        self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
-        self.expect(text in driver.read_output(), f"a driver did not print {text!r}: {driver.last_words()}")
+        result = driver.wait(_TIMEOUT_S)
+        self.facts.append(f"exit code {result}: {driver.last_message()}")
+        self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_message()}")
+        self.expect(text in driver.read_output(), f"a driver did not print {text!r}: {driver.last_message()}")
         self.expect("Traceback" not in driver.read_output(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
@@ -82,15 +82,15 @@ def full_disk(folder: Path) -> Scene:
     with _mounted(scene.job.output, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         driver = scene.start()
         scene.wait_for_units(driver, 3)
-        ballast = scene.job.output / "ballast"
-        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        filler = scene.job.output / "filler"  # a file that fills the disk
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
         scene.expect_end(driver, 1, "No space left on device")
         before = scene.run.committed()
         scene.expect_end(scene.start(), 2, "No space left on device")
         scene.expect(scene.run.committed() == before, "committed units changed while the disk was full")
-        ballast.unlink()
+        filler.unlink()
         scene.finish()
     return scene
 
@@ -116,11 +116,13 @@ def two_drivers(folder: Path) -> Scene:
     """Of two drivers that start simultaneously in a new run directory, one is refused."""
     scene = Scene(folder)
     drivers = [scene.start(), scene.start()]
-    codes = [driver.wait(_END_S) for driver in drivers]
+    codes = [driver.wait(_TIMEOUT_S) for driver in drivers]
     scene.facts.append(f"exit codes {codes}")
     scene.expect(sorted(codes) == [0, 1], f"two drivers ended with {codes}")
     refused = drivers[codes.index(1)] if 1 in codes else drivers[0]
-    scene.expect("is in use by" in refused.read_output(), f"the second driver was not refused: {refused.last_words()}")
+    scene.expect(
+        "is in use by" in refused.read_output(), f"the second driver was not refused: {refused.last_message()}"
+    )
     scene.audit()
     return scene
 
@@ -133,7 +135,7 @@ def hanging_driver(folder: Path) -> Scene:
     os.kill(first.pid, signal.SIGSTOP)
     second = scene.start()
     sessions = len(scene.run.sessions())
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while len(scene.run.sessions()) == sessions and second.exit_code() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGCONT)
@@ -148,14 +150,14 @@ def jumping_clock(folder: Path) -> Scene:
     scene = Scene(folder)
     path = f"{ROOT / 'tests' / 'chaos' / 'jumping_clock'}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path}
-    began = time.time()
+    started_at = time.time()
     driver = scene.start(environment)
     scene.wait_for_units(driver, 3)
     driver.end()
     scene.finish(environment)
     starts = [session.started_at for session in scene.run.sessions()]
-    scene.expect(any(start < began or start > time.time() for start in starts), "no clock jumped")
-    offsets_s = ", ".join(f"{start - began:.0f}" for start in starts)
+    scene.expect(any(start < started_at or start > time.time() for start in starts), "no clock jumped")
+    offsets_s = ", ".join(f"{start - started_at:.0f}" for start in starts)
     scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {offsets_s}")
     return scene
 
@@ -171,28 +173,29 @@ _NEED_MOUNTS = {"full-disk", "read-only-output"}
 
 
 def inject(name: str, folder: Path) -> dict[str, Any]:
-    """Play a scene; return its facts and problems, or why it was skipped."""
+    """Play a scene in a separate process; return its facts and problems, or why it was skipped."""
     folder.mkdir(parents=True)
     description = " ".join((FAULTS[name].__doc__ or "").split())
-    if name in _NEED_MOUNTS and (reason := _why_no_namespace()):
+    if name in _NEED_MOUNTS and (reason := _namespace_error()):
         return {"fault": name, "what": description, "skipped": reason, "facts": [], "problems": []}
     prefix = _NAMESPACE if name in _NEED_MOUNTS else []
     result = folder / "outcome.json"
     command = [*prefix, sys.executable, "-m", "tests.chaos.faults", name, str(folder), str(result)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.exists():
-        problem = f"the scene crashed: {done.stderr[-2000:]}"
+        problem = f"the scene crashed: {process.stderr[-2000:]}"
         return {"fault": name, "what": description, "facts": [], "problems": [problem]}
     return {"fault": name, "what": description, **json.loads(result.read_text())}
 
 
-def _why_no_namespace() -> str:
+def _namespace_error() -> str:
+    """Return why this machine cannot mount a private file system, or an empty string if it can."""
     try:
         command = [*_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         return f"a private file system is not possible here: {error}"
-    return f"a private file system is not possible here: {done.stderr.strip()}" if done.returncode else ""
+    return f"a private file system is not possible here: {process.stderr.strip()}" if process.returncode else ""
 
 
 @contextlib.contextmanager
@@ -207,7 +210,7 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
 
 def _remount(folder: Path, mode: str) -> None:
     """Remount a file system; retry while a file is open for writing."""
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _TIMEOUT_S
     command = ["mount", "-o", f"remount,{mode}", str(folder)]
     while subprocess.run(command, capture_output=True, check=False).returncode:
         assert time.monotonic() < deadline, f"{folder} stays busy"

@@ -1,4 +1,4 @@
-"""Pause a driver at each durable step until another driver has finished the run, and then resume it.
+"""Pause a driver at each durable step (a change of the run directory) until another driver has finished the run.
 
     python -m tests.chaos.pauses FOLDER RESULT.json              every step of every scene
     python -m tests.chaos.pauses FOLDER RESULT.json --every 7    every seventh step
@@ -54,7 +54,7 @@ class Scene:
     Attributes:
         before: state of the run before the play: `nothing`, `killed` midway, or `finished` with dead letters.
         flags: additional flags of the first and the second driver.
-        at_renewals: whether the driver is stopped at the steps of the lease's renewal.
+        at_renewals: whether the driver is stopped at the steps that renew its lease.
     """
 
     before: str
@@ -74,7 +74,12 @@ SCENES = {
 
 @dataclass(kw_only=True)
 class Plays:
-    """The results of a scene's plays."""
+    """The results of a scene's plays.
+
+    Attributes:
+        steps: the steps at which drivers were stopped.
+        codes: how often each combination of the drivers' exit codes occurred.
+    """
 
     scene: str
     num_plays: int = 0
@@ -127,8 +132,10 @@ class Stage:
         under = f"/play-{number:04d}" if self._bucket else output
         steps, drivers = folder / "steps", []
         refused = _REFUSED_ROWS if scene.before != "finished" else frozenset({1})
-        for at, index in stops_by_driver:
-            stops = Steps(at=at, under=under, log=steps, at_renewals=scene.at_renewals) if at else None
+        for step_numbers, index in stops_by_driver:
+            stops = None
+            if step_numbers:
+                stops = Steps(at=step_numbers, under=under, log=steps, at_renewals=scene.at_renewals)
             arguments = (*self._command(output), *scene.flags[index])
             drivers.append(Driver(arguments, folder / f"driver-{index}.log", steps=stops, refused=refused))
             drivers[-1].wait()
@@ -136,12 +143,12 @@ class Stage:
         stopped_at = steps.read_text().splitlines() if steps.exists() else []
         last = Driver(self._command(output), folder / "last.log", refused=refused)
         last.wait()
-        where = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
+        play_name = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
         problems = [*_exit_problems(drivers, last), *run_in_fork(lambda: _run_problems(output), folder / "audit")]
         plays.num_plays += 1
         plays.steps += stopped_at
         plays.codes[", ".join(str(driver.exit_code) for driver in drivers)] += 1
-        plays.problems += [f"{where}: {problem}" for problem in problems]
+        plays.problems += [f"{play_name}: {problem}" for problem in problems]
         if not problems:
             shutil.rmtree(folder)
         return bool(stopped_at)
@@ -209,9 +216,9 @@ def _run_problems(output: str) -> list[str]:
     if report["account"]["num_failed_rows"] != len(failed):
         problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(failed)}")
     problems += _export_problems(run, rows, failed)
-    problems += [f"{path} was left behind" for path in _unfinished(storage_path(output))]
+    problems += [f"the temporary file {path} is left" for path in _temporary_files(storage_path(output))]
     if (last := read_lease(run.root)) is None or last.outcome != "ended":
-        problems.append(f"the lease says {last and last.outcome}")
+        problems.append(f"the lease's outcome is {last and last.outcome}, not ended")
     return problems
 
 
@@ -227,15 +234,15 @@ def _export_problems(run: RunDirectory, rows: list[str], failed: list[str]) -> I
         result = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
         if result != ids:
             yield f"export/jsonl/{name} has the rows {result}, not {ids}"
-    before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
+    files_before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
     description = json.loads((folder / "export.json").read_bytes())
     if description["commits"] != export(run, "jsonl", force=True).commits:
         yield "export/jsonl/export.json describes other units"
-    if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
-        yield "export/jsonl was of an earlier state of the run"
+    if files_before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
+        yield "export/jsonl was written for an earlier state of the run"
 
 
-def _unfinished(root: Any) -> Iterator[str]:
+def _temporary_files(root: Any) -> Iterator[str]:
     if isinstance(root, Path):
         yield from (str(path.relative_to(root)) for path in root.rglob("*.tmp"))
 
@@ -247,7 +254,7 @@ def s3_server(folder: Path) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     server = os.fork()
     if server == 0:
-        _serve(address_file)
+        _run_s3_server(address_file)
     try:
         while not (url := address_file.read_text().strip() if address_file.exists() else ""):
             time.sleep(0.05)
@@ -261,7 +268,8 @@ def s3_server(folder: Path) -> Iterator[str]:
         os.waitpid(server, 0)
 
 
-def _serve(message: Path) -> None:
+def _run_s3_server(address_file: Path) -> None:
+    """Write the server's URL to a file, and serve until this process is killed."""
     from botocore.session import Session
 
     from tests.faulty_s3 import FaultyS3
@@ -270,23 +278,23 @@ def _serve(message: Path) -> None:
     keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
     client = Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="bucket")
-    message.write_text(server.url + "\n")
+    address_file.write_text(server.url + "\n")
     while True:
         signal.pause()
 
 
 def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
     """Play the scenes, on disk or S3."""
-    played, rng = [], random.Random(args.seed)
+    all_plays, rng = [], random.Random(args.seed)
     with s3_server(folder / "s3") if args.s3 else contextlib.nullcontext() as bucket:
         stage = Stage(folder, bucket)
         for name in args.scenes:
             first = args.first if args.first is not None else rng.randint(1, args.every)
-            played.append(stage.play_each_step(name, range(first, args.last + 1, args.every)))
+            all_plays.append(stage.play_each_step(name, range(first, args.last + 1, args.every)))
             if args.crossed and not SCENES[name].at_renewals:
-                num_steps = max(8, played[-1].num_plays * args.every)
-                played.append(stage.play_crossed(name, rng, args.crossed, num_steps))
-    return played
+                num_steps = max(8, all_plays[-1].num_plays * args.every)
+                all_plays.append(stage.play_crossed(name, rng, args.crossed, num_steps))
+    return all_plays
 
 
 def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
@@ -295,9 +303,9 @@ def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
     result = folder.with_suffix(".result")
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.chaos.pauses", str(folder), str(result), "--scenes", scene, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if not result.exists():
-        return {"scene": scene, "plays": [], "problems": [f"the plays crashed: {done.stderr[-2000:]}"]}
+        return {"scene": scene, "plays": [], "problems": [f"the plays crashed: {process.stderr[-2000:]}"]}
     plays = json.loads(result.read_text())
     result.unlink()
     return {"scene": scene, "plays": plays, "problems": [problem for play in plays for problem in play["problems"]]}
@@ -312,17 +320,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="first step; by default, a random one of the first EVERY steps")
     parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; by default, the last one of the run")
     parser.add_argument("--crossed", type=int, default=0, help="number of crossed plays of each scene; default 0")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random steps; default 1")
     parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))
     parser.add_argument("--s3", action="store_true", help="with run directories on S3")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
-    played = play_all(args.folder, args)
-    args.result.write_text(json.dumps([plays.to_dict() for plays in played], indent=2))
-    for plays in played:
+    all_plays = play_all(args.folder, args)
+    args.result.write_text(json.dumps([plays.to_dict() for plays in all_plays], indent=2))
+    for plays in all_plays:
         sys.stdout.write(f"{plays.scene}: {plays.num_plays} plays, {dict(plays.codes)}\n")
         sys.stdout.writelines(f"  PROBLEM {problem}\n" for problem in plays.problems)
-    return int(any(plays.problems for plays in played))
+    return int(any(plays.problems for plays in all_plays))
 
 
 if __name__ == "__main__":

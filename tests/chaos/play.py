@@ -18,8 +18,8 @@ _MAX_EXIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CarriedOut:
-    """A kill that was carried out."""
+class KillRecord:
+    """A kill that was carried out: its victim is a process, or the number of a node."""
 
     kind: str
     victim: int
@@ -36,10 +36,10 @@ class Attempt:
 
 
 @dataclass(kw_only=True)
-class Played:
+class RunResult:
     """What happened in a run."""
 
-    kills: list[CarriedOut] = field(default_factory=list)
+    kills: list[KillRecord] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     wall_s: float = 0.0
     audit: Audit | None = None
@@ -65,44 +65,44 @@ class Player:
         self._units_at_last_kill = 0
         self._due_at: float | None = None
         self._give_up_at = self._started + limit_s
-        self._played = Played()
+        self._result = RunResult()
 
-    def play(self) -> Played:
+    def play(self) -> RunResult:
         self._job.write_corpus()
         while not self._is_over():
-            began = time.monotonic()
-            driver = Driver(self._job, len(self._played.attempts), self._nodes and self._nodes.environment)
+            attempt_started = time.monotonic()
+            driver = Driver(self._job, len(self._result.attempts), self._nodes and self._nodes.environment)
             try:
                 self._watch(driver)
             finally:
                 driver.end()
-            self._played.attempts.append(
+            self._result.attempts.append(
                 Attempt(
                     exit_code=driver.wait(60),
-                    wall_s=round(time.monotonic() - began, 1),
-                    last_words=driver.last_words(),
+                    wall_s=round(time.monotonic() - attempt_started, 1),
+                    last_words=driver.last_message(),
                 )
             )
-        self._played.wall_s = round(time.monotonic() - self._started, 1)
-        if not self._played.problems:
-            self._played.audit = audit(self._job)
-            self._played.problems += [*self._played.audit.problems, *self._survivors()]
-        return self._played
+        self._result.wall_s = round(time.monotonic() - self._started, 1)
+        if not self._result.problems:
+            self._result.audit = audit(self._job)
+            self._result.problems += [*self._result.audit.problems, *self._survivors()]
+        return self._result
 
     def _is_over(self) -> bool:
-        attempts = self._played.attempts
+        attempts = self._result.attempts
         if attempts and attempts[-1].exit_code == 0:
             return True
         if len(attempts) >= _MAX_ATTEMPTS:
-            self._played.problems.append(f"not done after {len(attempts)} attempts: {attempts[-1].last_words}")
+            self._result.problems.append(f"not done after {len(attempts)} attempts: {attempts[-1].last_words}")
         if time.monotonic() > self._give_up_at:
-            self._played.problems.append(f"the run hung: not done after {time.monotonic() - self._started:.0f} s")
-        return bool(self._played.problems)
+            self._result.problems.append(f"the run hung: not done after {time.monotonic() - self._started:.0f} s")
+        return bool(self._result.problems)
 
     def _watch(self, driver: Driver) -> None:
         while driver.exit_code() is None and time.monotonic() < self._give_up_at:
             if self._pending and self._is_due(self._pending[0]):
-                self._try(self._pending[0], driver)
+                self._try_kill(self._pending[0], driver)
             time.sleep(_POLL_S)
 
     def _is_due(self, kill: Kill) -> bool:
@@ -111,7 +111,7 @@ class Player:
             self._due_at = now + kill.wait_s
         return self._due_at is not None and now >= self._due_at
 
-    def _try(self, kill: Kill, driver: Driver) -> None:
+    def _try_kill(self, kill: Kill, driver: Driver) -> None:
         """Carry out a kill if its target exists now; otherwise leave it pending."""
         num_committed = self._num_committed()
         victim = self._carry_out(kill, driver)
@@ -119,20 +119,21 @@ class Player:
             return
         self._pending.pop(0)
         self._due_at, self._units_at_last_kill = None, num_committed
-        done = CarriedOut(
+        record = KillRecord(
             kind=kill.kind,
             victim=victim,
             at_s=round(time.monotonic() - self._started, 1),
-            attempt=len(self._played.attempts),
+            attempt=len(self._result.attempts),
             num_committed=num_committed,
         )
-        self._played.kills.append(done)
-        self._say(f"  {done.at_s:6.1f} s  killed {kill.kind} {victim} with {num_committed} units committed")
+        self._result.kills.append(record)
+        self._say(f"  {record.at_s:6.1f} s  killed {kill.kind} {victim} with {num_committed} units committed")
 
     def _num_committed(self) -> int:
         return len(RunDirectory(self._job.output).committed())
 
     def _carry_out(self, kill: Kill, driver: Driver) -> int | None:
+        """Kill one of the candidates and return it; return None if there is none, or if it had already ended."""
         if kill.kind == "driver":
             candidates = [driver.pid]
         elif kill.kind == "engine":
@@ -142,16 +143,16 @@ class Player:
         elif self._nodes is None:
             candidates = processes.raylets(driver.pid)
         else:
-            candidates = self._nodes.hosts_of(processes.actors(self._job.output))
+            candidates = self._nodes.node_numbers_of(processes.actors(self._job.output))
         if not candidates:
             return None
         victim = kill.choose(candidates)
         if kill.kind == "node" and self._nodes is not None:
-            lost = self._nodes.lose(victim)
+            was_running = self._nodes.kill_node(victim)
             self._nodes.replace_lost()
         else:
-            lost = processes.kill(victim)
-        return victim if lost else None
+            was_running = processes.kill(victim)
+        return victim if was_running else None
 
     def _survivors(self) -> list[str]:
         """Return a problem for each engine that outlived the run."""

@@ -37,12 +37,13 @@ def descendants(pid: int) -> list[int]:
         children[_parent(other)].append(other)
     result, queue = [], [pid]
     while queue:
-        queue += (new := children[queue.pop()])
-        result += new
+        queue += (child_pids := children[queue.pop()])
+        result += child_pids
     return result
 
 
 def raylets(pid: int) -> list[int]:
+    """Return the raylets (Ray's main process on each node) among the descendants of a process."""
     return [
         process_id for process_id in descendants(pid) if command_line(process_id).partition(" ")[0].endswith("/raylet")
     ]

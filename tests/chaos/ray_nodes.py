@@ -33,7 +33,8 @@ class RayNodes:
         num_cpus: logical CPUs of each node.
         logs: folder for the output of `ray start`.
         environment: additional environment variables of each node.
-        has_jobs: whether to start a job server, for `ray job submit`, and give each node its own loopback address.
+        has_job_server: whether to start a job server, for `ray job submit`. Each node then has its own loopback
+            address, as in a cluster of machines.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class RayNodes:
         logs: Path,
         *,
         environment: Mapping[str, str] | None = None,
-        has_jobs: bool = False,
+        has_job_server: bool = False,
     ) -> None:
         self._num_nodes, self._num_cpus, self._logs = num_nodes, num_cpus, logs
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log_of: dict[int, Path] = {}
-        self._addresses = (f"127.0.0.{number}" for number in range(2, 255)) if has_jobs else None
-        head = next(self._addresses) if self._addresses else "127.0.0.1"
-        self.address, self._dashboard_port = f"{head}:{free_port(head)}", free_port(head)
+        self._addresses = (f"127.0.0.{number}" for number in range(2, 255)) if has_job_server else None
+        host = next(self._addresses) if self._addresses else "127.0.0.1"
+        self.address, self._dashboard_port = f"{host}:{free_port(host)}", free_port(host)
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._environment = {**os.environ, **(environment or {}), **token, "PYTHONPATH": str(ROOT)}
 
@@ -103,7 +104,7 @@ class RayNodes:
         """Kill the head, and start another one on the same address.
 
         Ray stores the address of a local cluster in a file, and refuses to start a head at that address while local
-        nodes are connected to it.
+        nodes are still connected to it.
         """
         from ray._common.utils import reset_ray_address
 
@@ -123,19 +124,19 @@ class RayNodes:
         """Return the number of running nodes, without the head."""
         return sum(node.poll() is None for node in self._nodes)
 
-    def hosts_of(self, pids: list[int]) -> list[int]:
+    def node_numbers_of(self, pids: list[int]) -> list[int]:
         """Return the numbers of the nodes that run any of these processes."""
         trees = enumerate(set(_tree(node)) for node in self._nodes)
         return [number for number, tree in trees if tree.intersection(pids)]
 
-    def lose(self, number: int) -> bool:
+    def kill_node(self, number: int) -> bool:
         """Kill a node as if its machine had failed, its raylet first; return False if the node had already ended."""
         node = self._nodes[number]
         tree = _tree(node)
-        first = processes.raylets(node.pid)
-        lost = processes.kill(*first, *(pid for pid in tree if pid not in first))
+        raylets = processes.raylets(node.pid)
+        was_running = processes.kill(*raylets, *(pid for pid in tree if pid not in raylets))
         node.wait()
-        return lost
+        return was_running
 
     def _start_head(self) -> "subprocess.Popen[bytes]":
         port = self.address.rpartition(":")[2]
@@ -149,8 +150,8 @@ class RayNodes:
         return self._start("--head", f"--port={port}", "--num-cpus=0", *dashboard, f"--system-config={_SYSTEM_CONFIG}")
 
     def _start_node(self) -> "subprocess.Popen[bytes]":
-        own = [f"--node-ip-address={next(self._addresses)}"] if self._addresses else []
-        return self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}", *own)
+        address_flag = [f"--node-ip-address={next(self._addresses)}"] if self._addresses else []
+        return self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}", *address_flag)
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         log = self._logs / f"ray-{time.monotonic_ns()}.log"
@@ -159,8 +160,8 @@ class RayNodes:
             _RAY, "start", "--block", *arguments, "--min-worker-port=0", "--max-worker-port=0",
             f"--dashboard-agent-listen-port={free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
-        with log.open("wb") as sink:
-            node = subprocess.Popen(command, env=self._environment, stdout=sink, stderr=subprocess.STDOUT)
+        with log.open("wb") as log_file:
+            node = subprocess.Popen(command, env=self._environment, stdout=log_file, stderr=subprocess.STDOUT)
         self._log_of[node.pid] = log
         return node
 
@@ -173,4 +174,5 @@ class RayNodes:
 
 
 def _tree(node: "subprocess.Popen[bytes]") -> list[int]:
+    """Return the processes of a node, or nothing if it has ended."""
     return [*processes.descendants(node.pid), node.pid] if node.poll() is None else []

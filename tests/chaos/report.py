@@ -1,4 +1,4 @@
-"""The report of a campaign as Markdown and JSON."""
+"""The report of a campaign (the runs, faults and pauses of one seed) as Markdown and JSON."""
 
 from collections import Counter
 from pathlib import Path

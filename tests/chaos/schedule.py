@@ -16,7 +16,8 @@ class Kill:
     Attributes:
         kind: what is killed: the engine's core process (vLLM's EngineCore), its Ray actor, a node (a raylet with its
             workers), or the driver (`peagle generate`).
-        after_units: units to commit after the previous kill; with 0, engines may still be starting.
+        after_units: number of units that are committed between the previous kill and this one; with 0, engines may
+            still be starting.
         wait_s: delay after these units.
         pick: the position of the victim among the sorted candidates, from 0 to 1.
     """

@@ -33,6 +33,7 @@ from pipelines.cluster import ray as cluster
 LEASE_S = 0.4
 _CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _REQUESTS = (b"PUT ", b"POST ", b"DELETE ")
+# The parts of paths that differ from run to run, such as session names.
 _UNIQUE = re.compile(r"[0-9a-f]{12,32}|\d{8}T\d{6}-[0-9a-f]{8}|(?<=\d\.)[0-9a-f]{8}(?=\.jsonl)")
 
 
@@ -44,7 +45,7 @@ class Steps:
         at: numbers of the steps, from 1.
         under: text that is in the path or URL of every file in the run directory.
         at_renewals: whether to count only the steps of lease renewals and heartbeats, or only all others.
-        log: file to which each step is written at which a driver stopped.
+        log: file that lists the steps at which a driver stopped.
     """
 
     at: frozenset[int]
@@ -54,17 +55,17 @@ class Steps:
 
     def install(self) -> None:
         """Make this process stop at these steps from now on."""
-        sink = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        count, counting = 0, threading.Lock()
+        log_descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        count, count_lock = 0, threading.Lock()
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal count
             if (step := self._step(event, arguments)) is None:
                 return
-            with counting:
+            with count_lock:
                 count += 1
                 if count in self.at:
-                    os.write(sink, f"{step}\n".encode())
+                    os.write(log_descriptor, f"{step}\n".encode())
                     os.kill(os.getpid(), signal.SIGSTOP)
 
         sys.addaudithook(hook)
@@ -127,11 +128,11 @@ class Driver:
 
 def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: frozenset[int]) -> None:
     """Run the driver in the forked process, and exit."""
-    code = 70
+    code = 70  # if the driver raises an exception
     try:
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
+        log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log_descriptor, 1)
+        os.dup2(log_descriptor, 2)
         _replace_ray(refused)
         if steps is not None:
             steps.install()
@@ -144,19 +145,19 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 
 def _replace_ray(refused: frozenset[int]) -> None:
     """Make the driver run its stages in this process, with a short lease."""
-    acquire = lease._acquire
+    original_acquire = lease._acquire
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
     streaming._dataset = _InProcess
     session.redirect_output = lambda _: None
-    lease._acquire = lambda root, _, *rest: acquire(root, LEASE_S, *rest)
-    answer = FakeEngine.generate
+    lease._acquire = lambda root, _, *rest: original_acquire(root, LEASE_S, *rest)
+    original_generate = FakeEngine.generate
 
     async def generate(self: FakeEngine, request_id: str, *rest: Any) -> Any:
         if int(request_id.partition("-")[0]) in refused:
             raise RequestRefused("refused by the test")
-        return await answer(self, request_id, *rest)
+        return await original_generate(self, request_id, *rest)
 
     FakeEngine.generate = generate
 
@@ -180,15 +181,15 @@ class _InProcess:
         return [row async for table in worker(batch) for row in table.to_pylist()]
 
 
-def run_in_fork(check: Callable[[], list[str]], answer: Path) -> list[str]:
-    """Run `check` in a fork and return its result, so that this process never has threads or connections."""
+def run_in_fork(check: Callable[[], list[str]], result_file: Path) -> list[str]:
+    """Run `check` in a fork and return its result, so that this process, which forks again, has no threads."""
     pid = os.fork()
     if pid == 0:
         try:
-            answer.write_text("\n".join(check()))
+            result_file.write_text("\n".join(check()))
         except BaseException as error:
-            answer.write_text(f"the audit crashed: {type(error).__name__}: {error}")
+            result_file.write_text(f"the audit crashed: {type(error).__name__}: {error}")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    return answer.read_text().splitlines()
+    return result_file.read_text().splitlines()

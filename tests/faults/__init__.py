@@ -4,7 +4,7 @@
     python -m tests.faults --help      options for shorter runs, other loads and single faults
 
     endpoint.py    `peagle serve --engine fake` as a process, and its parts
-    clients.py     clients that send one request after another, and the outcomes
+    clients.py     clients that send one request after another and record the outcomes
     arrivals.py    an overload: requests at a fixed rate, independent of the answers
     scenes.py      one fault: load, the kill, more load, checks of the ledger and the slots
     report.py      the report, as Markdown and JSON

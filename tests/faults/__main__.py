@@ -27,14 +27,14 @@ def main() -> int:
     shutil.rmtree(args.folder, ignore_errors=True)
     size = Size()
     with serving(args.folder, size.flags(), start_s=args.start_s) as endpoint:
-        say(f"up at {endpoint.url}")
-        results, overloaded = asyncio.run(_play(args, endpoint, size))
-    path = report.write(args.report, results, overloaded, command=_command(args))
+        say(f"the endpoint is up at {endpoint.url}")
+        results, overload_result = asyncio.run(_run_faults(args, endpoint, size))
+    path = report.write(args.report, results, overload_result, command=_command(args))
     say(f"report: {path}")
     return int(any(result["problems"] for result in results))
 
 
-async def _play(
+async def _run_faults(
     args: argparse.Namespace, endpoint: Endpoint, size: Size
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     if await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, args.start_s) is None:
@@ -55,9 +55,9 @@ async def _play(
     if OVERLOAD not in args.only:
         return results, None
     say(OVERLOAD)
-    overloaded = await overload(endpoint.url, size, factor=2, seconds=args.overload_s, seed=1)
-    say(f"  {overloaded}")
-    return results, overloaded
+    overload_result = await overload(endpoint.url, size, factor=2, seconds=args.overload_s, seed=1)
+    say(f"  {overload_result}")
+    return results, overload_result
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,8 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=10, help="seconds of load before and after each kill; default 10"
     )
-    parser.add_argument("--overload-s", type=float, default=120, help="seconds of twice the capacity; default 120")
-    parser.add_argument("--start-s", type=float, default=300, help="maximum seconds for a start; default 300")
+    parser.add_argument(
+        "--overload-s", type=float, default=120, help="seconds of requests at twice the capacity; default 120"
+    )
+    parser.add_argument(
+        "--start-s",
+        type=float,
+        default=300,
+        help="maximum seconds until all parts run, at the start and after a kill; default 300",
+    )
     parser.add_argument("--only", nargs="+", choices=_FAULTS, default=_FAULTS, metavar="FAULT", help=", ".join(_FAULTS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="folder for the endpoint's state")
     parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="folder for the report")

@@ -1,4 +1,4 @@
-"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streaming."""
+"""An overload: requests at a fixed mean rate and random times (a seeded Poisson process), half of them streaming."""
 
 import asyncio
 import random
@@ -33,6 +33,7 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
 
 
 def statistics(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
+    """Return the report's numbers: counts and latencies. `alone_s` is the latency of a request without other load."""
     latencies = [request.latency_s for request in tally.requests if request.outcome == "answered"]
     refusals = [request.latency_s for request in tally.requests if request.outcome == "refused"]
     return {

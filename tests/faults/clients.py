@@ -14,9 +14,16 @@ import httpx
 
 from tests.faults.endpoint import MODEL
 
-# In the order of the report's table. Only the first three are allowed in every scene.
-OUTCOMES = ("answered", "refused", "error event", "broken off", "no connection", "other")
-_REFUSALS = (429, 503, 504)
+OUTCOMES = (
+    "answered",  # completely, with its usage
+    "refused",  # with a proper error and one of the statuses in _REFUSALS
+    "error event",  # a stream that ended with an error event
+    "broken off",  # the connection or stream ended early
+    "no connection",
+    "other",
+)
+"""In the order of the report's table. Only the first three are allowed in every scene."""
+_REFUSALS = (429, 503, 504)  # rate limit, overload, timeout
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRY_S = 0.2
 
@@ -46,7 +53,7 @@ class SentRequest:
 
 @dataclass
 class Tally:
-    """All requests of a load."""
+    """All requests of the clients, with their outcomes."""
 
     requests: list[SentRequest] = field(default_factory=list)
 
@@ -56,7 +63,7 @@ class Tally:
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def longest_gap_s(self, since: float, until: float) -> float:
-        """Return the longest time between two answers."""
+        """Return the longest time without an answer between two times."""
         ends = sorted(
             request.ended
             for request in self.requests
@@ -74,7 +81,7 @@ def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> 
 async def send_request(
     http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL
 ) -> SentRequest:
-    """Send a request, and judge its outcome."""
+    """Send a request, and return it with its outcome."""
     began, status, request_id = time.monotonic(), None, None
     try:
         request = body(text, num_tokens, is_stream=is_stream, model=model)
@@ -96,8 +103,8 @@ def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
     """Return the outcome of a complete response, and details if it is unexpected."""
     text = content.decode(errors="replace")
     if status != 200:
-        is_clean = status in _REFUSALS and _error_of(text) is not None
-        return ("refused", "") if is_clean else ("other", f"{status} {text}")
+        is_refusal = status in _REFUSALS and _error_of(text) is not None
+        return ("refused", "") if is_refusal else ("other", f"{status} {text}")
     if not is_stream:
         return ("answered", "") if '"usage"' in text else ("other", text)
     events = [event for event in text.split("\n\n") if event]
@@ -110,6 +117,7 @@ def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
 
 
 def _error_of(text: str) -> dict[str, Any] | None:
+    """Return the OpenAI error in a response, or None if it is not a complete one."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

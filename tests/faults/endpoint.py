@@ -21,7 +21,7 @@ from tests.chaos.processes import command_line, descendants
 from tests.chaos.ray_nodes import ROOT
 
 MODEL = "fake"
-_END_S = 90.0
+_STOP_TIMEOUT_S = 90.0
 # The parts that are killed, and text in their command lines.
 PARTS = {
     "the engine's process": CORE_NAME,
@@ -34,7 +34,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The capacity of the endpoint.
+    """The endpoint's capacity, and the size of its requests.
 
     Attributes:
         slots: requests that an engine decodes concurrently.
@@ -82,9 +82,9 @@ class Endpoint:
         self._log = folder / "serve.log"
         command = [sys.executable, "-m", "jobs.cli", "serve", *flags, "--port", str(port), "--state", str(self.state)]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        with self._log.open("wb") as sink:
+        with self._log.open("wb") as log_file:
             self.process = subprocess.Popen(
-                command, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=sink, stderr=subprocess.STDOUT
+                command, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=log_file, stderr=subprocess.STDOUT
             )
 
     def wait_until_up(self, timeout_s: float) -> None:
@@ -124,7 +124,7 @@ class Endpoint:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(_END_S)
+            self.process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -1,4 +1,4 @@
-"""The report of a campaign as Markdown and JSON."""
+"""The report of the faults and the overload as Markdown and JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from tests.origin import origin, origin_text, write_report
 _METHOD = """\
 Clients send one request after another, half of them streamed. One process is killed with SIGKILL, and the clients
 continue until all processes run again. "Gap" is the longest time between two answers, "recovery" the time until all
-processes ran again. Then every slot gets a request. Only the engine is fake, so its speed means nothing."""
+processes ran again. Then every slot gets a request, to check that it is free. The engine is fake, so the speeds are not
+real."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:

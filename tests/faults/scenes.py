@@ -13,9 +13,9 @@ from tests.faults.endpoint import Endpoint, Size
 
 CLIENTS_DISCONNECT = "clients that vanish"
 _ALLOWED = OUTCOMES[:3]
-# The proxy has the clients' sockets, so killing it also breaks connections.
+# The proxy holds the clients' connections, so killing it also breaks them.
 _ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
-_SETTLE_S = 30.0
+_MAX_FINISH_S = 30.0
 
 
 async def kill_part(
@@ -53,7 +53,7 @@ async def kill_part(
         "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
         "whole_after_s": recovered_s,
         "seen": sorted({request.seen for request in tally.requests if request.seen})[:5],
-        **await _afterwards(endpoint, size, {str(request_id) for request_id in answered}),
+        **await _check_ledger_and_slots(endpoint, size, {str(request_id) for request_id in answered}),
     }
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
@@ -66,7 +66,7 @@ async def disconnect_clients(endpoint: Endpoint, size: Size, *, num_clients: int
     """Disconnect clients from long streams; check that the engines stopped, and what the ledger bills."""
     num_tokens = 20 * size.tokens
     ids = set(await start_and_disconnect(endpoint.url, num_clients, num_tokens))
-    afterwards = await _afterwards(endpoint, size, set())
+    checks = await _check_ledger_and_slots(endpoint, size, set())
     records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
     max_generated = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
@@ -77,25 +77,25 @@ async def disconnect_clients(endpoint: Endpoint, size: Size, *, num_clients: int
         "most_tokens_made": max_generated,
         "tokens_asked_for": num_tokens,
         "seen": [],
-        **afterwards,
+        **checks,
     }
     result["problems"] = _problems(result)
     if result["cut"] != num_clients:
-        result["problems"].append(f"{result['cut']} of {num_clients} are cut in the ledger")
+        result["problems"].append(f"{result['cut']} of {num_clients} requests are recorded as cut off in the ledger")
     if max_generated >= num_tokens:
         result["problems"].append("an engine finished the answer of a disconnected client")
     return result
 
 
-async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str]) -> dict[str, Any]:
+async def _check_ledger_and_slots(endpoint: Endpoint, size: Size, answered: Collection[str]) -> dict[str, Any]:
     """Check the ledger for double and missing bills of these requests, and whether every slot is free again."""
-    num_running = await asyncio.to_thread(_wait_until_idle, endpoint)
+    num_still_running = await asyncio.to_thread(_wait_until_idle, endpoint)
     probe_s, num_probed = await _fill_slots(endpoint, size)
     bills = Counter(record.request_id for record in RequestReader(endpoint.state / "ledger").new())
     return {
         "num_billed_twice": sum(n > 1 for n in bills.values()),
         "num_answered_unbilled": sum(request_id not in bills for request_id in answered),
-        "num_left_under_way": num_running,
+        "num_left_under_way": num_still_running,
         "slots": size.admitted,
         "slots_answered": num_probed,
         "slots_s": probe_s,
@@ -103,7 +103,8 @@ async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str])
 
 
 def _wait_until_idle(endpoint: Endpoint) -> int:
-    deadline = time.monotonic() + _SETTLE_S
+    """Wait until no request is running; return the number that still run after `_MAX_FINISH_S`, -1 if unknown."""
+    deadline = time.monotonic() + _MAX_FINISH_S
     while True:
         load = endpoint.load()
         if load and not load["num_requests_under_way"]:
@@ -129,7 +130,7 @@ def _problems(result: dict[str, Any]) -> list[str]:
     if result["num_billed_twice"]:
         problems.append(f"{result['num_billed_twice']} requests were billed twice")
     if result["num_left_under_way"]:
-        problems.append(f"{result['num_left_under_way']} requests are still running {_SETTLE_S:g} s later")
+        problems.append(f"{result['num_left_under_way']} requests are still running {_MAX_FINISH_S:g} s later")
     if result["slots_answered"] < result["slots"]:
         problems.append(f"only {result['slots_answered']} of {result['slots']} slots answered")
     return problems

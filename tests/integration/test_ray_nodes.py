@@ -35,7 +35,7 @@ def node_environment():
 
 @pytest.fixture
 def cluster(tmp_path):
-    with RayNodes(2, NUM_CPUS, tmp_path / "ray", environment=node_environment(), has_jobs=True) as nodes:
+    with RayNodes(2, NUM_CPUS, tmp_path / "ray", environment=node_environment(), has_job_server=True) as nodes:
         yield nodes, RayJobs(nodes.jobs_environment)
 
 
@@ -96,17 +96,17 @@ def test_stopped_job_can_be_continued(cluster, bulk):
 def test_nodes_can_leave_and_join(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "moved", bulk)
-    wait_for("a node has no engine", lambda: nodes.hosts_of(processes.actors(bulk.output)) == [0, 1])
-    nodes.lose(0)
+    wait_for("a node has no engine", lambda: nodes.node_numbers_of(processes.actors(bulk.output)) == [0, 1])
+    nodes.kill_node(0)
     num_committed = len(run.committed())
     took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the other node: 4 units {took:.1f} s after the loss")
     nodes.add()
-    nodes.lose(1)  # from now on, all engines are on the node that joined
+    nodes.kill_node(1)  # from now on, all engines are on the node that joined
     num_committed = len(run.committed())
     took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
-    assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
+    assert nodes.node_numbers_of(processes.actors(bulk.output)) == [2]
     assert "Job 'moved' succeeded" in jobs.wait_until_ended("moved")
     require_complete(bulk)
 

@@ -23,31 +23,34 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def grid(card: Card, concurrency: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the cells of a card: every model, and 16-bit models also in INT8 if the card supports it."""
+    """Return the cells of a card: every model, and 16-bit models also in INT8 if the card supports it.
+
+    A cell's `options` are further keys of `peagle generate`.
+    """
     models = [(model.name, {}) for model in load_catalog()]
     if card.hardware.supports_int8:
         in_16_bits = [model.name for model in load_catalog() if model.precision.native_quantization is None]
         models += [(name, {"precision": "int8"}) for name in in_16_bits]
     return [
-        {"model": model, "drafter": drafter, "concurrency": number, "more": more}
-        for model, more in models
+        {"model": model, "drafter": drafter, "concurrency": number, "options": options}
+        for model, options in models
         for drafter in DRAFTERS
         for number in concurrency
     ]
 
 
 def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rehearse some cells in a process that imitates eight of these cards.
+    """Rehearse some cells in a process that imitates eight cards of this name.
 
     Args:
-        cells: `model`, `drafter` and `concurrency` of each cell, or `queue` for the commands of the GPU queue.
+        cells: cells as in `grid`. A cell with the key `queue` means the commands of the GPU queue.
 
     Returns:
         The cells with their `outcome`: accepted, refused, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        jobs_file, results_file = Path(folder, "cells.json"), Path(folder, "results.json")
-        jobs_file.write_text(json.dumps(cells))
+        cells_file, results_file = Path(folder, "cells.json"), Path(folder, "results.json")
+        cells_file.write_text(json.dumps(cells))
         path = os.pathsep.join((str(_ROOT), str(_ROOT / "tests")))
         environment = os.environ | {
             "HF_HUB_CACHE": str(Path(folder, "hub")),
@@ -56,10 +59,10 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(jobs_file), str(results_file)]
-        done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode or not results_file.exists():
-            raise RuntimeError(f"the rehearsal on {name} failed:\n{done.stderr[-4000:]}")
+        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(cells_file), str(results_file)]
+        process = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+        if process.returncode or not results_file.exists():
+            raise RuntimeError(f"the rehearsal on {name} failed:\n{process.stderr[-4000:]}")
         return list(json.loads(results_file.read_text()))
 
 
@@ -76,7 +79,8 @@ def main() -> None:
         say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     failed = [(name, cell) for name, cells in result.items() for cell in cells if cell["outcome"] == "failed"]
     for name, cell in failed:
-        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['concurrency']} {cell['more']}: {cell['message']}")
+        keys = ("model", "drafter", "concurrency", "options")
+        say(f"FAILED {name} {' '.join(str(cell[key]) for key in keys)}: {cell['message']}")
     text = page(result, datetime.date.today())
     if args.cards == list(CARDS) and args.concurrency == list(CONCURRENCIES):
         PAGE.write_text(text)

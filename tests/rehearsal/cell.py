@@ -1,7 +1,7 @@
 """Rehearse one cell: choose its configuration as `peagle generate` would, and let vLLM accept or refuse it.
 
-A cell is a model, a drafter and a number of concurrent requests on the GPU that this process pretends to have (see
-`pretend.py`).
+A cell is a model, a drafter and a number of concurrent requests on the GPU that this process imitates (see
+`imitated_card.py`).
 
 vLLM's workers choose attention back ends, KV cache groups and CUDA graphs only after loading. Here, the same vLLM
 functions choose them, but from descriptions of the layers instead of loaded layers.
@@ -34,7 +34,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The attention layers of one kind: their number and shape."""
+    """The attention layers of one kind: their number and shape.
+
+    Attributes:
+        mm_prefix: whether the tokens of an image attend to each other in both directions.
+    """
 
     name: str
     count: int
@@ -58,8 +62,8 @@ class Accepted:
         num_sizes, largest_size: of the captured CUDA graphs.
         graphs_to: the highest concurrency at which both run as CUDA graphs.
         kv_cache_gib: KV cache of one request of full length according to vLLM.
-        estimated_gib: KV cache of one request of full length according to our estimate.
-        cache_requests: how many requests of full length fit, according to vLLM, into the memory that our estimate
+        estimated_gib: KV cache of one request of full length according to peagle's estimate.
+        cache_requests: how many requests of full length fit, according to vLLM, into the memory that peagle's estimate
             leaves for the KV cache.
     """
 
@@ -93,17 +97,17 @@ class Refused:
     hint: str
 
 
-def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
+def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **options: Any) -> Accepted | Refused:
     """Rehearse one cell. If it is refused for lack of memory, retry with the flag that the hint suggests.
 
     Raises:
-        Exception: vLLM refuses the configuration that we chose.
+        Exception: vLLM refuses the configuration that peagle chose.
     """
     flags: list[str] = []
     while True:
         config = GenerateConfig(
             input="prompts.jsonl", output="/run", model=model, drafter=drafter, max_num_seqs=concurrency,
-            usd_per_hour=1, enforce_eager=False, **more, **_keys(flags),
+            usd_per_hour=1, enforce_eager=False, **options, **_options_of(flags),
         )  # fmt: skip
         try:
             run = resolve_run(config, machine=hardware)
@@ -139,8 +143,8 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
     with set_current_vllm_config(draft_config):
         draft_backends = {layer.name: _backend(layer, draft_config) for layer in draft}
     with set_current_vllm_config(config):
-        needed, concurrency = _cache(config, draft_config, target, draft, backends, draft_backends, need)
-        verify, drafts, covered = _graphs(config, target + draft, {**backends, **draft_backends})
+        bytes_per_request, max_requests = _kv_cache(config, draft_config, target, draft, backends, draft_backends, need)
+        verify_mode, draft_mode, graphs_to = _graph_modes(config, target + draft, {**backends, **draft_backends})
     compilation = config.compilation_config
     return Accepted(
         flags=flags,
@@ -152,17 +156,17 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
         draft_kv_cache_dtype=draft_config.cache_config.cache_dtype if draft else "-",
         num_sizes=len(compilation.cudagraph_capture_sizes),
         largest_size=compilation.max_cudagraph_capture_size,
-        verify=verify,
-        draft=drafts,
-        graphs_to=covered,
+        verify=verify_mode,
+        draft=draft_mode,
+        graphs_to=graphs_to,
         num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         context_tokens=config.model_config.max_model_len,
         k=config.num_speculative_tokens,
         weights_gib=need.weights_gib,
         graphs_gib=graphs_gib(spec, hardware),
-        kv_cache_gib=needed / _GIB,
+        kv_cache_gib=bytes_per_request / _GIB,
         estimated_gib=need.kv_cache_gib,
-        cache_requests=concurrency,
+        cache_requests=max_requests,
     )
 
 
@@ -179,7 +183,7 @@ def _first_flag(hint: str) -> tuple[str, str] | None:
     return (f"--{result[1]}", result[2]) if result else None
 
 
-def _keys(flags: list[str]) -> dict[str, Any]:
+def _options_of(flags: list[str]) -> dict[str, Any]:
     pairs = (flag.removeprefix("--").split() for flag in flags)
     return {name.replace("-", "_"): int(value) for name, value in pairs}
 
@@ -283,7 +287,7 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
     return result
 
 
-def _cache(
+def _kv_cache(
     config: Any,
     draft_config: Any,
     target: list[Layer],
@@ -295,7 +299,7 @@ def _cache(
     """Return the KV cache of one request of full length on all cards, in bytes, and how many such requests fit.
 
     Raises:
-        ValueError: according to vLLM, not even one request fits into the memory that our estimate leaves.
+        ValueError: according to vLLM, not even one request fits into the memory that peagle's estimate leaves.
     """
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
@@ -310,12 +314,12 @@ def _cache(
     return int(left_gib * _GIB * tp / concurrency), concurrency
 
 
-def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
+def _graph_modes(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
     """Return how vLLM runs the largest verify and draft steps, and the highest concurrency at which both are graphs."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    least, name = AttentionCGSupport.ALWAYS, None
+    lowest_support, backend_name = AttentionCGSupport.ALWAYS, None
     for layer in layers:
         spec = FullAttentionSpec(
             block_size=config.cache_config.block_size or 16,
@@ -324,17 +328,17 @@ def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple
             dtype=config.model_config.dtype,
         )
         support = backends[layer.name].get_builder_cls().get_cudagraph_support(config, spec)
-        if support.value < least.value:
-            least, name = support, backends[layer.name].__name__
+        if support.value < lowest_support.value:
+            lowest_support, backend_name = support, backends[layer.name].__name__
     mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
-        least, name, 1 + config.num_speculative_tokens, use_v2_model_runner=config.use_v2_model_runner,
+        lowest_support, backend_name, 1 + config.num_speculative_tokens, use_v2_model_runner=config.use_v2_model_runner,
         tensor_parallel_size=config.parallel_config.tensor_parallel_size,
     )  # fmt: skip
     dispatch = _dispatch_v2 if config.use_v2_model_runner else _dispatch_v1
     concurrency = config.scheduler_config.max_num_seqs
     verify, draft = dispatch(config, mode, concurrency)
-    covered = next((num for num in range(concurrency, 0, -1) if "NONE" not in dispatch(config, mode, num)), 0)
-    return verify, draft, covered
+    graphs_to = next((num for num in range(concurrency, 0, -1) if "NONE" not in dispatch(config, mode, num)), 0)
+    return verify, draft, graphs_to
 
 
 def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
@@ -367,6 +371,7 @@ def _dispatch_v2(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
 
 
 def _v2_mode(config: Any, mode: Any, width: int, concurrency: int) -> str:
+    """Return how model runner V2 runs a step with `concurrency` requests of `width` tokens each."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     manager = object.__new__(CudaGraphManager)  # its __init__ needs a worker's process groups

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.rehearsal.cards import CARDS
-from tests.rehearsal.pretend import pretend
+from tests.rehearsal.imitated_card import imitate_card
 
 
-def main(name: str, jobs_file: Path, results_file: Path) -> None:
+def main(name: str, cells_file: Path, results_file: Path) -> None:
     """Rehearse the cells in CELLS, and write the results to RESULTS."""
     warnings.simplefilter("ignore")
-    pretend(CARDS[name])
+    imitate_card(CARDS[name])
     from tests.rehearsal import queued, shapes
     from tests.rehearsal.cell import Accepted, rehearse
 
@@ -23,16 +23,16 @@ def main(name: str, jobs_file: Path, results_file: Path) -> None:
     folders = hub.parent / "heads"
     shapes.write_all(hub, folders)
     cells: list[dict[str, Any]] = []
-    for cell in json.loads(jobs_file.read_text()):
+    for cell in json.loads(cells_file.read_text()):
         if "queue" in cell:
             cells += queued.rehearse_queue(CARDS[name].hardware, hub.parent)
             continue
         drafter = cell["drafter"]
         unpublished_head = shapes.head_folder(folders, cell["model"], drafter)
         try:
-            more = cell.get("more", {})
+            options = cell.get("options", {})
             head = str(unpublished_head) if unpublished_head.exists() else drafter
-            result = rehearse(cell["model"], head, cell["concurrency"], CARDS[name].hardware, **more)
+            result = rehearse(cell["model"], head, cell["concurrency"], CARDS[name].hardware, **options)
         except Exception as error:  # vLLM raises errors of any type, and a failed cell is a result
             cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})
             continue

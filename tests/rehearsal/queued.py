@@ -95,22 +95,26 @@ def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any,
     module = importlib.import_module(Path(command[0]).stem)
     shapes = Path("runs/shapes")
     if hasattr(module, "benches"):
-        yield from (engine for _, keys in module.benches(shapes, tiny=False) for engine in _of_bench(keys, hardware))
+        yield from (
+            engine for _, keys in module.benches(shapes, tiny=False) for engine in _bench_engines(keys, hardware)
+        )
     elif hasattr(module, "keys_of"):
-        yield from _of_bench(module.keys_of(None if "--embedded" in command else shapes, tiny=False), hardware)
+        yield from _bench_engines(module.keys_of(None if "--embedded" in command else shapes, tiny=False), hardware)
     elif module.__name__ == "train_heads":
         for arguments in module.commands(Path("heads"), 480.0, tiny=False).values():
             # The unrolled head does not exist yet; the head that it is made from has the same shape.
             unrolled, existing = str(module.UNROLLED), "smollm2-135m-eagle3"
-            _check_training(_parsed([existing if argument == unrolled else argument for argument in arguments]))
+            _check_training(
+                _configuration_of([existing if argument == unrolled else argument for argument in arguments])
+            )
     else:
         (folder := Path("with-ray")).mkdir(exist_ok=True)
         (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
         for arguments in module.commands(folder.absolute(), shapes.absolute(), tiny=False).values():
-            yield from _of_command(arguments[0], _parsed(arguments), hardware)
+            yield from _command_engines(arguments[0], _configuration_of(arguments), hardware)
 
 
-def _of_bench(keys: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
+def _bench_engines(keys: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
     from peagle.bench.config import BenchConfig
     from peagle.bench.plan import make_plan
     from peagle.catalog.targets import resolve_model
@@ -128,7 +132,7 @@ def _check_training(config: Any) -> None:
     check_training(config.model_copy(update={"device": "cpu"}), lambda _: None)
 
 
-def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
+def _command_engines(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
     if name == "generate":
         from tests.resolved_runs import resolve_run
 
@@ -141,7 +145,7 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
             yield model.options.served_name, model.engine.spec, model.engine.model
 
 
-def _parsed(arguments: list[str]) -> Any:
+def _configuration_of(arguments: list[str]) -> Any:
     """Return the configuration of a `peagle` command."""
     from jobs import cli, flags
     from peagle.drafter.config import TrainConfig

@@ -1,12 +1,12 @@
 """Write the `config.json` of the catalog's models and their heads, without weights.
 
-Sizes come from the catalog's cards; what these lack is as published:
+Sizes come from the catalog's cards. Values that the cards lack are as published:
 
 - Qwen3-Coder-30B-A3B: as in `benchmarks/gpu/shapes.py`.
 - gpt-oss: config.json of openai/gpt-oss-20b and -120b (64 attention heads of size 64, 8 KV heads, a window of 128
   tokens in every second layer, 32 and 128 experts).
 - Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B on its card. The part for
-  images is omitted, since vLLM's class for it needs torchvision, which its CPU build does not have.
+  images is omitted, since vLLM's class for it needs torchvision, which is not installed with vLLM's CPU build.
 
 P-EAGLE heads have 4 layers, `ptd_token_id` and the whole vocabulary, as Amazon publishes them. EAGLE-3 heads have one
 layer and a draft vocabulary of 32,000 tokens, in the layout of `speculators` or the plain one. Layers have the target's
@@ -49,20 +49,20 @@ def head_folder(folders: Path, model: str, method: str) -> Path:
 
 def target_config(card: ModelCard) -> dict[str, Any]:
     """Return `config.json` of a model of the catalog."""
-    facts = card.architecture
+    architecture = card.architecture
     sizes = {
-        "hidden_size": facts.hidden_size,
-        "num_hidden_layers": facts.num_layers,
-        "vocab_size": facts.vocab_size,
-        "max_position_embeddings": facts.context_tokens,
+        "hidden_size": architecture.hidden_size,
+        "num_hidden_layers": architecture.num_layers,
+        "vocab_size": architecture.vocab_size,
+        "max_position_embeddings": architecture.context_tokens,
     }
-    if facts.family == "qwen3_moe":
+    if architecture.family == "qwen3_moe":
         return {**qwen.target_config(tiny=False), **sizes}
-    if facts.family == "gpt_oss":
-        return {**_gpt_oss(num_layers=facts.num_layers or 0), **sizes}
-    if facts.family == "gemma4":
+    if architecture.family == "gpt_oss":
+        return {**_gpt_oss(num_layers=architecture.num_layers or 0), **sizes}
+    if architecture.family == "gemma4":
         return _gemma4(sizes)
-    raise ValueError(f"{card.name}: shapes.py has no configuration for the family {facts.family}; add one")
+    raise ValueError(f"{card.name}: shapes.py has no configuration for the family {architecture.family}; add one")
 
 
 def _gpt_oss(num_layers: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
     if method in ("dflash", "dspark"):
         return _block_head_config(method, text)
     num_layers = text["num_hidden_layers"]
-    aux = [2, num_layers // 2, num_layers - 3]
+    aux_layers = [2, num_layers // 2, num_layers - 3]
     vocabulary = text["vocab_size"] if method == "peagle" else _EAGLE3_VOCABULARY
     layer = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -155,7 +155,7 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": vocabulary,
             "dtype": "bfloat16",
-            "eagle_aux_hidden_state_layer_ids": aux,
+            "eagle_aux_hidden_state_layer_ids": aux_layers,
             "norm_before_residual": False,
             "speculators_config": {
                 "algorithm": method,
@@ -167,7 +167,7 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
             "speculators_version": "0.9.0",
             "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
         }
-    eagle = {"eagle_aux_hidden_state_layer_ids": aux, "use_aux_hidden_state": True}
+    eagle = {"eagle_aux_hidden_state_layer_ids": aux_layers, "use_aux_hidden_state": True}
     parallel = {"ptd_token_id": text["vocab_size"] - 1} if method == "peagle" else {}
     return {**layer, "draft_vocab_size": vocabulary, "dtype": "bfloat16", "eagle_config": eagle, **parallel}
 

@@ -11,7 +11,7 @@ from tests.rehearsal.cards import CARDS
 _DRAFTER_NAMES = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
 _HEADER = (
     "| card | drafter | requests | flags | runner | weights, KV cache | attention: target, draft | graphs to |"
-    " sizes | slots | one request: vLLM, ours | full requests |\n"
+    " sizes | slots | one request: vLLM, peagle | full requests |\n"
     "|---|---|--:|---|---|---|---|--:|--:|--:|--:|--:|"
 )
 
@@ -58,29 +58,30 @@ def _group_equal(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
         text = cell.get("hint") or cell.get("message")
-        settings = (cell["drafter"], cell["more"], cell.get("flags"))
+        settings = (cell["drafter"], cell["options"], cell.get("flags"))
         return (*settings, cell["outcome"], text, *(cell.get(name) for name in names))
 
     return [list(group) for _, group in groupby(cells, key=outcome)]
 
 
 def _row(name: str, cells: list[dict[str, Any]]) -> str:
+    """Return the row of a card's cells with equal results and adjacent numbers of requests."""
     last = cells[-1]
     first_at, last_at = cells[0]["concurrency"], last["concurrency"]
     concurrency = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
     drafter = _DRAFTER_NAMES[last["drafter"]]
-    more_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
+    option_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["options"].items()]
     if last["outcome"] != "accepted":
-        reason = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
+        reason = " ".join([last["outcome"], *option_flags]) + f": {last['message']}"
         reason += f" ({last['hint']})" if last.get("hint") else ""
-        return f"| {name} | {drafter} | {concurrency} | {_cell(reason)} |" + " |" * 8
+        return f"| {name} | {drafter} | {concurrency} | {_escape(reason)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
     draft = ", ".join(last["draft_back_ends"]) or "-"
     fields = (
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
         concurrency,
-        "; ".join([*more_flags, *last["flags"]]) or "none",
+        "; ".join([*option_flags, *last["flags"]]) or "none",
         last["runner"],
         f"{weights}, {cache}",
         f"{', '.join(last['back_ends'])}; {draft}",
@@ -93,7 +94,7 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
     return "| " + " | ".join(fields) + " |"
 
 
-def _cell(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 

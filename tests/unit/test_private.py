@@ -10,7 +10,7 @@ import pytest
 from peagle import private
 from peagle.errors import ConfigError
 from peagle.files import write_atomic, write_once
-from peagle.private import keep_private, require_short_sockets, temporary_folder, user_path
+from peagle.private import require_short_sockets, restrict_new_files, temporary_folder, user_path
 
 
 @pytest.fixture
@@ -78,15 +78,15 @@ def test_folder_of_another_user_is_refused(shared):
 )
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
-    keep_private()
-    keep_private()  # a command and its actor may run in the same process, so a second call has no effect
+    restrict_new_files()
+    restrict_new_files()  # a command and its actor may run in the same process, so a second call has no effect
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
 
 
 def test_keep_private_applies_to_children(shared):
-    keep_private()
+    restrict_new_files()
     code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]

@@ -23,7 +23,7 @@ from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.errors import PeagleError, StoppedEarly
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from peagle.requests.openai import error_line
 from peagle.runs import progress
 from peagle.runs.directory import RunDirectory
@@ -275,7 +275,7 @@ class BatchActor:
 
     def __init__(self, niceness: int) -> None:
         os.nice(niceness)
-        keep_private()
+        restrict_new_files()
         self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
 
     def check(self, path: str, rules: BatchRules) -> CheckedInput:

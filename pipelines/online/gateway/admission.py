@@ -53,7 +53,7 @@ _MEDIA_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as the gate sees it."""
+    """A model of the endpoint, with the limits that the gate checks."""
 
     name: str
     max_model_len: int
@@ -78,11 +78,11 @@ class CheckedRequest:
     values: dict[str, Any]  # the body that the engine receives
     model: ServedModel
     shown_usage: ShownUsage  # the usage events of a stream that the client requested
-    # num_choices, prompt_tokens, output_tokens: over all prompts; token counts are upper bounds
+    # the next three are totals of all prompts; token counts are upper bounds
     num_choices: int
     prompt_tokens: int
     output_tokens: int
-    # the limit for a chat without max_tokens, which may otherwise use the rest of the context
+    # the output limit of a chat without max_tokens; None if the context is the only limit
     cap_tokens: int | None = None
 
 
@@ -113,8 +113,8 @@ def check_request(
         raise ApiError(400, "seed is supported here only with temperature 0", code="unsupported_value", param="seed")
     _require_parser(values, model)
     check_contents(values, model)
-    if wrong := token_id_error(values, model.vocab_size):
-        raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
+    if id_error := token_id_error(values, model.vocab_size):
+        raise ApiError(400, id_error[1], code="invalid_value", param=id_error[0])
     num_choices = _num_choices(path, values, model)
     requested = _requested_tokens(path, values, model, max_output_tokens, num_choices)
     tokens = default_max_tokens(path, key, model, max_output_tokens, num_choices) if requested is None else requested
@@ -122,7 +122,7 @@ def check_request(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     if model.max_answer_bytes is not None:
-        max_tokens = shape.most_output_tokens(model.max_answer_bytes)
+        max_tokens = shape.max_output_tokens(model.max_answer_bytes)
         if max_tokens < 1 or (requested or 0) > max_tokens:
             message = (
                 f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
@@ -323,14 +323,14 @@ def check_contents(values: Mapping[str, Any], model: ServedModel) -> None:
     if len(messages) > model.max_model_len:  # each message needs at least one token
         message = f"messages has {len(messages):,} entries, but at most {model.max_model_len:,} are allowed"
         raise ApiError(400, message, code="invalid_value", param="messages")
-    if wrong := bounds_error(values):
-        raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
+    if size_error := bounds_error(values):
+        raise ApiError(400, size_error[1], code="invalid_value", param=size_error[0])
     for index, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("role"), str) and (reason := message_error(message)):
             raise ApiError(400, f"messages[{index}]: {reason}", code="invalid_value", param="messages")
     _check_media(values, model.media or {}, model.media_domains)
-    if wrong := constraint_error(values):
-        field, reason = wrong
+    if field_and_reason := constraint_error(values):
+        field, reason = field_and_reason
         raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
 
 
@@ -344,9 +344,9 @@ def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: f
             continue
         allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
         if modality is None or not allowed:
-            accepted = ", ".join(["text", *(name for name, most in media.items() if most)])
-            described = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of an unknown type"
-            message = f"{where} is {described}, but this model only takes {accepted}"
+            accepted = ", ".join(["text", *(name for name, limit in media.items() if limit)])
+            kind_description = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of an unknown type"
+            message = f"{where} is {kind_description}, but this model only takes {accepted}"
             raise ApiError(400, message, code="unsupported_content", param="messages")
         counts[modality] += 1
         if counts[modality] > allowed:
@@ -389,7 +389,7 @@ def _urls(part: Mapping[str, Any]) -> Iterator[str]:
 def answer_shape(
     values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
 ) -> AnswerShape:
-    """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
+    """Return the properties that determine the answer's size. A text prompt has at most one token per byte."""
     logprobs_field, echoes = values.get("logprobs"), bool(values.get("echo"))
     count = values.get("top_logprobs") if is_chat else logprobs_field
     has_logprobs = bool(logprobs_field) if is_chat else logprobs_field is not None

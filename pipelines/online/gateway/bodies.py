@@ -21,7 +21,8 @@ from pipelines.online.errors import ApiError
 from pipelines.online.serve.flow import UploadAckReceiver
 from pipelines.online.wire import header
 
-# The closing quote is optional, because an unterminated string would make the search restart at each later quote.
+# The closing quote is optional. Otherwise, after an unterminated string, the search would restart at each later quote
+# and take quadratic time.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds
@@ -40,7 +41,7 @@ class BodyLimits:
             return
         counts = [0, 0, 0]
         for piece in _outside_strings(body):
-            counts = [sum(both) for both in zip(counts, _counts(piece), strict=True)]
+            counts = [sum(pair) for pair in zip(counts, _counts(piece), strict=True)]
             if excess := self._excess(counts):
                 raise ApiError(400, f"the body has more than {excess}", code="too_many_values")
 
@@ -61,11 +62,11 @@ def _counts(text: bytes) -> tuple[int, int, int]:
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    at = 0
-    while match := _PIECE.match(body, at):
+    position = 0
+    while match := _PIECE.match(body, position):
         yield _STRINGS.sub(b"", match[0])
-        at = match.end()
-    yield body[at:]
+        position = match.end()
+    yield body[position:]
 
 
 # 1 MiB of token ids is about 175,000 values; a conversation with tools has five objects and lists per step.
@@ -75,7 +76,7 @@ CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=5
 
 
 NUM_THREADS = 2
-_SHORT_BYTES = 16 * 1024  # at most 10 ms, typically 0.5 ms
+_SHORT_BYTES = 16 * 1024  # parsing this takes at most 10 ms, typically 0.5 ms
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -50,8 +50,8 @@ def budget_status(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
     """Update the budgets with the cost of the endpoint's engines, and with what bulk runs have spent and reserved."""
-    spent, held = sum_draws(read_draws(totals.folder))
-    totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, held)
+    spent, reserved = sum_draws(read_draws(totals.folder))
+    totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, reserved)
 
 
 class BudgetWatch:
@@ -66,7 +66,7 @@ class BudgetWatch:
     ) -> None:
         self._ring, self._shared, self._totals, self._on_used = ring, shared, totals, on_used
         self._sessions = SessionReader(totals.folder)
-        self._warned: dict[str, tuple[float, Any]] = {}  # by account: the highest level logged, and its period
+        self._warned: dict[str, tuple[float, Any]] = {}  # account -> highest logged level, and its period
 
     def watch_forever(self) -> None:
         while True:

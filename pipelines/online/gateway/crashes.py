@@ -1,7 +1,7 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
 When an engine crashes, one of its requests may be the cause. The requests that entered the engine last are the
-suspects, and get an error. The others are retried one by one, if they had no output yet and were not in an earlier
+suspects, and get an error. Other requests are retried one by one, if they had no output yet and were not in an earlier
 crash.
 """
 
@@ -32,7 +32,7 @@ class Attempt:
     account: str
     model: str
     started_at: float
-    num_crashes: int = 0  # engine crashes in which it was running without output
+    num_crashes: int = 0  # engine crashes while this request was running without output
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class EngineCrashes:
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._attributed: dict[str, list[float]] = {}  # times of crashes by account, oldest first
+        self._attributed: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""
@@ -104,7 +104,7 @@ class EngineCrashes:
             crash.suspects = crash.find_suspects()
             self._attribute(crash.suspects[0])
         if attempt in crash.suspects:
-            raise _not_retried(attempt, is_most_likely=attempt is crash.suspects[0])
+            raise _crash_error(attempt, is_most_likely=attempt is crash.suspects[0])
 
     def require_allowed(self, account: str) -> None:
         """Refuse a key whose requests were in several crashes within minutes (429)."""
@@ -143,7 +143,7 @@ class EngineCrashes:
         return times[-_MAX_CRASHES] + _WINDOW_S - self._monotonic()
 
 
-def _not_retried(attempt: Attempt, *, is_most_likely: bool) -> ApiError:
+def _crash_error(attempt: Attempt, *, is_most_likely: bool) -> ApiError:
     if attempt.num_crashes > 1:
         message = "two engines crashed while they ran this request; it was not retried again"
     elif is_most_likely:

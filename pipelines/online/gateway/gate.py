@@ -52,7 +52,9 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the chat or completions route answers
+_INVOCATIONS = post(
+    INVOCATIONS_URL, Rule.GENERATION
+)  # only in the gate's table; the chat or completions route serves it
 _log = logging.getLogger("ray.serve")
 
 
@@ -64,7 +66,7 @@ class GateSettings:
     ledger: Path  # the ledger folder, from which the earlier spend of keys is read
     key_file: Path | None = None
     fixed_keys: tuple[KeyRecord, ...] = ()  # keys from the environment of `peagle serve`
-    # if False, only clients on this machine are served (in a SageMaker container: any client)
+    # If False, only clients on this machine are served. In a SageMaker container, any client is served.
     requires_key: bool = True
     is_behind_sagemaker: bool = False
     max_body_bytes: int = 1024 * 1024
@@ -76,7 +78,7 @@ class GateSettings:
     shares_prefix_cache: bool = False
     tags: Mapping[str, str] = field(default_factory=dict)  # the endpoint's tags, added to every request
     refusals_per_s: float = 5.0  # refusals per key that are sent without delay, after an initial burst
-    # derives the cache salts; a new secret only invalidates cached prefixes
+    # Derives the cache salts. A new secret only invalidates cached prefixes.
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:
@@ -169,7 +171,7 @@ class Gate:
             await self._generate(request)
             return
         body = None
-        if route.rule in (Rule.CREATE_BATCH, Rule.UPLOAD):  # the cost arises later
+        if route.rule in (Rule.CREATE_BATCH, Rule.UPLOAD):  # the cost arises when the batch runs
             await self._limits.require_budget(key, tags_to_text({**self._settings.tags, **key.tags}))
         if route.rule is Rule.CREATE_BATCH:
             content = await self._read(request)
@@ -301,7 +303,7 @@ def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
+def tags_of(scope: Scope, key: KeyRecord, endpoint_tags: Mapping[str, str]) -> str:
     """Return the merged tags of the endpoint, the key and the request, in the ledger's format.
 
     Tags in the request's header, such as `X-Peagle-Tags: project=x, run=7`, override the key's tags, which override the
@@ -315,7 +317,7 @@ def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
     if key != LOCAL and (refused := sorted(request_tags.keys() - set(key.request_tags))):
         message = f"requests with this key may not set the tag {refused[0]}"
         raise ApiError(403, message, code="tag_not_allowed", param=_TAGS_HEADER)
-    return tags_to_text({**endpoint, **key.tags, **request_tags})
+    return tags_to_text({**endpoint_tags, **key.tags, **request_tags})
 
 
 def to_api_request(scope: Scope) -> Scope:
@@ -352,14 +354,14 @@ class PromptLog:
 
     async def write(self, *, request_id: str, key: str, model: str, path: str, body: bytes) -> None:
         """Log a request. Never raises, so that the request is served even if logging fails."""
-        head = {"request_id": request_id, "received_at": time.time(), "key": key, "model": model, "path": path}
+        metadata = {"request_id": request_id, "received_at": time.time(), "key": key, "model": model, "path": path}
         try:
-            await asyncio.to_thread(self._append, head, body)
+            await asyncio.to_thread(self._append, metadata, body)
         except OSError as error:
             _log.error("cannot write request %s to the prompt log: %s", request_id, error)
 
-    def _append(self, head: Mapping[str, object], body: bytes) -> None:
-        line = json.dumps({**head, "body": json.loads(body)}).encode()
+    def _append(self, metadata: Mapping[str, object], body: bytes) -> None:
+        line = json.dumps({**metadata, "body": json.loads(body)}).encode()
         with self._lock:  # the thread continues if the client disconnects
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)

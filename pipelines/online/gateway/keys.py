@@ -48,7 +48,7 @@ class WatchedFile(Generic[T]):
         self._read = read
         self._records: tuple[T, ...] = ()
         self._version: tuple[int, int] | None = None
-        self._refused: tuple[int, int] | None = None  # the invalid version that was logged last
+        self._refused: tuple[int, int] | None = None  # the last invalid version that was logged
         self._next_check = 0.0
 
     def records(self) -> tuple[T, ...]:
@@ -116,7 +116,7 @@ class KeyRecord(TagOptions):
 
     @property
     def account(self) -> str:
-        """The account of the key's spend. It is not the name, since a revoked key may have had the same name."""
+        """The account of the key's spend. It is not the name, since a revoked key might have had the same name."""
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def describe_budget(self) -> str:
@@ -225,7 +225,7 @@ class KeyRing:
     def current(self, key: KeyRecord) -> KeyRecord | None:
         """Return the key of this name with its current limits and without its hash, or None if revoked or expired."""
         if key == LOCAL:
-            return LOCAL  # for a batch from before the endpoint had keys; it cannot be revoked
+            return LOCAL  # for a batch that was created before the endpoint had keys; LOCAL cannot be revoked
         for record in self.all():
             if record.name == key.name and not record.is_expired():
                 return record.without_hash()

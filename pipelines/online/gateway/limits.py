@@ -26,11 +26,11 @@ from pipelines.online.gateway.keys import KeyRecord, Payer, SharedBudgets
 from pipelines.online.totals import Totals
 
 WINDOW_S = 60.0
-_BUSY_RETRY_S = 1.0  # if the wait depends on running requests
+_BUSY_RETRY_S = 1.0  # retry time if the wait depends on running requests
 POLLS_PER_MIN = 60  # per key with a rate limit: two pages that poll every two seconds
-_BATCH_RETRY_S = 60.0  # if a batch has reserved the rest of the budget
+_BATCH_RETRY_S = 60.0  # retry time if a batch has reserved the rest of the budget
 _POLL_S = 1.0
-_IDLE_POLL_S = 30.0  # if no request waits; finds the cost of ended batches
+_IDLE_POLL_S = 30.0  # interval while no request waits, to find the cost of ended batches
 _STARTUP_S = 120.0  # after a start, engines still write records of the previous ingress's requests
 _LEDGER_TIMEOUT_S = 120.0  # a killed engine never writes its records
 
@@ -115,8 +115,8 @@ class KeyLimits:
         self._monotonic = monotonic
         self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
         self._permits: dict[str, Permit] = {}  # by request id, until settled
-        self._waiting: dict[str, float] = {}  # requests that wait for their usage from the ledger, and since when
-        self._unpriced_models: set[str] = set()  # requested by keys with a budget
+        self._waiting: dict[str, float] = {}  # request id -> start of the wait for its usage in the ledger
+        self._unpriced_models: set[str] = set()  # models without a price that keys with a budget have requested
         self._ledger_records: deque[RequestUsage] = deque()  # filled by the thread that reads the ledger
         self._started_at = monotonic()
         self._polled_at = -math.inf
@@ -137,8 +137,8 @@ class KeyLimits:
         window.expire(now)
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
-            counted = "requests for usage" if is_poll else "requests"
-            raise _rate_limit_error(f"this key may make {limit} {counted} a minute", wait_s)
+            noun = "requests for usage" if is_poll else "requests"
+            raise _rate_limit_error(f"this key may make {limit} {noun} a minute", wait_s)
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
@@ -304,9 +304,9 @@ def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens:
     limit = key.input_tokens_per_min
     if limit is None or window.excess(now, tokens, limit) <= 0:
         return
-    over = window.counted.total - limit + 1
-    if over > 0 or window.reserved:
-        wait_s = window.counted.wait_s(now, over) if over > 0 else None
+    num_over = window.counted.total - limit + 1
+    if num_over > 0 or window.reserved:
+        wait_s = window.counted.wait_s(now, num_over) if num_over > 0 else None
         raise _rate_limit_error(f"this key may have {limit} input tokens a minute", wait_s)
 
 
@@ -329,5 +329,5 @@ def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output
 
 
 def _rate_limit_error(message: str, wait_s: float | None) -> ApiError:
-    """Return a 429 error with a retry time; None means soon."""
+    """Return a 429 error with a retry time; None means a short one."""
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S if wait_s is None else wait_s)

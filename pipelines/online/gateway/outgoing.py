@@ -32,7 +32,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class RefusalDelay:
-    """Delays a key's refusals after a burst of 20, to at most `per_s` a second, but each by two seconds at most.
+    """After a burst of 20, limits a key's refusals to `per_s` a second by delaying each for up to two seconds.
 
     A refusal takes the endpoint as much time as a short request, and some clients retry immediately.
     """
@@ -67,7 +67,7 @@ class RefusalLog:
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        # By address: the time of the last line, and the number of refusals since then.
+        # address -> time of the last line, number of refusals since then
         self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def log(self, scope: Scope, error: ApiError) -> None:
@@ -132,8 +132,8 @@ class Outgoing:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", [])).get(b"content-type", b"")
-            self._is_stream = kind.startswith(b"text/event-stream")
+            content_type = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._is_stream = content_type.startswith(b"text/event-stream")
             self._response_start = message
             if self.used is _NO_USAGE and message["status"] == 200:
                 self.used = None  # until `record_usage`

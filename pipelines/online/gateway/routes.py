@@ -43,7 +43,7 @@ class Rule(enum.Enum):
     POLL = enum.auto()
     """Any key, with a separate rate limit: metrics that the web page polls every two seconds."""
     GENERATION = enum.auto()
-    """Answered by an engine: the body is validate_body, tokens and cost are reserved."""
+    """Answered by an engine: the body is validated, and tokens and cost are reserved."""
     CREATE_BATCH = enum.auto()
     """A small JSON body; the cost arises later."""
     UPLOAD = enum.auto()
@@ -109,7 +109,7 @@ class GuardedRoute(APIRoute):
     """A FastAPI route that requires the gate's pass, and validates bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, with the body validate_body in a thread.
+        """Return FastAPI's handler, with the body validated in a thread.
 
         FastAPI itself would validate in the event loop and block all streams.
         """
@@ -160,7 +160,7 @@ class _CheckedRequest(Request):
         return b"{}"
 
     async def json(self) -> Any:
-        """Return the validate_body value, which FastAPI accepts without validating it again."""
+        """Return the validated value, which FastAPI accepts without validating it again."""
         return self._value
 
 

@@ -1,6 +1,6 @@
 """The web page at `/` (static files in `page/`) and the API's documentation at `/docs` (Swagger UI).
 
-The files contain no secrets, so they need no key. None is loaded from another host.
+The files contain no secrets, so they need no key. No file is loaded from another host.
 """
 
 import importlib.resources
@@ -48,7 +48,7 @@ def get_page(name: str = "index.html") -> Response:
 
 
 def get_docs(name: str | None = None) -> Response:
-    """Return the documentation page, or with a name one of Swagger UI's files."""
+    """Return the documentation page, or the file of Swagger UI with this name."""
     headers = {**HEADERS, "content-security-policy": _DOCS_POLICY}
     if name is None:
         page = Path(__file__).with_name("page") / "docs.html"

@@ -98,7 +98,7 @@ class EngineAccount:
             self._next_kept_at = (session.last_seen_at // _KEPT_EVERY_S + 1) * _KEPT_EVERY_S
             append_beat(self._folder, session)
         if self._listener:
-            self._listener.heartbeat(session)
+            self._listener.record_heartbeat(session)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
@@ -113,7 +113,7 @@ class EngineAccount:
             return False
         append_request(self._folder, record)
         if self._listener and not is_row:
-            self._listener.request(record)
+            self._listener.record_request(record)
         return True
 
     async def _reach_disk(self) -> None:

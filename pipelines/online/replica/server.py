@@ -21,7 +21,7 @@ from peagle.engine.startup import start_limit
 from peagle.engine.trials import REQUESTER, guard_engine, trials_of
 from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
-from peagle.private import keep_private
+from peagle.private import restrict_new_files
 from pipelines.cluster.metrics import UsageMetrics
 from pipelines.cluster.node import claim_slot, redirect_output, rotate_log_forever, set_threads
 from pipelines.online.errors import EngineUnavailable, is_engine_death
@@ -44,7 +44,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
         """Start the engine with a configuration for this node. `llm_config` was only used to place the replica."""
-        keep_private()
+        restrict_new_files()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
         here = hardware.detect()

@@ -59,7 +59,7 @@ def test_other_rows_or_a_limit_change_the_fingerprint(write_jsonl):
         ([], "the file is empty"),
         ([""], "has no rows"),
         ([{"text": "a"}], "no column 'prompt' or 'messages'"),
-        ([{"prompt": 3}], "no row yields a prompt; the first one: column 'prompt' must be text, not int"),
+        ([{"prompt": 3}], "no row yields a prompt; first error: column 'prompt' must be text, not int"),
         (["{"], "not valid JSON"),
     ],
 )

@@ -13,6 +13,7 @@ from peagle.bench.report import (
     few_prompts_warnings,
     markdown_tables,
     model_runner_warnings,
+    most_tokens_per_usd,
     require_prompts,
     speed_plot,
     speed_ratios,
@@ -20,7 +21,6 @@ from peagle.bench.report import (
     text_tables,
     value_plot,
     value_rows,
-    winner,
 )
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import method_label
@@ -197,10 +197,10 @@ def test_tokens_per_dollar_by_concurrency(report):
 
 def test_no_drafter_may_win(report):
     slow = [cell for cell in report["cells"] if cell["method"] != "peagle"]
-    assert winner({**report, "cells": slow}) == (
+    assert most_tokens_per_usd({**report, "cells": slow}) == (
         "Most tokens per dollar: EAGLE-3 at K=3 at concurrency 1; no speculation at concurrency 4."
     )
-    assert winner({**report, "cells": slow[:2]}) == ""
+    assert most_tokens_per_usd({**report, "cells": slow[:2]}) == ""
     assert value_rows({**report, "usd_per_s": None}) == []
     assert value_plot({**report, "usd_per_s": None}) is None
 

@@ -69,7 +69,7 @@ def test_add_a_published_head_for_a_new_target(tmp_path, target, peagle_home):
     assert sorted(file.name for file in added.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_the_copied_head_outlives_its_source(tmp_path, target, peagle_home):
+def test_copied_head_does_not_need_its_source(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head")
     added = add_head(head, target=str(target))
     for file in head.iterdir():
@@ -90,7 +90,7 @@ def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
     assert {row.method for row in cpu} == {"peagle"}
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
-    assert add_head(shipped_head).card.speculation == after.speculation  # not repeated for a second head
+    assert add_head(shipped_head).card.speculation == after.speculation  # the prefix is not repeated for a second head
 
 
 def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):
@@ -148,12 +148,12 @@ def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home,
     assert not peagle_home.exists()
 
 
-def test_an_unknown_target_must_be_stated(tmp_path):
-    with pytest.raises(DrafterError, match="does not name its target model") as unstated:
+def test_head_without_an_existing_target_is_refused(tmp_path):
+    with pytest.raises(DrafterError, match="does not name its target model") as no_target:
         add_head(published_head(tmp_path / "silent"))
     with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as missing:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
-    assert "--model" in unstated.value.hint
+    assert "--model" in no_target.value.hint
     assert "--model" in missing.value.hint
 
 

@@ -70,7 +70,7 @@ def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expect
         [row("cpu", 4), row("cpu", 4)],
         [row("cpu", None), row("cpu", 4)],
     ],
-    ids=["descending", "twice", "open-row-first"],
+    ids=["descending", "twice", "unlimited-row-first"],
 )
 def test_rows_must_ascend(rows):
     with pytest.raises(ValidationError, match="must ascend"):
@@ -170,7 +170,7 @@ def table(**changes):
         ({"concurrency": [8, 1]}, "concurrency must ascend"),
         ({"concurrency": [1, 8, 32]}, "a value per concurrency"),
         ({"speeds": [speeds_row("none", 0, 1, 2), speeds_row("none", 0, 3, 4)]}, "each method and K once"),
-        ({"speeds": [speeds_row("none", 3, 1, 2)]}, "must be 0 with method none"),
+        ({"speeds": [speeds_row("none", 3, 1, 2)]}, "must be 0 with method none, and above 0"),
         ({"speeds": [speeds_row("peagle", 3, 1, 0)]}, "must be positive"),
         ({"speeds": []}, "at least 1 item"),
         ({"hardware": "B200"}, "Extra inputs"),
@@ -188,19 +188,19 @@ def published():
 @pytest.mark.parametrize(("card", "table"), published(), ids=lambda value: getattr(value, "dataset", ""))
 def test_recommended_k_is_the_best_published(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
-        advice = card.speculation_for(concurrency, "cuda")
-        assert advice is not None
-        assert (advice.method, advice.num_speculative_tokens) == ("peagle", best.num_speculative_tokens)
-        assert table.label in advice.source
+        recommended = card.speculation_for(concurrency, "cuda")
+        assert recommended is not None
+        assert (recommended.method, recommended.num_speculative_tokens) == ("peagle", best.num_speculative_tokens)
+        assert table.label in recommended.source
 
 
-def test_gains_equal_the_published_ones():
+def test_gains_equal_the_published_gains():
     tables = load_catalog().get(QWEN).published
     assert {table.dataset for table in tables} == set(PUBLISHED_GAINS)
     for table in tables:
-        over_eagle3, over_none = PUBLISHED_GAINS[table.dataset]
-        assert table.gains("peagle", over="eagle3") == pytest.approx(over_eagle3, abs=0.0051)
-        assert table.gains("peagle", over="none") == pytest.approx(over_none, abs=0.0051)
+        gains_over_eagle3, gains_over_none = PUBLISHED_GAINS[table.dataset]
+        assert table.gains("peagle", over="eagle3") == pytest.approx(gains_over_eagle3, abs=0.0051)
+        assert table.gains("peagle", over="none") == pytest.approx(gains_over_none, abs=0.0051)
 
 
 def test_jumpstart_deploys_the_head_with_k_of_3():

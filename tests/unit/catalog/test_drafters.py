@@ -27,7 +27,7 @@ def make_head(folder, **changes):
 
 
 def make_card(**changes):
-    """The embedded model's card with fixed rows."""
+    """The embedded model's card with other heads and speculation rows."""
     rows = [
         {"platform": "cpu", "max_concurrency": 3, "method": "peagle", "num_speculative_tokens": 3},
         {"platform": "cpu", "max_concurrency": 64, "method": "none", "num_speculative_tokens": 0},
@@ -82,7 +82,7 @@ def test_auto_without_the_installed_head_does_not_draft(model, tmp_path, monkeyp
     assert "missing from this installation" in drafter.note
 
 
-def test_a_k_beyond_the_training_has_a_warning(model, shipped):
+def test_k_above_the_trained_depth_has_a_warning(model, shipped):
     assert "K=9 exceeds the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
 
 
@@ -177,7 +177,7 @@ def test_heads_of_other_models_are_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-peagle", "smollm2-135m-eagle3", "P-EAGLE", "EAGLE-3"])
-def test_names_in_reports_are_drafters(name, monkeypatch):
+def test_drafter_names_in_reports_are_accepted(name, monkeypatch):
     monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
     card = load_catalog().get("smollm2-135m")
     model = ResolvedModel(name="smollm2-135m", path="/m", card=card, fingerprint="f", config=CONFIG)
@@ -188,7 +188,7 @@ def test_names_in_reports_are_drafters(name, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["", "-long-context"])
-def test_hub_heads_have_short_names(variant):
+def test_hub_head_is_found_without_its_organisation(variant):
     name = f"Qwen3-Coder-30B-A3B-Instruct-P-EAGLE{variant}"
     assert find_head(name) == find_head(f"amazon/{name}") == f"amazon/{name}"
 

@@ -17,7 +17,7 @@ GGUF = b"GGUF of a test"
 
 
 class Converter:
-    """Replaces the conversion, which takes half a minute; counts its runs."""
+    """Replaces the real conversion, which takes half a minute, and counts its runs."""
 
     def __init__(self):
         self.num_runs = 0
@@ -32,7 +32,9 @@ class Converter:
             raise PeagleError("the converter died")
 
 
-class RecordedFile:
+class FakePackagePath:
+    """An entry of a package's RECORD, as `importlib.metadata.files` returns it."""
+
     name = embedded.EMBEDDED_TARGETS[NAME].gguf_name
 
     def __init__(self, content):
@@ -42,12 +44,12 @@ class RecordedFile:
 
 @pytest.fixture
 def gguf(tmp_path, monkeypatch):
-    path = tmp_path / "package" / RecordedFile.name
+    path = tmp_path / "package" / FakePackagePath.name
     path.parent.mkdir()
     path.write_bytes(GGUF)
     spec = type("Spec", (), {"submodule_search_locations": [str(path.parent)]})
     monkeypatch.setattr(embedded, "find_spec", lambda name: spec)
-    monkeypatch.setattr(embedded.metadata, "files", lambda name: [RecordedFile(GGUF)])
+    monkeypatch.setattr(embedded.metadata, "files", lambda name: [FakePackagePath(GGUF)])
     monkeypatch.setattr(embedded.metadata, "version", lambda name: "1.0")
     return path
 
@@ -80,7 +82,7 @@ def test_a_target_is_converted_once(converter, peagle_home):
 )
 def test_a_damaged_target_is_converted_again(converter, name, content):
     file = ensure_embedded(NAME) / name
-    ensure_embedded(NAME)  # records the verified files
+    ensure_embedded(NAME)  # records checksums of the verified files
     if content is None:
         file.unlink()
     else:
@@ -120,7 +122,7 @@ def test_another_gguf_or_converter_has_another_folder(converter, monkeypatch):
     first = embedded_folder(NAME)
     monkeypatch.setattr(embedded, "CONVERTER_VERSION", 99)
     second = embedded_folder(NAME)
-    monkeypatch.setattr(embedded.metadata, "files", lambda name: [RecordedFile(b"another")])
+    monkeypatch.setattr(embedded.metadata, "files", lambda name: [FakePackagePath(b"another")])
     assert len({first, second, embedded_folder(NAME)}) == 3
 
 

@@ -84,7 +84,7 @@ def test_concurrent_processes_fetch_once(s3, model):
         waiting_thread = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
         waiting_thread.start()
         assert is_waiting.wait(10)
-        assert messages == [f"{URL}: waiting for another process on this node to fetch it"]
+        assert messages == [f"{URL}: waiting for another process on this node to finish fetching it"]
         folder = peagle_home() / "fetched" / f"mine-{stored.revision}"
         fetched._fetch(stored.at, list(stored.files), folder)
         s3.requests.clear()
@@ -94,21 +94,24 @@ def test_concurrent_processes_fetch_once(s3, model):
     assert files_of(folder) == files_of(model)
 
 
-@pytest.mark.parametrize("num_bytes", [120_500, 100_000, 100, 0])
-def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_bytes):
+@pytest.mark.parametrize("num_fetched_bytes", [120_500, 100_000, 100, 0])
+def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_fetched_bytes):
     monkeypatch.setattr(s3_folder, "_PIECE_BYTES", 50_000)
     stored = find_stored(URL)
     folder = fetch(stored)
     file = next(file for file in stored.files if file.name == "model-1.safetensors")
-    damaged = model.joinpath(file.name).read_bytes()[: num_bytes - num_bytes % 50_000] + bytes(num_bytes % 50_000)
+    # The last piece of an interrupted download may be zeros, so it is fetched again.
+    damaged = model.joinpath(file.name).read_bytes()[: num_fetched_bytes - num_fetched_bytes % 50_000] + bytes(
+        num_fetched_bytes % 50_000
+    )
     s3_folder.partial_path(file, folder).write_bytes(damaged)
     s3.requests.clear()
     messages = []
     fetch(stored, weights=True, announce=messages.append)
     assert files_of(folder) == files_of(model)
-    first_piece = max(0, num_bytes - 1) // 50_000
-    assert s3.count("GET", "model-1.safetensors") == 6 - first_piece
-    assert "0.00 GB are already here" in messages[0]
+    first_missing_piece = max(0, num_fetched_bytes - 1) // 50_000
+    assert s3.count("GET", "model-1.safetensors") == 6 - first_missing_piece  # the file has 256,000 bytes, 6 pieces
+    assert "0.00 GB was already fetched" in messages[0]
     assert not list(folder.glob("*.part"))
 
 
@@ -137,7 +140,7 @@ def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
 def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
     stored = find_stored(URL)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
-    with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, but only 0\.00 GB are free") as caught:
+    with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, but only 0\.00 GB is free") as caught:
         fetch(stored, weights=True)
     assert "PEAGLE_HOME" in caught.value.hint
 
@@ -148,7 +151,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
         ({"config.json"}, "has no config.json"),
         ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
         ({"model-1.safetensors", "model-2.safetensors"}, "has no weights"),
-        (None, "has no files; it has only the folders original"),
+        (None, "contains no files, only these folders: original"),
     ],
 )
 def test_incomplete_folders_are_refused(s3, model, removed, message):
@@ -163,7 +166,7 @@ def test_incomplete_folders_are_refused(s3, model, removed, message):
     ("url", "kind", "message"),
     [
         ("s3://bucket", ConfigError, "does not name a folder in a bucket"),
-        ("s3://bucket/nothing/here", CatalogError, "has no files"),
+        ("s3://bucket/nothing/here", CatalogError, "contains no files"),
         ("s3://no-such-bucket/a", StorageError, "NoSuchBucket"),
     ],
 )

@@ -72,7 +72,7 @@ def test_heads_that_draft_blocks():
     assert (head.method, head.aux_layer_ids, head.mask_token_id) == ("dflash", (2, 15, 29), 0)
     assert (head.max_k, head.default_k) == (7, 7)
     head = check_fit(hub_block_head(), TARGET)
-    # The layers' outputs are the inputs of the next layers.
+    # The file names the layers whose outputs are read; `aux_layer_ids` names those whose inputs are read.
     assert (head.method, head.aux_layer_ids, head.mask_token_id) == ("dflash", (2, 15, 29), 49151)
     assert (head.num_layers, head.max_k, head.default_k) == (5, 15, 15)
     head = check_fit(block_head("dspark"), TARGET)
@@ -154,14 +154,14 @@ def facts(**changes):
     return HeadFacts(**(values | changes))
 
 
-def without(*names):
+def shapes_without(*names):
     return {name: shape for name, shape in SHAPES.items() if name not in names}
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"PK\x03\x04 a zip archive of pickles"]
 )
-def test_other_files_than_safetensors_are_refused(tmp_path, content):
+def test_files_that_are_not_safetensors_are_refused(tmp_path, content):
     with pytest.raises(DrafterError, match=r"has no \*\.safetensors"):
         read_shapes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -171,10 +171,10 @@ def test_other_files_than_safetensors_are_refused(tmp_path, content):
 
 def test_complete_heads_are_accepted():
     check_weights(SHAPES, facts())
-    check_weights(without("mask_hidden"), facts(method="eagle3", mask_token_id=None))
-    check_weights(without("lm_head.weight", "d2t"), facts(draft_vocab_size=64))  # shares the target's lm_head
-    check_weights(without("mask_hidden"), facts(method="dflash", max_k=7))
-    midlayer = without("layers.1.mlp.up_proj.weight") | {"midlayer.mlp.up_proj.weight": (16, 8)}
+    check_weights(shapes_without("mask_hidden"), facts(method="eagle3", mask_token_id=None))
+    check_weights(shapes_without("lm_head.weight", "d2t"), facts(draft_vocab_size=64))  # shares the target's lm_head
+    check_weights(shapes_without("mask_hidden"), facts(method="dflash", max_k=7))
+    midlayer = shapes_without("layers.1.mlp.up_proj.weight") | {"midlayer.mlp.up_proj.weight": (16, 8)}
     check_weights(midlayer, facts(num_layers=1))
 
 
@@ -182,13 +182,13 @@ def test_complete_heads_are_accepted():
     ("shapes", "changes", "reason"),
     [
         (SHAPES, {"num_layers": 4}, r"has 4 layers, but the weights have layers \[0, 1\]"),
-        (without("mask_hidden"), {}, "no mask_hidden"),
+        (shapes_without("mask_hidden"), {}, "no mask_hidden"),
         (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, fc reads 24"),
-        (without("fc.weight"), {}, "fc reads nothing"),
+        (shapes_without("fc.weight"), {}, "fc reads nothing"),
         (SHAPES, {"draft_vocab_size": 48}, "32 rows for a draft vocabulary of 48"),
-        (without("d2t"), {}, "requires lm_head.weight and d2t"),
-        (without("lm_head.weight"), {}, "requires lm_head.weight and d2t"),
-        (SHAPES, {"method": "dflash", "max_k": 7, "aux_layer_ids": (1, 2)}, "16 values of 2 layers, but fc 24"),
+        (shapes_without("d2t"), {}, "requires lm_head.weight and d2t"),
+        (shapes_without("lm_head.weight"), {}, "requires lm_head.weight and d2t"),
+        (SHAPES, {"method": "dflash", "max_k": 7, "aux_layer_ids": (1, 2)}, "16 values of 2 layers, but fc reads 24"),
         (SHAPES, {"method": "dspark", "max_k": 8}, "Markov head are missing"),
     ],
 )

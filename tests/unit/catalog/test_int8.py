@@ -43,7 +43,7 @@ def test_a_failed_conversion_names_the_weight(tmp_path, peagle_home):
     assert [path.name for path in (peagle_home / "targets").iterdir()] == [".m-int8.lock"]
 
 
-def test_a_hub_model_is_read_from_the_cache(target, peagle_home, monkeypatch):
+def test_hub_model_is_fetched_at_its_revision(target, peagle_home, monkeypatch):
     downloads = []
 
     def download(model_id, **options):

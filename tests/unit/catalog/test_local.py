@@ -92,7 +92,7 @@ def test_a_target_replaced_during_a_run_is_an_error(s3, target):
     assert local_spec(replace(spec, revision=None)).model != model.path
 
 
-def test_a_tokenizer_in_a_store_needs_no_weights(s3, chat_target):
+def test_tokenizer_is_loaded_from_a_store_without_weights(s3, chat_target):
     upload(chat_target, "models/mine")
     revision = resolve_model("s3://bucket/models/mine").revision
     try:

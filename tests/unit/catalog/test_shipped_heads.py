@@ -96,7 +96,7 @@ def test_both_folder_names_of_a_shipped_head_are_found(shipped):
     assert find_shipped_head("another") is None
 
 
-def test_trained_rows_cannot_be_omitted(trained, target, tmp_path):
+def test_trained_lm_head_rows_cannot_be_omitted(trained, target, tmp_path):
     tensors = load_file(trained / "model.safetensors")
     tensors["lm_head.weight"][0] += 1
     save_file(tensors, trained / "model.safetensors")

@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from moving_hub import FIRST, SECOND
 
 from peagle.catalog import local, targets
-from peagle.catalog.cards import lasting_name, load_catalog
+from peagle.catalog.cards import absolute_model_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
 from peagle.catalog.local import local_path
 from peagle.catalog.targets import context_tokens, hub_commit, hub_config, resolve_model
@@ -69,9 +69,9 @@ def test_the_cards_revision_is_loaded(hub, monkeypatch):
     assert resolve_model("gpt-oss-20b").revision == "abc123"
     pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": "v2"})})
     monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
-    monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision: f"where {revision} is")
+    monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision: f"commit of {revision}")
     model = resolve_model("gpt-oss-20b")
-    assert (model.path, model.revision) == ("openai/gpt-oss-20b", "where v2 is")
+    assert (model.path, model.revision) == ("openai/gpt-oss-20b", "commit of v2")
     monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision: None)
     assert resolve_model("gpt-oss-20b").revision == "v2"
 
@@ -102,7 +102,7 @@ def test_a_model_folder_is_resolved(tmp_path, monkeypatch):
         assert model.native_quantization == "compressed-tensors"
         assert model.upstream_id is None
         assert local_path(name) == str(folder)
-        assert lasting_name(name) == str(folder)
+        assert absolute_model_name(name) == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_unknown_names_are_refused(name, message, hint):
         ('{"hidden_size": 4}', "has no num_hidden_layers, vocab_size"),
     ],
 )
-def test_other_folders_are_refused(tmp_path, content, message):
+def test_folder_without_a_valid_config_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CatalogError, match=message):

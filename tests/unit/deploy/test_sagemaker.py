@@ -6,7 +6,7 @@ import pytest
 
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.deploy.sagemaker import Preset, Requests, SageMakerOptions, make_requests, preset
-from peagle.engine.sagemaker import VARIABLE, serve_keys
+from peagle.engine.sagemaker import SPECULATIVE_CONFIG_VARIABLE, serve_options
 from peagle.errors import CapacityError, ConfigError, PriceError
 
 PUBLISHED = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
@@ -20,7 +20,7 @@ def card_of(name: str) -> ModelCard:
 
 
 def drafting(resolved: Preset) -> dict[str, object]:
-    config: dict[str, object] = json.loads(resolved.variables[VARIABLE])
+    config: dict[str, object] = json.loads(resolved.variables[SPECULATIVE_CONFIG_VARIABLE])
     return config
 
 
@@ -36,7 +36,7 @@ def test_preset_for_a_concurrency_uses_the_recommended_k() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     assert drafting(preset(card, concurrency=128))["num_speculative_tokens"] == 7
     assert "up to 128 concurrent requests" in preset(card, concurrency=128).drafter
-    assert VARIABLE not in preset(card, concurrency=129).variables
+    assert SPECULATIVE_CONFIG_VARIABLE not in preset(card, concurrency=129).variables
 
 
 def test_preset_prefers_deployment_on_same_instance_type() -> None:
@@ -78,7 +78,10 @@ def test_embedded_model_comes_from_hub_and_its_head_is_uploaded(shipped_head: Pa
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_own_container_reads_every_preset(name: str) -> None:
     resolved = preset(card_of(name))
-    keys, drafter = serve_keys(resolved.variables), drafting(resolved) if VARIABLE in resolved.variables else {}
+    keys, drafter = (
+        serve_options(resolved.variables),
+        drafting(resolved) if SPECULATIVE_CONFIG_VARIABLE in resolved.variables else {},
+    )
     assert keys["model"] == resolved.variables["SM_VLLM_MODEL"]
     assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
@@ -97,7 +100,7 @@ def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
     assert (container["Image"], created.model["ExecutionRoleArn"]) == (IMAGE, REQUIRED["role"])
     variables = container["Environment"]
     assert variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
-    assert '"num_speculative_tokens": 3' in variables[VARIABLE]
+    assert '"num_speculative_tokens": 3' in variables[SPECULATIVE_CONFIG_VARIABLE]
     assert (variables["PEAGLE_SAGEMAKER"], variables["PEAGLE_USD_PER_HOUR"]) == ("true", "3.36312")
     (variant,) = created.endpoint_config["ProductionVariants"]
     assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g7e.2xlarge", 1)
@@ -113,7 +116,7 @@ def test_s3_data_is_mounted_for_the_container() -> None:
     (source,) = container["AdditionalModelDataSources"]
     assert (source["ChannelName"], source["S3DataSource"]["S3Uri"]) == ("eagle", "s3://b/head/")
     assert container["Environment"]["SM_VLLM_MODEL"] == "/opt/ml/model"
-    assert "/opt/ml/additional-model-data-sources/eagle" in container["Environment"][VARIABLE]
+    assert "/opt/ml/additional-model-data-sources/eagle" in container["Environment"][SPECULATIVE_CONFIG_VARIABLE]
 
 
 def test_options_reach_container_and_instances() -> None:

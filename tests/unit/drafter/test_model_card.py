@@ -14,7 +14,7 @@ def card(torch_device="cpu", **settings):
     return render_card(
         TrainConfig.model_validate({"prompts": ["stdlib"], "output": Path("out"), **settings}),
         device=torch.device(torch_device),
-        verifier="org/target",
+        target_id="org/target",
         target_fingerprint="0123456789abcdef0123",
         licence="MIT",
         aux_layers=(2, 15, 29),

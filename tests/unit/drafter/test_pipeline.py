@@ -180,7 +180,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat
 
 def test_responses_without_a_document_are_refused_with_the_first_reason(chat_target, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
-    with pytest.raises(InputError, match="no row yields a document; the first one: no response"):
+    with pytest.raises(InputError, match="no row yields a document; first error: no response"):
         train_head(_config(chat_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.prompt_sources import read_prompts, read_responses, share_out
+from peagle.drafter.prompt_sources import divide_evenly, read_prompts, read_responses
 from peagle.drafter.prompts import CODE_WORDINGS, source_materials
 from peagle.errors import InputError
 from peagle.storage import atomic_file, write_atomic
@@ -46,7 +46,7 @@ def test_a_limit_is_divided_among_sources(write_jsonl):
     [(None, [3, 0, 5], [3, 0, 5]), (7, [9, 9], [3, 4]), (7, [9, 2, 9], [2, 2, 3]), (9, [2, 3], [2, 3]), (1, [5], [1])],
 )
 def test_shares_are_as_even_as_possible(limit, available, shares):
-    assert share_out(limit, available) == shares
+    assert divide_evenly(limit, available) == shares
 
 
 def test_prompts_of_text_files_and_batches(tmp_path):

@@ -12,7 +12,7 @@ def test_the_most_frequent_tokens_and_their_coverage():
 
 
 def test_required_tokens_are_included():
-    assert 5 in frequent_vocabulary([7, 7, 3, 3], size=2, target_size=10, always=[5]).token_ids
+    assert 5 in frequent_vocabulary([7, 7, 3, 3], size=2, target_size=10, required=[5]).token_ids
 
 
 def test_vocabulary_maps_are_inverse():

@@ -155,8 +155,8 @@ def test_instance_type_determines_hardware_and_price():
 def test_default_machine_is_this_one(options):
     assert machine(**options) is None
     assert machine("any", **options) is None
-    detected, is_here = machine_for(PriceOptions(**options), None, num_accelerators=1)
-    assert (detected.num_cpus, is_here) == (detect().num_cpus, True)
+    detected, is_for_this_machine = machine_for(PriceOptions(**options), None, num_accelerators=1)
+    assert (detected.num_cpus, is_for_this_machine) == (detect().num_cpus, True)
 
 
 OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}

@@ -86,7 +86,7 @@ def test_block_heads_have_no_prefix_cache(method, expected):
     assert engine_args(replace(spec, enable_prefix_caching=False), GPU)["enable_prefix_caching"] is False
 
 
-def test_request_metrics_need_a_new_vllm():
+def test_request_metrics_can_be_omitted():
     spec = EngineSpec(model="org/m", drafter=head())
     assert engine_args(spec, CPU)["per_request_spec_decode_metrics"] == "summary"
     assert "per_request_spec_decode_metrics" not in engine_args(spec, CPU, request_metrics=False)
@@ -105,7 +105,7 @@ def test_request_metrics_need_a_new_vllm():
         (head("peagle", 7), GPU, 64, 8192 + 64 * 14),
     ],
 )
-def test_slots_include_the_prefill_budget(drafter, hardware, max_num_seqs, expected):
+def test_max_num_batched_tokens_is_slots_plus_prefill_budget(drafter, hardware, max_num_seqs, expected):
     spec = EngineSpec(model="org/m", drafter=drafter, max_num_seqs=max_num_seqs)
     assert max_num_batched_tokens(spec, hardware) == expected
     assert engine_args(spec, hardware)["max_num_batched_tokens"] == expected
@@ -196,10 +196,10 @@ def test_dynamic_k_is_refused(extra):
 
 
 def test_all_arguments_exist_in_vllm():
-    spec_of_vllm = importlib.util.find_spec("vllm")
-    if spec_of_vllm is None or spec_of_vllm.origin is None:
+    vllm_module = importlib.util.find_spec("vllm")
+    if vllm_module is None or vllm_module.origin is None:
         pytest.skip("vLLM is not installed")
-    source = ast.parse((Path(spec_of_vllm.origin).parent / "engine/arg_utils.py").read_text())
+    source = ast.parse((Path(vllm_module.origin).parent / "engine/arg_utils.py").read_text())
     engine = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)
@@ -252,7 +252,7 @@ def test_vllms_loader_fetches_only_from_allowed_domains(monkeypatch, domains, ur
     from vllm.multimodal.media import MediaConnector
 
     def fail(*_, **__):
-        raise AssertionError("it was fetched")
+        raise AssertionError("the media was fetched")
 
     monkeypatch.setattr(HTTPConnection, "get_bytes", fail)
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 1}, allowed_media_domains=domains)

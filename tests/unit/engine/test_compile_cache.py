@@ -17,8 +17,8 @@ def cache_parent(tmp_path, monkeypatch):
     """A private folder, with a separate folder for temporary files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "place").mkdir(mode=0o700)
-    return tmp_path / "place"
+    (tmp_path / "private").mkdir(mode=0o700)
+    return tmp_path / "private"
 
 
 def processor(tmp_path, *, mhz=2000, flags="avx512f"):
@@ -36,11 +36,11 @@ def test_folder_is_private_and_named_by_versions_and_processor(cache_parent):
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
 
 
-def test_default_folder_is_that_of_vllm(cache_parent):
+def test_default_folder_is_in_vllms_cache(cache_parent):
     assert Path(cache_root({"XDG_CACHE_HOME": str(cache_parent)})["VLLM_CACHE_ROOT"]).parent == cache_parent / "vllm"
 
 
-def test_given_folder_is_kept(cache_parent):
+def test_folder_of_an_earlier_call_is_reused(cache_parent):
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     assert cache_root(variables) == variables
 
@@ -111,7 +111,7 @@ def test_fallback_folder(cache_parent, capfd):
     assert "Not a directory" in capfd.readouterr().err
 
 
-def test_compiled_code_is_of_an_engine_with_the_same_settings(cache_parent):
+def test_compiled_code_is_found_only_for_the_same_settings(cache_parent):
     inherited = {"VLLM_CACHE_ROOT": str(cache_parent)}
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=5)
     spec = EngineSpec(model="m", drafter=drafter, max_num_seqs=8)

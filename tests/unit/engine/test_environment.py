@@ -79,8 +79,8 @@ def test_local_models_are_offline(tmp_path):
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
     mixed = EngineSpec(model=str(tmp_path), drafter=head)
     ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
-    headless = EngineSpec(model=str(tmp_path), drafter=ngram)
-    offline = ["HF_HUB_OFFLINE" in environment(spec, GPU, inherited={}) for spec in (local, hub, mixed, headless)]
+    without_head = EngineSpec(model=str(tmp_path), drafter=ngram)
+    offline = ["HF_HUB_OFFLINE" in environment(spec, GPU, inherited={}) for spec in (local, hub, mixed, without_head)]
     assert offline == [True, False, False, True]
 
 
@@ -88,7 +88,7 @@ def test_local_models_are_offline(tmp_path):
     ("num_cores", "num_engines", "tensor_parallel_size", "inherited", "bindings"),
     [
         (2, 1, 1, "", ["0,1"]),
-        (2, 1, 1, "", ["0,1", "0,1"]),  # an additional engine, of a lost node, shares cores
+        (2, 1, 1, "", ["0,1", "0,1"]),  # an additional engine, restarted here after a node was lost, shares cores
         (5, 2, 1, "", ["0,1", "2,3,4"]),
         (8, 2, 2, "", ["0,1|2,3", "4,5|6,7"]),
         (2, 1, 1, "1", ["1"]),  # only a single engine keeps the user's binding

@@ -36,13 +36,14 @@ def test_logprobs():
     assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
 
 
-def test_waiting_counts_in_latency():
+def test_time_in_the_queue_counts_toward_latency():
     token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
 
     async def requests():
         engine = FakeEngine(FakeTraits(token_s=token_s), max_num_seqs=2)
         return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
 
+    # Five requests in two slots: the third request waits for one other, the fifth for two.
     latencies = sorted(answer.latency_s for answer in asyncio.run(requests()))
     assert latencies[2] >= 2 * GREEDY["max_tokens"] * token_s
     assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s

@@ -6,13 +6,13 @@ from pydantic import ValidationError
 
 from peagle.engine.keys import (
     TargetOptions,
+    apply_drafter_options,
+    check_argument_names,
     drafter_note,
-    drafter_with,
     extra_arguments,
+    non_default_options,
     parse_arguments,
-    require_known,
     spec_fields,
-    stated,
 )
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec
@@ -62,9 +62,9 @@ def test_managed_arguments_are_refused(engine_args, reason):
 
 
 def test_unknown_argument_suggests_the_closest():
-    require_known({"block_size": 32, "enable_log_requests": False})
+    check_argument_names({"block_size": 32, "enable_log_requests": False})
     with pytest.raises(ConfigError, match="no engine argument 'blok_size'") as caught:
-        require_known({"blok_size": 32})
+        check_argument_names({"blok_size": 32})
     assert "block_size" in caught.value.hint
 
 
@@ -74,47 +74,47 @@ def test_fp8_cache_skips_sliding_windows():
     assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=False) == {}
     assert extra_arguments(TargetOptions(), BF16, SLIDING, on_gpu=True) == {}
     assert extra_arguments(TargetOptions(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
-    keys = TargetOptions(engine_args=["kv_cache_dtype_skip_layers=[]"])
-    assert extra_arguments(keys, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
+    options = TargetOptions(engine_args=["kv_cache_dtype_skip_layers=[]"])
+    assert extra_arguments(options, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
 
 
 def test_arguments_become_spec_fields():
-    keys = TargetOptions(engine_args={"load_format": "dummy", "block_size": 32})
-    assert spec_fields(keys) == {"load_format": "dummy"}
-    assert extra_arguments(keys, BF16, {}, on_gpu=True) == {"block_size": 32}
+    options = TargetOptions(engine_args={"load_format": "dummy", "block_size": 32})
+    assert spec_fields(options) == {"load_format": "dummy"}
+    assert extra_arguments(options, BF16, {}, on_gpu=True) == {"block_size": 32}
 
 
 def test_head_has_its_own_cache_and_attention():
-    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
-    drafter = drafter_with(HEAD, keys, GPU)
+    options = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
+    drafter = apply_drafter_options(HEAD, options, GPU)
     assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
-    assert drafter_with(NGRAM, keys, CPU) == NGRAM
+    assert apply_drafter_options(HEAD, TargetOptions(), CPU) == HEAD
+    assert apply_drafter_options(NGRAM, options, CPU) == NGRAM
 
 
-def test_lookup_needs_a_head_and_a_request():
+def test_lookup_requires_a_head_and_the_option():
     with_lookup = TargetOptions(draft_lookup="on")
-    assert drafter_with(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
-    assert drafter_with(NGRAM, with_lookup, CPU) == NGRAM
+    assert apply_drafter_options(HEAD, with_lookup, CPU) == replace(HEAD, lookup=True)
+    assert apply_drafter_options(NGRAM, with_lookup, CPU) == NGRAM
     for other in ("auto", "off"):
-        keys = TargetOptions(draft_lookup=other)
-        assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
-    assert drafter_note(drafter_with(HEAD, with_lookup, CPU)) == "; with prompt lookup"
+        options = TargetOptions(draft_lookup=other)
+        assert [apply_drafter_options(HEAD, options, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
+    assert drafter_note(apply_drafter_options(HEAD, with_lookup, CPU)) == "; with prompt lookup"
     assert drafter_note(HEAD) == drafter_note(None) == ""
 
 
 def test_lookup_on_gpus_needs_synchronous_scheduling():
     with pytest.raises(ConfigError, match="asynchronous scheduling") as caught:
-        drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
+        apply_drafter_options(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
     synchronous = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})
-    assert drafter_with(HEAD, synchronous, GPU).lookup
+    assert apply_drafter_options(HEAD, synchronous, GPU).lookup
 
 
 def test_fingerprint_has_only_changed_options():
-    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # part of the precision
-    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
-    assert stated(keys) == {
+    assert non_default_options(TargetOptions(kv_cache_precision="fp8")) == {}  # part of the precision
+    options = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
+    assert non_default_options(options) == {
         "draft_kv_cache_precision": "bf16",
         "draft_lookup": "on",
         "engine_args": {"block_size": 32},
@@ -125,15 +125,15 @@ def test_values_that_are_not_json_are_text():
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
 
 
-def test_drafts_are_chosen_on_cpus_only():
-    keys = TargetOptions(verify="auto")
-    assert [drafter_with(HEAD, keys, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]
+def test_verify_auto_of_peagle_applies_on_cpus_only():
+    options = TargetOptions(verify="auto")
+    assert [apply_drafter_options(HEAD, options, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]
 
 
-def test_block_heads_keep_a_bf16_cache_next_to_an_fp8_one():
+def test_block_head_on_gpu_has_a_bf16_cache_by_default():
     head = replace(HEAD, method="dflash")
-    assert drafter_with(head, TargetOptions(), GPU).kv_cache_precision == "bf16"
-    assert drafter_with(head, TargetOptions(), CPU).kv_cache_precision == "auto"
-    assert drafter_with(head, TargetOptions(draft_kv_cache_precision="fp8"), GPU).kv_cache_precision == "fp8"
+    assert apply_drafter_options(head, TargetOptions(), GPU).kv_cache_precision == "bf16"
+    assert apply_drafter_options(head, TargetOptions(), CPU).kv_cache_precision == "auto"
+    assert apply_drafter_options(head, TargetOptions(draft_kv_cache_precision="fp8"), GPU).kv_cache_precision == "fp8"
     assert drafter_note(head) == "; without prefix caching, which would spoil its drafts"
-    assert drafter_with(replace(HEAD, method="dspark"), TargetOptions(verify="auto"), GPU).verify == "auto"
+    assert apply_drafter_options(replace(HEAD, method="dspark"), TargetOptions(verify="auto"), GPU).verify == "auto"

@@ -60,7 +60,7 @@ def test_drafts_can_complete_a_match():
     assert lookup_of([1, 2, 3, 4, 5, 9], 2).redraft([1, 2, 8, 8]) == ([1, 2, 3, 4], 2)
 
 
-def test_copy_may_overlap():
+def test_copy_can_continue_into_copied_tokens():
     assert lookup_of([5, 6, 5, 6], 2).redraft([5, 0, 0, 0, 0]) == ([5, 6, 5, 6, 5], 1)
 
 

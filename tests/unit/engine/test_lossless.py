@@ -27,9 +27,9 @@ A_DOG = target(
 )
 
 
-def judge(text, *, by=A_DOG, finish_reason="stop", num_output_tokens=3, ends=(END,)):
+def judge(text, *, reference=A_DOG, finish_reason="stop", num_output_tokens=3, ends=(END,)):
     committed = Response(text=text, finish_reason=finish_reason, num_output_tokens=num_output_tokens)
-    return compare(committed, by, ends=ends, max_tie=0.25)
+    return compare(committed, reference, ends=ends, max_tie=0.25)
 
 
 def test_equal_text_is_same():
@@ -55,49 +55,51 @@ def test_first_different_token_decides(text, outcome, position, token, margin):
 
 def test_early_end_is_an_alternative():
     cut_off = target(likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (END, -0.8)), finish_reason="length")
-    verdict = judge("a", by=cut_off, num_output_tokens=2)
+    verdict = judge("a", reference=cut_off, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 1, END)
-    assert judge("a", by=cut_off, num_output_tokens=2, finish_reason="length").outcome == "different"
+    assert judge("a", reference=cut_off, num_output_tokens=2, finish_reason="length").outcome == "different"
 
 
 def test_token_may_extend_beyond_a_stop_string():
-    by = target(likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (".\n\n", -0.75)), finish_reason="length")
-    assert judge("a", by=by, num_output_tokens=2, ends=(".\n",)).outcome == "tie"
+    reference = target(
+        likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (".\n\n", -0.75)), finish_reason="length"
+    )
+    assert judge("a", reference=reference, num_output_tokens=2, ends=(".\n",)).outcome == "tie"
 
 
 def test_longer_token_with_common_prefix():
-    by = target(
+    reference = target(
         likely_tokens((" foo", -0.7), (" foobar", -0.8), (" f", -0.71)), likely_tokens(("l", -0.1), ("x", -0.2))
     )
-    verdict = judge(" foobar", by=by, num_output_tokens=2)
+    verdict = judge(" foobar", reference=reference, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 0, " foobar")
 
 
 def test_other_tokenisation_of_the_same_text():
-    by = target(likely_tokens((" foo", -0.7), (" f", -0.72)), likely_tokens((END, -0.1)))
-    assert judge(" foo", by=by, num_output_tokens=3).outcome == "tie"
+    reference = target(likely_tokens((" foo", -0.7), (" f", -0.72)), likely_tokens((END, -0.1)))
+    assert judge(" foo", reference=reference, num_output_tokens=3).outcome == "tie"
     clear_choice = target(likely_tokens((" foo", -0.1), (" f", -4.0)), likely_tokens((END, -0.1)))
-    assert judge(" foo", by=clear_choice, num_output_tokens=3).outcome == "different"
+    assert judge(" foo", reference=clear_choice, num_output_tokens=3).outcome == "different"
 
 
 def test_partial_characters_can_tie():
-    by = target(
+    reference = target(
         likely_tokens(("a", -0.1)), likely_tokens(("", -0.7), ("", -0.75), ("b", -3.0)), likely_tokens(("😀", -0.1))
     )
-    assert judge("a🙃", by=by, num_output_tokens=3).outcome == "tie"
-    assert judge("ax", by=by, num_output_tokens=3).outcome == "different"
+    assert judge("a🙃", reference=reference, num_output_tokens=3).outcome == "tie"
+    assert judge("ax", reference=reference, num_output_tokens=3).outcome == "different"
     assert (
-        judge("aa", by=target(likely_tokens(("a", -0.1)), likely_tokens(("b", -0.7), ("", -0.75)))).outcome
+        judge("aa", reference=target(likely_tokens(("a", -0.1)), likely_tokens(("b", -0.7), ("", -0.75)))).outcome
         == "different"
     )
 
 
 def test_dropped_leading_space():
-    by = replace(
+    reference = replace(
         target(likely_tokens((" A", -0.7), (" The", -0.8)), likely_tokens((" cow", -0.7), (" cat", -0.8))), text="A cow"
     )
-    assert (judge("A cat", by=by).outcome, judge("A cat", by=by).position) == ("tie", 1)
-    assert (judge("The cow", by=by).outcome, judge("The cow", by=by).position) == ("tie", 0)
+    assert (judge("A cat", reference=reference).outcome, judge("A cat", reference=reference).position) == ("tie", 1)
+    assert (judge("The cow", reference=reference).outcome, judge("The cow", reference=reference).position) == ("tie", 0)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
 
 GIB = 1024**3
-# 30 layers x 2 x 3 KV heads x 64 = 11,520 cached elements a token, 23,040 bytes in bf16.
 HEADS = Path(peagle.__file__).parent / "catalog" / "heads"
 SHIPPED = {method: HEADS / f"smollm2-135m-{method}" for method in ("peagle", "eagle3")}
+# 30 layers x 2 x 3 KV heads x 64 = 11,520 cached elements per token, 23,040 bytes in bf16.
 SMALL_LLAMA = {
     "hidden_size": 576,
     "num_attention_heads": 9,

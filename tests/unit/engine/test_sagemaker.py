@@ -3,14 +3,21 @@ import re
 
 import pytest
 
-from peagle.engine.sagemaker import VARIABLE, drafter_keys, serve_keys, switch, to_sagemaker_env, vllm_arguments
+from peagle.engine.sagemaker import (
+    SPECULATIVE_CONFIG_VARIABLE,
+    drafter_options,
+    serve_options,
+    switch,
+    to_sagemaker_env,
+    vllm_arguments,
+)
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
 
 
 def test_drafter_variable_round_trip():
     drafter = DrafterSpec(method="peagle", model="amazon/head", num_speculative_tokens=7, kv_cache_precision="fp8")
-    assert drafter_keys(to_sagemaker_env(drafter)) == {
+    assert drafter_options(to_sagemaker_env(drafter)) == {
         "drafter": "amazon/head",
         "num_speculative_tokens": 7,
         "draft_kv_cache_precision": "fp8",
@@ -35,18 +42,18 @@ def test_drafter_variable_round_trip():
     ],
 )
 def test_jumpstart_configurations_are_read(text, drafter):
-    keys = drafter_keys({VARIABLE: text})
-    assert (keys["drafter"], keys["num_speculative_tokens"]) == (drafter, 5)
+    options = drafter_options({SPECULATIVE_CONFIG_VARIABLE: text})
+    assert (options["drafter"], options["num_speculative_tokens"]) == (drafter, 5)
 
 
 @pytest.mark.parametrize("text", ["false", "False", "[]", "off", "no", "0", "null", "None"])
 def test_drafter_can_be_turned_off(text):
-    assert drafter_keys({VARIABLE: text}) == {"drafter": "none"}
+    assert drafter_options({SPECULATIVE_CONFIG_VARIABLE: text}) == {"drafter": "none"}
 
 
-@pytest.mark.parametrize("env", [{}, {VARIABLE: ""}, {VARIABLE: "  "}])
+@pytest.mark.parametrize("env", [{}, {SPECULATIVE_CONFIG_VARIABLE: ""}, {SPECULATIVE_CONFIG_VARIABLE: "  "}])
 def test_catalog_drafter_is_the_default(env):
-    assert drafter_keys(env) == {}
+    assert drafter_options(env) == {}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +85,8 @@ def test_catalog_drafter_is_the_default(env):
 )
 def test_invalid_drafter_variable_is_explained(text, reason):
     with pytest.raises(ConfigError, match=reason) as error:
-        drafter_keys({VARIABLE: text})
-    assert VARIABLE in error.value.message
+        drafter_options({SPECULATIVE_CONFIG_VARIABLE: text})
+    assert SPECULATIVE_CONFIG_VARIABLE in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -108,11 +115,11 @@ def test_values_follow_the_rules_of_aws(text, value):
     assert arguments == ({} if value is None else {"some_argument": value})
 
 
-def test_jumpstart_variables_make_an_endpoint():
+def test_jumpstart_variables_become_serve_options():
     folder = "/opt/ml/additional-model-data-sources/eagle"
     config = {"model": folder, "method": "eagle3", "num_speculative_tokens": 3, "parallel_drafting": True}
     env = {
-        VARIABLE: json.dumps(config),
+        SPECULATIVE_CONFIG_VARIABLE: json.dumps(config),
         "SM_VLLM_MODEL": "/opt/ml/model",
         "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder",
         "SM_VLLM_MAX_MODEL_LEN": "32768",
@@ -122,7 +129,7 @@ def test_jumpstart_variables_make_an_endpoint():
         "SM_VLLM_ENABLE_LORA": "false",
         "PATH": "/usr/bin",
     }
-    assert serve_keys(env) == {
+    assert serve_options(env) == {
         "model": "/opt/ml/model",
         "drafter": folder,
         "num_speculative_tokens": 3,
@@ -135,12 +142,14 @@ def test_jumpstart_variables_make_an_endpoint():
     }
 
 
-def keys_of(tmp_path, **variables):
-    return serve_keys({f"SM_VLLM_{name}": value for name, value in variables.items()}, model_folder=tmp_path / "none")
+def options_of(tmp_path, **variables):
+    return serve_options(
+        {f"SM_VLLM_{name}": value for name, value in variables.items()}, model_folder=tmp_path / "none"
+    )
 
 
 @pytest.mark.parametrize(
-    ("variables", "keys"),
+    ("variables", "expected"),
     [
         ({"DTYPE": "auto"}, {"precision": "auto"}),
         ({"DTYPE": "bfloat16", "QUANTIZATION": "fp8"}, {"precision": "fp8"}),
@@ -198,8 +207,8 @@ def keys_of(tmp_path, **variables):
         ({"HF_OVERRIDES": '{"rope_theta": 1}'}, {"engine_args": {"hf_overrides": {"rope_theta": 1}}}),
     ],
 )
-def test_arguments_become_options_or_engine_arguments(tmp_path, variables, keys):
-    assert keys_of(tmp_path, **variables) == keys
+def test_arguments_become_options_or_engine_arguments(tmp_path, variables, expected):
+    assert options_of(tmp_path, **variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -233,7 +242,7 @@ def test_arguments_become_options_or_engine_arguments(tmp_path, variables, keys)
 )
 def test_unsupported_variable_is_named(tmp_path, variables, reason):
     with pytest.raises(ConfigError) as error:
-        keys_of(tmp_path, **variables)
+        options_of(tmp_path, **variables)
     assert re.search(reason, str(error.value))
     assert "secret" not in str(error.value)
 
@@ -243,14 +252,14 @@ def test_invalid_switch_is_refused():
         switch("PEAGLE_SAGEMAKER", "maybe")
 
 
-def test_source_of_the_model(tmp_path):
+def test_model_variable_precedes_model_folder_and_hub_id(tmp_path):
     env = {"SM_VLLM_MODEL": "one", "HF_MODEL_ID": "org/three"}
     hub = {"HF_MODEL_ID": "org/three"}
-    assert serve_keys(env, model_folder=tmp_path)["model"] == "one"
-    assert serve_keys(hub, model_folder=tmp_path)["model"] == "org/three"
-    assert serve_keys(hub, model_folder=tmp_path / "none")["model"] == "org/three"
+    assert serve_options(env, model_folder=tmp_path)["model"] == "one"
+    assert serve_options(hub, model_folder=tmp_path)["model"] == "org/three"
+    assert serve_options(hub, model_folder=tmp_path / "none")["model"] == "org/three"
     (tmp_path / "config.json").touch()
-    assert serve_keys(env, model_folder=tmp_path)["model"] == "one"
-    assert serve_keys(hub, model_folder=tmp_path)["model"] == str(tmp_path)
-    assert serve_keys({"SM_VLLM_MODEL": " ", **hub}, model_folder=tmp_path / "none")["model"] == "org/three"
-    assert "model" not in serve_keys({"HF_MODEL_ID": " "}, model_folder=tmp_path / "none")
+    assert serve_options(env, model_folder=tmp_path)["model"] == "one"
+    assert serve_options(hub, model_folder=tmp_path)["model"] == str(tmp_path)
+    assert serve_options({"SM_VLLM_MODEL": " ", **hub}, model_folder=tmp_path / "none")["model"] == "org/three"
+    assert "model" not in serve_options({"HF_MODEL_ID": " "}, model_folder=tmp_path / "none")

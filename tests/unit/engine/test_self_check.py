@@ -13,7 +13,7 @@ from peagle.engine.interface import Judgement, RequestRefused, SelfCheck
 from peagle.engine.self_check import (
     LIMIT_S,
     NUM_TOKENS,
-    counted,
+    count_outcomes,
     require_none_failed,
     require_passed,
     self_check,
@@ -23,11 +23,13 @@ from peagle.errors import EngineError
 
 CPU = cpu("avx512f")
 SPEC = EngineSpec(model="m", precision="bf16", max_num_seqs=4)
-DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3))
+SPEC_WITH_DRAFTER = dataclasses.replace(
+    SPEC, drafter=DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
+)
 
 
 class Engine:
-    """An engine whose tokens have given margins below the most likely one; the last margin applies to the rest."""
+    """An engine that answers with tokens of given margins to the most likely token. The last margin repeats."""
 
     def __init__(self, *margins, max_model_len=512, tokens=None):
         self.max_model_len = max_model_len
@@ -49,7 +51,7 @@ class Engine:
         return [Judgement(token=" a", logprob=-1 - m, likeliest=" b", likeliest_logprob=-1.0) for m in margins]
 
 
-def check(engine, spec=DRAFTING, limit_s=LIMIT_S):
+def check(engine, spec=SPEC_WITH_DRAFTER, limit_s=LIMIT_S):
     return asyncio.run(self_check(engine, spec, CPU, limit_s=limit_s))
 
 
@@ -70,8 +72,8 @@ def test_one_wrong_token_fails(margin):
     json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_tolerance_equals_that_of_the_audit():
-    float32_spec = dataclasses.replace(DRAFTING, precision="float32")
+def test_tolerance_depends_on_the_precision():
+    float32_spec = dataclasses.replace(SPEC_WITH_DRAFTER, precision="float32")
     assert check(Engine(0.2)).outcome == "passed"
     assert check(Engine(0.2), float32_spec).outcome == "failed"
 
@@ -79,12 +81,12 @@ def test_tolerance_equals_that_of_the_audit():
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        (DRAFTING, "--drafter none or --enforce-eager"),
+        (SPEC_WITH_DRAFTER, "--drafter none or --enforce-eager"),
         (
             dataclasses.replace(SPEC, precision="fp8", enforce_eager=True),
             "--kv-cache-precision bf16",
         ),
-        (dataclasses.replace(DRAFTING, precision="auto"), "--drafter none or --enforce-eager"),
+        (dataclasses.replace(SPEC_WITH_DRAFTER, precision="auto"), "--drafter none or --enforce-eager"),
     ],
 )
 def test_failed_check_has_a_hint(spec, options):
@@ -94,7 +96,7 @@ def test_failed_check_has_a_hint(spec, options):
 
 
 def test_failed_check_is_found_in_a_ledger():
-    passed, failed = check(Engine()).to_json(), check(Engine(8.0), DRAFTING).to_json()
+    passed, failed = check(Engine()).to_json(), check(Engine(8.0), SPEC_WITH_DRAFTER).to_json()
     require_none_failed([passed, ""])
     with pytest.raises(EngineError, match="failed its self-check") as refused:
         require_none_failed([passed, "", failed])
@@ -104,7 +106,7 @@ def test_failed_check_is_found_in_a_ledger():
 def test_sampled_request_runs_in_the_same_batch():
     engine, unbatched = Engine(), Engine()
     check(engine)
-    check(unbatched, dataclasses.replace(DRAFTING, max_num_seqs=1))
+    check(unbatched, dataclasses.replace(SPEC_WITH_DRAFTER, max_num_seqs=1))
     assert [request[1:] for request in engine.requests] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
     assert [request[1:] for request in unbatched.requests] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
@@ -116,14 +118,14 @@ def test_short_context_has_a_short_check(max_model_len, num_tokens):
     result = check(engine)
     assert result.num_tokens == num_tokens
     assert result.outcome == ("passed" if num_tokens else "skipped")
-    assert len(engine.judged) < max_model_len, "judging generates one more token"
+    assert len(engine.judged) < max_model_len, "judging needs room for one more token"
 
 
 def test_engine_without_drafts_checks_fewer_tokens():
     assert check(Engine(), SPEC).num_tokens == NUM_TOKENS // 2
 
 
-def test_empty_answer_is_an_error():
+def test_empty_answer_fails():
     assert check(Engine(tokens=0)).seen == "the answer is empty"
     assert check(Engine(tokens=5)).num_tokens == 5
 
@@ -161,4 +163,4 @@ def test_fake_engine_passes_unless_wrong():
 
 def test_outcomes_are_counted():
     outcomes = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
-    assert counted([*outcomes, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}
+    assert count_outcomes([*outcomes, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}

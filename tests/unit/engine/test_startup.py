@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from peagle.engine import startup as module
-from peagle.engine.startup import VARIABLE, interruptible, start_limit, start_limit_s
+from peagle.engine.startup import TIMEOUT_VARIABLE, interruptible, start_limit, start_limit_s
 from peagle.engine.vllm import kill_children
 from peagle.errors import ConfigError, EngineError
 from peagle.signals import signals_as_interrupts
@@ -19,10 +19,10 @@ from peagle.signals import signals_as_interrupts
 
 @pytest.fixture
 def limit_of_one_second(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "1")
 
 
-def test_start_within_the_limit(limit_of_one_second):
+def test_start_within_the_limit_kills_nothing(limit_of_one_second):
     killed = []
     with start_limit(lambda: killed.append(True)):
         pass
@@ -45,7 +45,7 @@ def test_hanging_child_process_is_killed(limit_of_one_second):
     with pytest.raises(EngineError, match="did not start within 1 s") as error, start_limit(kill_children):
         start_core()
     assert time.monotonic() - started_at < 60
-    assert VARIABLE in error.value.hint
+    assert TIMEOUT_VARIABLE in error.value.hint
 
 
 def test_hanging_start_is_interrupted(limit_of_one_second, monkeypatch):
@@ -56,7 +56,7 @@ def test_hanging_start_is_interrupted(limit_of_one_second, monkeypatch):
 
 _HANGS = f"""
 import os, signal
-os.environ["{VARIABLE}"] = "1"
+os.environ["{TIMEOUT_VARIABLE}"] = "1"
 from peagle.engine import startup
 startup._UNWIND_S = 0.2
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -72,20 +72,20 @@ def test_uninterruptible_start_ends_the_process():
 
 
 def test_interrupt_is_not_a_timeout(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "60")
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "60")
     with pytest.raises(KeyboardInterrupt), signals_as_interrupts(), start_limit(lambda: None):
         signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-5", "1.5"])
 def test_invalid_limit_names_the_variable(monkeypatch, text):
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ConfigError, match=VARIABLE):
+    monkeypatch.setenv(TIMEOUT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=TIMEOUT_VARIABLE):
         start_limit_s()
 
 
 def test_default_limit(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
     assert start_limit_s() == module.DEFAULT_S
 
 
@@ -98,7 +98,7 @@ def handler():
 
 
 def start_interrupted(address, number=signal.SIGINT):
-    """Open the socket for the core's ready message, and raise a signal."""
+    """Open the socket for the core's ready message, and raise a signal. The handler's exception ends the wait."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 
@@ -146,17 +146,17 @@ def test_ignored_interrupt_stays_ignored(handler):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_start_in_another_thread(handler):
-    done = []
+def test_block_in_another_thread_runs_unchanged(handler):
+    entered = []
 
     def start():
         with interruptible():
-            done.append(True)
+            entered.append(True)
 
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    assert done == [True]
+    assert entered == [True]
 
 
 def test_sigterm_ends_a_start(tmp_path, handler):

@@ -10,6 +10,7 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.steps import capture_sizes, graphs_gib
 
 CPU = cpu()
+MAX_TOKENS = 4096  # the largest size that peagle captures
 
 
 def gpu(memory_gib=80):
@@ -37,16 +38,16 @@ def adjusted_by_v1(sizes, width):
 @pytest.mark.parametrize("concurrency", [1, 2, 5, 37, 64, 100, 128])
 def test_widest_steps_of_peagle_are_captured(k, concurrency):
     captured = adjusted_by_v1(sizes_of(engine("peagle", k, concurrency), gpu()), 1 + k)
-    reachable = 4096 // (1 + k) * (1 + k)
-    assert concurrency * (1 + k) in captured or concurrency * (1 + k) > reachable
-    assert captured[-1] >= min(concurrency * 2 * k, reachable)
+    largest_size = MAX_TOKENS // (1 + k) * (1 + k)
+    assert concurrency * (1 + k) in captured or concurrency * (1 + k) > largest_size
+    assert captured[-1] >= min(concurrency * 2 * k, largest_size)  # P-EAGLE drafts with 2K tokens per request
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, 64, 100, 256])
 def test_eagle3_verification_is_captured(concurrency):
     sizes = sizes_of(engine("eagle3", 3, concurrency), gpu())
     assert concurrency * 4 in sizes
-    assert sizes[-1] % 4 == 0  # model runner V1 would drop the last one otherwise
+    assert sizes[-1] % 4 == 0  # model runner V1 would drop a largest size that is not a multiple of 1 + K
 
 
 def test_vllms_own_sizes_are_included():
@@ -57,7 +58,8 @@ def test_vllms_own_sizes_are_included():
 
 def test_padding_wastes_at_most_a_ninth():
     sizes = [size for size in sizes_of(engine("eagle3", 7, 512), gpu(180)) if size >= 512]
-    assert sizes[-1] == 4096
+    assert sizes[-1] == MAX_TOKENS
+    # A step of `below + 1` tokens is padded to `above`: with a ratio of 1.125, a ninth of the step is padding.
     assert all(above / below < 1.13 for below, above in pairwise(sizes))
 
 
@@ -67,7 +69,7 @@ def test_number_of_graphs_is_limited(memory_gib, max_graphs):
     sizes = sizes_of(spec, gpu(memory_gib))
     assert len(sizes) <= max_graphs
     assert sizes[0] == 1
-    assert sizes[-1] == 4096
+    assert sizes[-1] == MAX_TOKENS
     assert graphs_gib(spec, gpu(memory_gib)) <= 0.04 * memory_gib
 
 
@@ -81,7 +83,7 @@ def test_sizes_without_a_drafter(concurrency, expected):
     "changes",
     [{"enforce_eager": True}, {"extra": {"max_cudagraph_capture_size": 64}}, {"extra": {"compilation_config": {}}}],
 )
-def test_users_sizes_win(changes):
+def test_user_sizes_replace_peagles_sizes(changes):
     assert "cudagraph_capture_sizes" not in engine_args(engine("peagle", 7, 64, **changes), gpu())
     assert "cudagraph_capture_sizes" in engine_args(engine("peagle", 7, 64), gpu())
 
@@ -94,4 +96,4 @@ def test_cpus_have_no_graphs():
 def test_eager_engines_have_no_graphs():
     spec = engine("peagle", 7, 64)
     assert graphs_gib(spec, gpu()) > graphs_gib(replace(spec, enforce_eager=True), gpu()) == 0
-    assert graphs_gib(engine(None, 0, 256), gpu()) > 1  # vLLM's own
+    assert graphs_gib(engine(None, 0, 256), gpu()) > 1  # vLLM's default sizes

@@ -45,18 +45,18 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def try_constraint(embedded_target):
-    """Return the refusal of a constraint, or None; all share one process."""
+    """A function that returns the refusal of a constraint, or None. All calls share one trial process."""
     settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     trials = Trials(lambda: settings, cpu_s=1.0)
 
-    def require(**given):
+    def refusal_of(**given):
         try:
             asyncio.run(trials.require(constraint(**given)))
         except TrialRefused as refusal:
             return str(refusal)
         return None
 
-    yield require
+    yield refusal_of
     trials.close()
 
 
@@ -121,12 +121,12 @@ def test_finite_recursion_passes(try_constraint):
 def test_large_constraint_is_refused():
     trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)
 
-    async def scene():
+    async def run_requests():
         await trials.require(constraint(json=object_schema(400)))
 
     try:
         with pytest.raises(TrialRefused, match="memory"):
-            asyncio.run(scene())
+            asyncio.run(run_requests())
     finally:
         trials.close()
 
@@ -149,15 +149,15 @@ def test_verdicts_are_cached_and_the_process_restarts(try_constraint):
     assert try_constraint(json=object_schema(10)) is None
 
 
-def test_failed_process_refuses_nothing_permanently(monkeypatch):
+def test_failed_process_makes_trials_busy(monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     trials = Trials(vocabulary)
 
-    async def scene():
+    async def run_requests():
         await trials.require(constraint(regex="a"))
 
     with pytest.raises(TrialsBusy):
-        asyncio.run(scene())
+        asyncio.run(run_requests())
     trials.close()
 
 
@@ -166,8 +166,8 @@ def test_failed_process_refuses_nothing_permanently(monkeypatch):
     [("SIGKILL", "busy"), ("SIGTERM", "busy"), ("SIGALRM", "busy"), ("SIGPROF", "slow"), ("SIGSEGV", "large"),
      ("SIGABRT", "large")],
 )  # fmt: skip
-def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
-    """A kill, e.g. for lack of memory, must not become a cached refusal for all users of the schema."""
+def test_only_crashes_and_timeouts_of_the_compiler_are_verdicts(monkeypatch, number, outcome):
+    """A kill, for example by the out-of-memory killer, must not become a cached refusal of the schema."""
 
     def die(*_):
         faulthandler.disable()  # in the child, which must die
@@ -199,16 +199,16 @@ def test_refusals_expire(use_process):
     use_process(run)
     trials = Trials(vocabulary, monotonic=lambda: now[0])
 
-    async def scene():
-        for at in (0.0, 599.0):
-            now[0] = at
+    async def run_requests():
+        for now_s in (0.0, 599.0):
+            now[0] = now_s
             with pytest.raises(TrialRefused):
                 await trials.require(constraint(regex="a"))
-        for at in (601.0, 1e9):
-            now[0] = at
+        for now_s in (601.0, 1e9):
+            now[0] = now_s
             await trials.require(constraint(regex="a"))
 
-    asyncio.run(scene())
+    asyncio.run(run_requests())
     assert specs == ["a", "a"]
     trials.close()
 
@@ -223,29 +223,29 @@ def test_slow_grammars_delay_only_their_requester(use_process):
     use_process(run)
     trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
 
-    async def outcome(key, spec):
-        REQUESTER.set(key)
+    async def outcome(requester, spec):
+        REQUESTER.set(requester)
         try:
             await trials.require(constraint(regex=spec))
         except (TrialRefused, TrialsBusy) as error:
             return type(error)
         return None
 
-    async def scene():
+    async def run_requests():
         assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
         assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
         assert await outcome("mallory", "good 0") is None  # a cached verdict needs no trial
         now[0] = 60.0
         assert await outcome("mallory", "slow 9") is TrialRefused
 
-    asyncio.run(scene())
+    asyncio.run(run_requests())
     assert len(specs) == 25
     trials.close()
 
 
 @pytest.fixture
 def blocked_trials(use_process):
-    """Shared trials, the constraints that were tried, and an event: trials end once it is set."""
+    """Shared trials, the list of constraints that were tried, and an event that lets the trials end."""
     specs, may_end = [], threading.Event()
 
     def run(spec):
@@ -260,25 +260,25 @@ def blocked_trials(use_process):
     trials.close()
 
 
-async def require_for(trials, key, spec):
-    REQUESTER.set(key)
+async def require_for(trials, requester, spec):
+    REQUESTER.set(requester)
     await trials.require(constraint(regex=spec))
 
 
-def test_flooding_key_only_delays_itself(blocked_trials):
-    """A few of its trials wait, the rest are refused; another key's trial comes next."""
+def test_requester_with_many_trials_delays_only_itself(blocked_trials):
+    """Five of its trials wait, and the others are refused. Another requester's trial comes next."""
     trials, specs, may_end = blocked_trials
 
-    async def scene():
+    async def run_requests():
         flood = [asyncio.create_task(require_for(trials, "mallory", f"m{index}")) for index in range(50)]
         await asyncio.sleep(0.05)
         alice = asyncio.create_task(require_for(trials, "alice", "a"))
         await asyncio.sleep(0.05)
         may_end.set()
-        ends = await asyncio.gather(*flood, alice, return_exceptions=True)
-        return sum(isinstance(end, TrialsBusy) for end in ends[:-1]), ends[-1]
+        outcomes = await asyncio.gather(*flood, alice, return_exceptions=True)
+        return sum(isinstance(outcome, TrialsBusy) for outcome in outcomes[:-1]), outcomes[-1]
 
-    num_refused, alice_outcome = asyncio.run(scene())
+    num_refused, alice_outcome = asyncio.run(run_requests())
     assert (num_refused, alice_outcome) == (50 - 5, None)
     assert specs.index("a") <= 2
 
@@ -286,20 +286,20 @@ def test_flooding_key_only_delays_itself(blocked_trials):
 def test_same_constraint_is_tried_once(blocked_trials):
     trials, specs, may_end = blocked_trials
 
-    async def scene():
+    async def run_requests():
         many = [asyncio.create_task(require_for(trials, f"k{index}", "same")) for index in range(20)]
         await asyncio.sleep(0.05)
         may_end.set()
         await asyncio.gather(*many)
 
-    asyncio.run(scene())
+    asyncio.run(run_requests())
     assert specs == ["same"]
 
 
 def test_disconnected_client_keeps_its_trial(blocked_trials):
     trials, specs, may_end = blocked_trials
 
-    async def scene():
+    async def run_requests():
         num_busy = 0
         for index in range(30):
             request = asyncio.create_task(require_for(trials, "mallory", f"m{index}"))
@@ -310,25 +310,25 @@ def test_disconnected_client_keeps_its_trial(blocked_trials):
         await asyncio.sleep(0.2)
         return num_busy
 
-    assert asyncio.run(scene()) == 25
+    assert asyncio.run(run_requests()) == 25
     assert len(specs) == 5
 
 
 def test_requesters_take_turns():
-    async def scene():
-        turns, order = _FairLock(), []
+    async def run_requests():
+        lock, served = _FairLock(), []
 
         async def work(requester):
-            await turns.acquire(requester)
-            order.append(requester)
+            await lock.acquire(requester)
+            served.append(requester)
             await asyncio.sleep(0)
-            turns.release()
+            lock.release()
 
         await asyncio.gather(*(work(requester) for requester in "aaaabbc"))
         await work("d")
-        return "".join(order)
+        return "".join(served)
 
-    assert asyncio.run(scene()) == "aabcabad"
+    assert asyncio.run(run_requests()) == "aabcabad"
 
 
 class Client:
@@ -350,7 +350,7 @@ def test_invalid_token_ids_do_not_reach_the_engine():
     client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
-    async def scene():
+    async def run_requests():
         await client.add_request("last id", {"type": "token", "prompt_token_ids": [0, 99]}, params)
         await client.add_request("bulk", {"prompt_token_ids": [99]}, params)
         await client.add_request("placeholder", {"type": "multimodal", "prompt_token_ids": [200]}, params)
@@ -358,7 +358,7 @@ def test_invalid_token_ids_do_not_reach_the_engine():
             with pytest.raises(VLLMValidationError, match=f"token id {ids[-1]}, but the model only has ids 0 to 99"):
                 await client.add_request("unknown", {"type": "token", "prompt_token_ids": ids}, params)
 
-    asyncio.run(scene())
+    asyncio.run(run_requests())
     assert [name for name, _ in received] == ["last id", "bulk", "placeholder"]
 
 
@@ -371,15 +371,15 @@ def test_refused_constraints_do_not_reach_the_engine(use_process, outcome, statu
     client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
-    async def scene():
+    async def run_requests():
         await client.add_request("plain", "p", SimpleNamespace(structured_outputs=None), priority=1)
         await client.add_request("bound", "p", SimpleNamespace(structured_outputs=constraint(regex="a")))
 
     if outcome == "ok":
-        asyncio.run(scene())
+        asyncio.run(run_requests())
     else:
         with pytest.raises(VLLMValidationError if outcome == "slow" else GracefulHTTPError) as raised:
-            asyncio.run(scene())
+            asyncio.run(run_requests())
         assert getattr(raised.value, "http_status", None) == status
     assert received[0] == ("plain", {"priority": 1})
     assert len(received) == (2 if outcome == "ok" else 1)

@@ -9,10 +9,10 @@ K = 7
 
 
 class Engine:
-    """Accepts each draft with 95 % of the drafter's probability. A step of the target takes 23 ms, and more per token.
+    """Accepts each draft with 95 % of the drafter's probability. A target step takes 23 ms plus time per token.
 
     Args:
-        token_ms: for each token above 16.
+        token_ms: duration of each token after the first 16.
     """
 
     def __init__(self, num_requests, token_ms):
@@ -35,7 +35,7 @@ class Engine:
 
 
 def speed(num_requests, token_ms, k=None, num_steps=900):
-    """Return tokens/s with the budget's choice, or with a fixed K, and the budget. The first 100 steps do not count."""
+    """Return tokens/s after 100 warm-up steps, and the budget. Without `k`, the budget chooses the drafts to verify."""
     engine, budget = Engine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
     num_tokens, total_s = 0, 0.0
     for number in range(num_steps):
@@ -55,12 +55,12 @@ def speed(num_requests, token_ms, k=None, num_steps=900):
     return num_tokens / total_s, budget
 
 
-@pytest.mark.parametrize(("num_requests", "at_least"), [(1, 0.98), (4, 1.0), (8, 1.02)])
-def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, at_least):
+@pytest.mark.parametrize(("num_requests", "min_ratio"), [(1, 0.98), (4, 1.0), (8, 1.02)])
+def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, min_ratio):
     best = max(speed(num_requests, 0.4, k)[0] for k in range(K + 1))
-    own, budget = speed(num_requests, 0.4)
-    assert own >= at_least * best
-    assert budget.pays(num_requests, 0.0)
+    chosen, budget = speed(num_requests, 0.4)
+    assert chosen >= min_ratio * best
+    assert budget.drafting_pays(num_requests, 0.0)
 
 
 @pytest.mark.parametrize(("drafter_ms_per_depth", "depth"), [(0.0, K), (24.0, 1)])
@@ -84,35 +84,35 @@ def test_drafter_pauses_when_prompts_take_it_longer_than_it_saves():
     for _ in range(16):
         budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
         budget.observe_prompts(step, 1000, drafter_s=0.02)
-    assert budget.pays(8, now_s=0.0)
+    assert budget.drafting_pays(8, now_s=0.0)
     for _ in range(16):
         budget.observe_prompts(step, 1000, drafter_s=2.0)
-    assert not budget.pays(8, now_s=0.0)
+    assert not budget.drafting_pays(8, now_s=0.0)
     budget = speed(8, 0.4)[1]
     for _ in range(16):
         budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
         budget.observe_prompts(step, 1000, drafter_s=2.0)
         budget.prompts.end_request(num_output_tokens=20_000)
-    assert budget.pays(8, now_s=0.0)  # responses are long
+    assert budget.drafting_pays(8, now_s=0.0)  # responses are long
 
 
 def test_drafter_pauses_when_steps_without_drafts_are_faster():
     _, budget = speed(32, 1.5)
-    assert not budget.pays(32, now_s=100.0)
-    assert not budget.pays(24, now_s=129.0)
-    assert budget.pays(16, now_s=129.0)  # the load is half as high
+    assert not budget.drafting_pays(32, now_s=100.0)
+    assert not budget.drafting_pays(24, now_s=129.0)
+    assert budget.drafting_pays(16, now_s=129.0)  # the load is half as high
 
 
 def test_paused_drafter_is_tried_again_less_and_less_often():
     _, budget = speed(32, 1.5)
-    assert not budget.pays(32, now_s=0.0)
-    assert budget.pays(32, now_s=30.0)
+    assert not budget.drafting_pays(32, now_s=0.0)
+    assert budget.drafting_pays(32, now_s=30.0)
     odds = np.full((32, K), -4.0)
     for _ in range(100):
         budget.choose(budget.survival("greedy", odds), 32, 6400, K)
-    assert not budget.pays(32, now_s=40.0)
-    assert not budget.pays(32, now_s=99.0)
-    assert budget.pays(32, now_s=100.0)
+    assert not budget.drafting_pays(32, now_s=40.0)
+    assert not budget.drafting_pays(32, now_s=99.0)
+    assert budget.drafting_pays(32, now_s=100.0)
 
 
 def test_missing_drafts_are_not_chosen():
@@ -121,14 +121,14 @@ def test_missing_drafts_are_not_chosen():
     assert budget.choose(survival, 2, 100, 3).tolist() == [2, 0]
 
 
-def test_copies_are_calibrated_apart_from_the_head():
+def test_copies_have_their_own_calibration():
     budget = DraftBudget(2)
     odds = np.array([[2.0, np.nan]] * 50)
     for _ in range(10):
         budget.observe_drafts("greedy", odds, np.full(50, 2), np.full(50, 1))  # the copies are always rejected
-    of_head = budget.survival("greedy", np.array([[2.0, 2.0]]))[0]
-    of_copy = budget.survival("greedy", np.array([[2.0, np.nan]]))[0]
-    assert of_copy[1] < 0.1 < of_head[1]
+    head_survival = budget.survival("greedy", np.array([[2.0, 2.0]]))[0]
+    copy_survival = budget.survival("greedy", np.array([[2.0, np.nan]]))[0]
+    assert copy_survival[1] < 0.1 < head_survival[1]
 
 
 def test_calibration_approaches_observed_rates():

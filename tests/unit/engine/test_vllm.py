@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from devices import cpu
 
-from peagle.engine import vllm as start
+from peagle.engine import vllm as module
 from peagle.engine.arguments import NodeRank
 from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
@@ -154,7 +154,7 @@ def test_refusals_and_failures_of_vllm(monkeypatch):
         generate_with(FailingLlm(ValueError("the prompt is too long")))
 
 
-def test_steps_are_signs_of_life():
+def test_signs_of_life_counts_steps():
     from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerManager
 
     from peagle.engine.vllm import _StepCounter
@@ -194,7 +194,7 @@ def test_kill_ends_all_processes():
     assert int(done.stdout) > 1
 
 
-def test_batch_rows_have_low_priority_and_the_keys_salt():
+def test_priority_and_cache_salt_reach_vllm():
     calls = []
 
     class RecordingEngine:
@@ -243,42 +243,46 @@ SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num
 
 @pytest.mark.parametrize("has_request_metrics", [True, False])
 def test_start_sets_environment_and_supported_arguments(has_request_metrics, monkeypatch):
-    started = {}
+    arguments_of_vllm = {}
 
     def vllm(arguments):
-        started.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        arguments_of_vllm.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
         return "engine"
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(start, "VllmEngine", vllm)
-    monkeypatch.setattr(start, "has_request_metrics", lambda: has_request_metrics)
-    assert start.start_engine(SPEC, CPU, engine_index=1, num_engines_on_node=2) == "engine"
-    assert started["bound_to"] == "1"
-    assert ("per_request_spec_decode_metrics" in started) == has_request_metrics
-    assert started["speculative_config"]["num_speculative_tokens"] == 3
+    monkeypatch.setattr(module, "VllmEngine", vllm)
+    monkeypatch.setattr(module, "has_request_metrics", lambda: has_request_metrics)
+    assert module.start_engine(SPEC, CPU, engine_index=1, num_engines_on_node=2) == "engine"
+    assert arguments_of_vllm["bound_to"] == "1"
+    assert ("per_request_spec_decode_metrics" in arguments_of_vllm) == has_request_metrics
+    assert arguments_of_vllm["speculative_config"]["num_speculative_tokens"] == 3
 
 
 def test_unsupported_synthetic_acceptance_is_refused(monkeypatch):
     head = DrafterSpec(method="peagle", model="d", num_speculative_tokens=1, synthetic_rates=(0.5,))
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
-    monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
+    monkeypatch.setattr(module, "has_request_metrics", lambda: True)
+    monkeypatch.setattr(module, "has_synthetic_acceptance", lambda: False)
     with pytest.raises(ConfigError, match="does not support synthetic acceptance"):
-        start.start_engine(EngineSpec(model="m", drafter=head), CPU)
+        module.start_engine(EngineSpec(model="m", drafter=head), CPU)
 
 
-def test_node_of_several_binds_its_own_ranks(monkeypatch):
+def test_each_node_of_an_engine_starts_its_own_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
-    for name, start_on_node in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
-        started = {}
-        monkeypatch.setattr(start, name, started.update)
+    monkeypatch.setattr(module, "has_request_metrics", lambda: True)
+    for name, start_on_node in (("VllmEngine", module.start_engine), ("follow", module.follow_engine)):
+        arguments_of_vllm = {}
+        monkeypatch.setattr(module, name, arguments_of_vllm.update)
         spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
         node_rank = NodeRank(number=1, host="10.0.0.2", leader=("10.0.0.1", 4000))
         start_on_node(spec, CPU, engine_index=0, num_engines_on_node=1, node_rank=node_rank)
-        assert started["tensor_parallel_size"] == 2
-        assert (started["nnodes"], started["node_rank"], started["distributed_executor_backend"]) == (2, 1, "mp")
-        assert (started["master_addr"], started["master_port"]) == ("10.0.0.1", 4000)
+        assert arguments_of_vllm["tensor_parallel_size"] == 2
+        assert (
+            arguments_of_vllm["nnodes"],
+            arguments_of_vllm["node_rank"],
+            arguments_of_vllm["distributed_executor_backend"],
+        ) == (2, 1, "mp")
+        assert (arguments_of_vllm["master_addr"], arguments_of_vllm["master_port"]) == ("10.0.0.1", 4000)
         assert os.environ["VLLM_HOST_IP"] == "10.0.0.2"
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
@@ -289,12 +293,12 @@ def test_kubernetes_variables_are_removed(is_service, monkeypatch):
     from vllm.envs import get_vllm_port
 
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if is_service else "29500"})
-    monkeypatch.setattr(start, "VllmEngine", lambda arguments: get_vllm_port())
-    monkeypatch.setattr(start, "has_request_metrics", lambda: True)
-    assert start.start_engine(SPEC, CPU) == (None if is_service else 29500)
+    monkeypatch.setattr(module, "VllmEngine", lambda arguments: get_vllm_port())
+    monkeypatch.setattr(module, "has_request_metrics", lambda: True)
+    assert module.start_engine(SPEC, CPU) == (None if is_service else 29500)
 
 
-def test_too_long_temporary_folder_is_refused_by_vllm(monkeypatch):
+def test_too_long_socket_folder_is_refused(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
     with pytest.raises(ConfigError, match="the limit for vLLM is 70"):
-        start.start_engine(SPEC, CPU)
+        module.start_engine(SPEC, CPU)

@@ -52,16 +52,16 @@ class Scheduler:
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
 
     def accept(self, request_id, num_accepted):
-        """Call it like vLLM."""
+        """Call `make_spec_decoding_stats` with vLLM's arguments."""
         return self.make_spec_decoding_stats(
             None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
         )
 
 
-def config_of(**other):
+def config_of(**changes):
     settings = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
-        "rejection_sample_method": "standard", **other,
+        "rejection_sample_method": "standard", **changes,
     }  # fmt: skip
     names = ("draft_sample_method", "rejection_sample_method")
     speculation = SimpleNamespace(method="eagle3", num_speculative_tokens=3, **{name: settings[name] for name in names})
@@ -80,7 +80,7 @@ def make_scheduler(monkeypatch):
     for _ in range(2):  # a process may load plug-ins more than once
         vllm_drafts.change_drafts()
     monkeypatch.setenv(vllm_drafts.LOOKUP, "2")
-    return lambda **other: patched(config_of(**other))
+    return lambda **changes: patched(config_of(**changes))
 
 
 def request_of(*tokens):
@@ -99,7 +99,7 @@ def draft_ids(*drafts, request_id="one"):
     return DraftTokenIds([request_id], [list(drafts)])
 
 
-def test_scheduler_copies_and_counts_by_source(make_scheduler):
+def test_scheduler_counts_accepted_copies_and_verified_drafts(make_scheduler):
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
     scheduler.requests["one"] = request
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))  # earlier, 1 2 was followed by 3 4
@@ -110,7 +110,13 @@ def test_scheduler_copies_and_counts_by_source(make_scheduler):
     assert scheduler.received[-1] == [[7, 9, 9]]
     scheduler.accept("one", 2)  # both come from the head
     assert request.spec_decode_metrics.per_step_drafted == [2, 0, 2, 2, 2]  # copies, dropped, verified by position
-    assert request.spec_decode_metrics.to_dict()["per_step_drafted"] == [2, 0, 2, 2, 2]  # the replica removes it
+    assert request.spec_decode_metrics.to_dict()["per_step_drafted"] == [
+        2,
+        0,
+        2,
+        2,
+        2,
+    ]  # the replica removes these counts from responses
 
 
 def test_prefill_and_finished_requests_are_unchanged(make_scheduler):
@@ -157,7 +163,7 @@ def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("other", "reason"),
+    ("changes", "reason"),
     [
         ({"is_async": True}, "no asynchronous scheduling"),
         ({"use_v2_model_runner": True}, "model runner V1"),
@@ -165,9 +171,9 @@ def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
         ({"rejection_sample_method": "block"}, "standard rejection sampling"),
     ],
 )
-def test_unsupported_lookup_does_not_start(make_scheduler, other, reason):
+def test_unsupported_lookup_does_not_start(make_scheduler, changes, reason):
     with pytest.raises(RuntimeError, match=reason):
-        make_scheduler(**other)
+        make_scheduler(**changes)
 
 
 def test_changes_fit_vllms_scheduler():
@@ -244,10 +250,10 @@ def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
 
 
 def test_drafter_is_skipped_when_it_does_not_pay(choosing_scheduler, monkeypatch):
-    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: False)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: False)
     scheduled = step(choosing_scheduler, [])
     assert scheduled.num_spec_tokens_to_schedule == 0
-    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: True)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: True)
     choosing_scheduler.requests["new"] = request_of(5, 6)
     scheduled = step(choosing_scheduler, [[-0.01] * 3] * 3)
     assert scheduled.num_spec_tokens_to_schedule == 3
@@ -258,9 +264,9 @@ def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped
     requests = choosing_scheduler.requests
     requests["sure"].block_hashes, requests["unsure"].block_hashes = [b"shared"], [b"other"]
     requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1
-    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: False)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: False)
     step(choosing_scheduler, [])
-    monkeypatch.setattr(vllm_drafts.DraftBudget, "pays", lambda self, *_: True)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: True)
     choosing_scheduler.new = ["same prefix", "another prefix"]
     for name, block_hash in zip(choosing_scheduler.new, (b"shared", b"new"), strict=True):
         requests[name] = request_of(1, 2, 3, 4, 5)
@@ -269,7 +275,7 @@ def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped
     assert choosing_scheduler.received[-1] == [[], [], [], [7, 8, 9]]
 
 
-def test_failed_choice_verifies_all_drafts(choosing_scheduler, monkeypatch, caplog):
+def test_all_drafts_are_verified_after_a_failed_choice(choosing_scheduler, monkeypatch, caplog):
     def fail(*_):
         raise FloatingPointError("overflow")
 
@@ -285,8 +291,8 @@ def test_failed_choice_verifies_all_drafts(choosing_scheduler, monkeypatch, capl
 def test_choice_is_off_where_drafts_stay_on_the_device(make_scheduler, monkeypatch):
     monkeypatch.setenv(vllm_drafts.LOOKUP, "")
     monkeypatch.setenv(vllm_drafts.VERIFY, "auto")
-    for other in ({"is_async": True}, {"use_v2_model_runner": True}, {"rejection_sample_method": "synthetic"}):
-        assert make_scheduler(**other).peagle_drafts is None
+    for changes in ({"is_async": True}, {"use_v2_model_runner": True}, {"rejection_sample_method": "synthetic"}):
+        assert make_scheduler(**changes).peagle_drafts is None
 
 
 # Runs in a subprocess, because it imports vLLM's kernels for this CPU. Each row is a request with two draft tokens.

@@ -16,7 +16,7 @@ from peagle.errors import EngineError
 
 
 def source(name):
-    """A module of the installed vLLM."""
+    """Return the source of a module of the installed vLLM."""
     import vllm
 
     return (Path(vllm.__file__).parent / name).read_text()
@@ -122,8 +122,8 @@ def test_vllm_log_line_format():
         init_logger("vllm.v1.engine.core").error("ValueError: no room")
     """
     environment = {**os.environ, "NO_COLOR": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert root_cause(done.stdout + done.stderr) == "ValueError: no room"
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert root_cause(process.stdout + process.stderr) == "ValueError: no room"
 
 
 LOG = """\
@@ -147,5 +147,5 @@ def test_costly_warnings():
 
 def test_many_warnings_are_cut():
     log = "".join(f"WARNING 11-25 08:21:10 [a.py:1] {n} is slow {'x' * 9999}\n" for n in range(99))
-    assert len(costly_warnings(log)) == 10
+    assert len(costly_warnings(log)) == 10  # at most 10 warnings, each of at most about 400 characters
     assert max(map(len, costly_warnings(log))) < 410

@@ -19,10 +19,10 @@ from peagle.errors import ConfigError
 
 
 def test_missing_plug_in_is_refused(monkeypatch):
-    vllm_plugin.require()
+    vllm_plugin.require_installed()
     monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
     with pytest.raises(ConfigError, match="no entry point 'peagle'"):
-        vllm_plugin.require()
+        vllm_plugin.require_installed()
 
 
 def _core(connection):
@@ -31,7 +31,7 @@ def _core(connection):
     time.sleep(600)
 
 
-def _starter(connection):
+def _parent(connection):
     multiprocessing.get_context("spawn").Process(target=_core, args=(connection,)).start()
     time.sleep(600)
 
@@ -39,13 +39,13 @@ def _starter(connection):
 def test_core_ends_with_its_parent():
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
-    starter = spawn.Process(target=_starter, args=(sender,))
-    starter.start()
+    parent = spawn.Process(target=_parent, args=(sender,))
+    parent.start()
     assert receiver.poll(60)
     core = psutil.Process(receiver.recv())
-    assert starter.pid is not None
-    os.kill(starter.pid, signal.SIGKILL)
-    starter.join()
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
     core.wait(20)
 
 

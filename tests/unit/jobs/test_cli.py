@@ -51,7 +51,7 @@ def test_help_of_a_group(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.run(["generate", "--help=samplign"])
     assert stopped.value.code == 2
-    assert "--help=samplign: there is no such group: use all," in capsys.readouterr().err
+    assert "--help=samplign: unknown group; choose from all," in capsys.readouterr().err
 
 
 def test_help_lists_every_command(capsys):

@@ -37,7 +37,7 @@ def test_folders_without_runs(folder, capsys):
     assert cli.run(["runs", str(folder / "empty")]) == 0
     assert "no runs in" in capsys.readouterr().out
     assert cli.run(["runs", str(folder / "missing")]) == 2
-    assert f"{folder / 'missing'}: there is no such folder" in capsys.readouterr().err
+    assert f"{folder / 'missing'}: the folder does not exist" in capsys.readouterr().err
 
 
 def test_show_text_and_json_lines(folder, capsys):

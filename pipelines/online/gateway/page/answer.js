@@ -10,7 +10,7 @@ import { streamChat } from "./api.js";
  * from the endpoint.
  */
 export async function receive(body, signal, onChange) {
-  const began = performance.now();
+  const startedAt = performance.now();
   const answer = {
     text: "",
     thought: "",
@@ -23,13 +23,13 @@ export async function receive(body, signal, onChange) {
     finishReason: null,
   };
   for await (const event of streamChat(body, signal)) {
-    read(event, answer, (performance.now() - began) / 1000);
+    read(event, answer, (performance.now() - startedAt) / 1000);
     onChange(answer);
   }
   return answer;
 }
 
-function read(event, answer, passed_s) {
+function read(event, answer, elapsed_s) {
   const choice = event.choices?.[0];
   const text = choice?.delta?.content ?? "";
   const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
@@ -38,8 +38,8 @@ function read(event, answer, passed_s) {
   answer.finishReason = choice?.finish_reason ?? answer.finishReason;
   answer.numTokens = event.usage?.completion_tokens ?? answer.numTokens;
   if (text || thought) {
-    answer.ttft_s ??= passed_s;
-    answer.total_s = passed_s;
+    answer.ttft_s ??= elapsed_s;
+    answer.total_s = elapsed_s;
   }
   answer.tokens_per_s = answer.total_s ? answer.numTokens / answer.total_s : null;
   if (event.peagle) {

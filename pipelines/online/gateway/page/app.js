@@ -1,7 +1,7 @@
 // Sets up the page: key, models, the four sections, and their shared parts.
 
 import { getJson, keyStore } from "./api.js";
-import { caveats } from "./caveats.js";
+import { setCaveats } from "./caveats.js";
 import { Compare } from "./compare.js";
 import { byId, element } from "./dom.js";
 import { Keys } from "./keys.js";
@@ -33,10 +33,10 @@ async function start() {
   live.stop();
   try {
     const { requires_key: requiresKey } = await getJson("health");
-    if (requiresKey) keys.offer();
+    if (requiresKey) keys.showButton();
     if (requiresKey && !keyStore.get()) return void askForKey({ status: 401 });
     const { data } = await getJson("v1/models");
-    offer(new Map(data.map((card) => [card.id, card])));
+    setModels(new Map(data.map((card) => [card.id, card])));
     for (const notice of notices) notice.clear();
   } catch (error) {
     if (askForKey(error)) return;
@@ -49,9 +49,9 @@ async function start() {
   spend.start();
 }
 
-function offer(cards) {
-  live.offer(cards);
-  caveats({ isFake: [...cards.values()].some((card) => card.peagle?.stand_in) });
+function setModels(cards) {
+  live.setModels(cards);
+  setCaveats({ isFake: [...cards.values()].some((card) => card.peagle?.stand_in) });
   for (const id of ["playground-model", "compare-left", "compare-right"]) {
     const select = byId(id);
     const before = select.value;
@@ -59,7 +59,7 @@ function offer(cards) {
     if (cards.has(before)) select.value = before;
     select.disabled = false;
   }
-  compare.offer(cards);
+  compare.setModels(cards);
 }
 
 function label(card) {

@@ -4,13 +4,13 @@ import { element, svg } from "./dom.js";
 import { percent } from "./format.js";
 
 const HEIGHT = 40;
-const MIN_HEIGHT = 1.5; // of a bar whose value is not 0
+const MIN_HEIGHT = 1.5; // for a bar whose value is not 0
 
 /** Bars of equal width over time; null leaves a gap. */
 export function bars(values, label) {
-  const most = Math.max(...values.map((value) => value ?? 0), Number.MIN_VALUE);
+  const maximum = Math.max(...values.map((value) => value ?? 0), Number.MIN_VALUE);
   const rects = values.map((value, index) => {
-    const height = value ? Math.max(MIN_HEIGHT, (HEIGHT * value) / most) : 0;
+    const height = value ? Math.max(MIN_HEIGHT, (HEIGHT * value) / maximum) : 0;
     return svg("rect", { x: index + 0.14, y: HEIGHT - height, width: 0.72, height, class: "bar" });
   });
   return chart(values.length, label, rects);
@@ -50,11 +50,11 @@ export function columns(rates) {
 
 /** Stacked bars of equal width over time: [[[share, value], ...], ...]. */
 export function stacks(columns, label) {
-  const most = Math.max(...columns.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), Number.MIN_VALUE);
+  const maximum = Math.max(...columns.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), Number.MIN_VALUE);
   const rects = columns.flatMap((parts, index) => {
     let y = HEIGHT;
     return parts.map(([name, value]) => {
-      const height = value ? Math.max(MIN_HEIGHT / 2, (HEIGHT * value) / most) : 0;
+      const height = value ? Math.max(MIN_HEIGHT / 2, (HEIGHT * value) / maximum) : 0;
       y -= height;
       return svg("rect", { x: index + 0.14, y, width: 0.72, height, class: `share-${name}` });
     });

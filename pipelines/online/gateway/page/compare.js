@@ -3,9 +3,9 @@
 import { receive } from "./answer.js";
 import { meter } from "./charts.js";
 import { compare as compareTexts } from "./diff.js";
-import { byId, element, say } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { Figures } from "./figures.js";
-import { amount, counted, decimals } from "./format.js";
+import { amount, withNoun, decimals } from "./format.js";
 import { drafterOf } from "./live.js";
 import { Notice } from "./notice.js";
 
@@ -35,7 +35,7 @@ export class Compare {
   }
 
   /** Set the available models, and select one with a drafter (left) and the same target without a drafter (right). */
-  offer(cards) {
+  setModels(cards) {
     this.#cards = cards;
     byId("compare-empty").hidden = cards.size >= 2;
     byId("compare-form").hidden = cards.size < 2;
@@ -53,7 +53,7 @@ export class Compare {
     this.notice.clear();
     this.#name();
     verdict("…");
-    say(byId("compare-send"), "Stop");
+    setText(byId("compare-send"), "Stop");
     try {
       const answers = await this.#both(this.#stop.signal);
       this.sides.forEach((side, index) => side.scale(answers[index], answers));
@@ -65,17 +65,17 @@ export class Compare {
       else if (!this.onError(error)) this.notice.error(error);
     } finally {
       this.#stop = null;
-      say(byId("compare-send"), "Compare");
+      setText(byId("compare-send"), "Compare");
     }
   }
 
   async #both(signal) {
-    const ask = (index) => {
+    const sendTo = (index) => {
       const side = this.sides[index];
       return receive(this.#body(this.selects[index].value), signal, (answer) => side.show(answer));
     };
-    if (byId("compare-form").elements.order.value === "at once") return Promise.all([ask(0), ask(1)]);
-    return [await ask(0), await ask(1)];
+    if (byId("compare-form").elements.order.value === "at once") return Promise.all([sendTo(0), sendTo(1)]);
+    return [await sendTo(0), await sendTo(1)];
   }
 
   #body(model) {
@@ -92,8 +92,8 @@ export class Compare {
     const texts = compareTexts(...answers.map((answer) => answer.text));
     this.sides[0].mark(texts.left.pieces);
     this.sides[1].mark(texts.right.pieces);
-    const isByLot = Number(byId("compare-temperature").value) > 0;
-    verdict(ratio(left, right, answers), difference(texts, isByLot, left.peagle?.target === right.peagle?.target));
+    const isSampled = Number(byId("compare-temperature").value) > 0;
+    verdict(ratio(left, right, answers), difference(texts, isSampled, left.peagle?.target === right.peagle?.target));
   }
 }
 
@@ -108,20 +108,20 @@ class Side {
   }
 
   clear(card) {
-    say(this.title, `${card.id}, drafter ${drafterOf(card)}`);
+    setText(this.title, `${card.id}, drafter ${drafterOf(card)}`);
     this.show({ text: "" });
     this.bar.replaceChildren(meter(0, "no speed yet"));
   }
 
   show(answer) {
-    say(this.text, answer.text);
+    setText(this.text, answer.text);
     this.figures.show(answer);
     this.speed.replaceChildren(amount(answer.tokens_per_s), " ", element("small", {}, "tokens/s"));
   }
 
   scale(answer, answers) {
-    const most = Math.max(...answers.map((other) => other.tokens_per_s ?? 0));
-    this.bar.replaceChildren(meter(most ? answer.tokens_per_s / most : 0, `${amount(answer.tokens_per_s)} tokens/s`));
+    const maximum = Math.max(...answers.map((other) => other.tokens_per_s ?? 0));
+    this.bar.replaceChildren(meter(maximum ? answer.tokens_per_s / maximum : 0, `${amount(answer.tokens_per_s)} tokens/s`));
   }
 
   mark(pieces) {
@@ -150,12 +150,12 @@ function ratio(left, right, [one, two]) {
   return `${fast.id} generated ${decimals(speeds[0] / speeds[1], 2)} times as many tokens/s as ${slow.id}.`;
 }
 
-function difference({ isSame, firstDifference, left, right }, isByLot, isSameTarget) {
-  if (isSame) return `The texts are identical (${counted(left.numWords, "word")}).`;
-  const marked = `${counted(left.numDifferent, "word")} on the left and ${right.numDifferent} on the right are marked`;
+function difference({ isSame, firstDifference, left, right }, isSampled, isSameTarget) {
+  if (isSame) return `The texts are identical (${withNoun(left.numWords, "word")}).`;
+  const marked = `${withNoun(left.numDifferent, "word")} on the left and ${right.numDifferent} on the right are marked`;
   const where = `The texts differ starting at word ${firstDifference + 1}: ${marked}.`;
   if (!isSameTarget) return `${where} The models have different targets.`;
-  return isByLot
+  return isSampled
     ? `${where} At a temperature above 0, tokens are sampled randomly.`
     : `${where} At temperature 0 this only happens if two tokens are equally likely up to rounding.`;
 }

@@ -1,6 +1,6 @@
 // A word-by-word diff of two texts.
 
-const MOST_WORDS = 3000; // per text, in the part that differs; in longer parts every word counts as different
+const MAX_WORDS = 3000; // in the differing part of a text; in a longer part, every word counts as different
 
 /** Split a text into words, each with the space before it; joined, they are the text. */
 export const words = (text) => text.match(/\s*\S+|\s+$/g) ?? [];
@@ -28,7 +28,7 @@ export function compare(left, right) {
 function commonWords(a, b) {
   const inLeft = new Array(a.length).fill(false);
   const inRight = new Array(b.length).fill(false);
-  if (a.length <= MOST_WORDS && b.length <= MOST_WORDS) {
+  if (a.length <= MAX_WORDS && b.length <= MAX_WORDS) {
     const lengths = commonLengths(a, b);
     const width = b.length + 1;
     for (let i = 0, j = 0; i < a.length && j < b.length; ) {

@@ -22,6 +22,6 @@ function filled(node, attributes, children) {
 }
 
 /** Set an element's text, if it changed. */
-export function say(node, text) {
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,6 +1,6 @@
 // The metrics of one answer, as a list that is shown before the values are known.
 
-import { element, say } from "./dom.js";
+import { element, setText } from "./dom.js";
 import { amount, count, decimals, dollars, seconds } from "./format.js";
 
 const ROWS = [
@@ -22,6 +22,6 @@ export class Figures {
   }
 
   show(answer) {
-    this.rows.forEach(([, format], index) => say(this.values[index], format(answer)));
+    this.rows.forEach(([, format], index) => setText(this.values[index], format(answer)));
   }
 }

@@ -44,7 +44,7 @@ export function percent(share) {
 }
 
 /** A number and its noun: 1 request, 2 requests. */
-export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const withNoun = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 /** 1 min, 90 s. */
 export const span = (value_s) => (value_s % 60 ? `${value_s}${SPACE}s` : `${value_s / 60}${SPACE}min`);

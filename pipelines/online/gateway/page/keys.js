@@ -24,13 +24,13 @@ export class Keys {
   }
 
   /** Show the key button. */
-  offer() {
+  showButton() {
     byId("key-button").hidden = false;
   }
 
   /** Open the dialog, with a message about the previous key. */
   ask(message = "") {
-    this.offer();
+    this.showButton();
     this.notice.info(message);
     byId("key-forget").hidden = !keyStore.get();
     if (!this.dialog.open) this.dialog.showModal();

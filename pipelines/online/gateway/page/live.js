@@ -1,15 +1,15 @@
 // The live metrics: polls /v1/live every two seconds while the page is visible, and updates the tiles.
 
 import { getJson } from "./api.js";
-import { caveats } from "./caveats.js";
+import { setCaveats } from "./caveats.js";
 import { bars, columns, shares } from "./charts.js";
-import { byId, element, say } from "./dom.js";
-import { amount, clock, count, counted, decimals, dollars, percent, seconds, span } from "./format.js";
+import { byId, element, setText } from "./dom.js";
+import { amount, clock, count, withNoun, decimals, dollars, percent, seconds, span } from "./format.js";
 
 const EVERY_S = 2;
 const LONGEST_WAIT_S = 30;
-const NUM_SEEN = 30;
-const MOST_PIPS = 24;
+const NUM_POLLS_SHOWN = 30;
+const MAX_PIPS = 24;
 const STATES = ["running", "starting", "stopping"];
 const MIN_SHARE = 0.0005; // smaller shares of the cost are not shown
 const FOR_OPERATORS = "only shown to operators";
@@ -18,7 +18,7 @@ const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compilin
 export class Live {
   #timer = 0;
   #wait_s = EVERY_S;
-  #seen = [];
+  #requestCounts = [];
   #window_s = 60;
   #round = 0;
 
@@ -35,7 +35,7 @@ export class Live {
   }
 
   /** Set the models of the endpoint, by name. */
-  offer(cards) {
+  setModels(cards) {
     this.cards = cards;
     showModels({}, cards);
   }
@@ -43,7 +43,7 @@ export class Live {
   start() {
     this.stop();
     this.#wait_s = EVERY_S;
-    this.#look(this.#round);
+    this.#poll(this.#round);
   }
 
   stop() {
@@ -58,7 +58,7 @@ export class Live {
     state("waiting for an API key", true);
   }
 
-  async #look(round) {
+  async #poll(round) {
     try {
       const report = await getJson(`v1/live?window_s=${this.#window_s}`);
       if (round !== this.#round) return;
@@ -71,13 +71,13 @@ export class Live {
       this.#wait_s = Math.min(LONGEST_WAIT_S, Math.max(this.#wait_s * 2, error.retryAfter_s ?? 0));
       state(`${error.status ? error.message : "no connection"}; retrying in ${this.#wait_s} s`, true);
     }
-    this.#timer = setTimeout(() => this.#look(round), this.#wait_s * 1000);
+    this.#timer = setTimeout(() => this.#poll(round), this.#wait_s * 1000);
   }
 
   #show(report) {
     byId("tiles").classList.remove("stale");
     state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only this key's requests"}`);
-    for (const node of document.querySelectorAll(".ago")) say(node, `${span(report.window_s)} ago`);
+    for (const node of document.querySelectorAll(".ago")) setText(node, `${span(report.window_s)} ago`);
     showSpeed(report);
     showMoney(report);
     showAcceptance(report);
@@ -88,36 +88,36 @@ export class Live {
   }
 
   #showRequests(load) {
-    const underWay = sum(load, "num_requests_under_way");
-    say(byId("requests"), count(underWay));
-    say(byId("requests-sub"), waitingOf(load));
-    this.#seen = [...this.#seen, underWay].slice(-NUM_SEEN);
-    const values = [...new Array(NUM_SEEN - this.#seen.length).fill(null), ...this.#seen];
-    byId("requests-chart").replaceChildren(bars(values, `requests in progress, now ${count(underWay)}`));
+    const inProgress = sum(load, "num_requests_under_way");
+    setText(byId("requests"), count(inProgress));
+    setText(byId("requests-sub"), waitingOf(load));
+    this.#requestCounts = [...this.#requestCounts, inProgress].slice(-NUM_POLLS_SHOWN);
+    const values = [...new Array(NUM_POLLS_SHOWN - this.#requestCounts.length).fill(null), ...this.#requestCounts];
+    byId("requests-chart").replaceChildren(bars(values, `requests in progress, now ${count(inProgress)}`));
   }
 }
 
 function state(text, isBad = false) {
   byId("live-state").classList.toggle("bad", isBad);
-  say(byId("live-state"), text);
+  setText(byId("live-state"), text);
 }
 
 function showSpeed({ total, series, window_s }) {
   const peak = Math.max(...series.output_tokens_per_s);
-  say(byId("speed"), amount(total.output_tokens_per_s));
-  const summary = `${counted(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
-  say(byId("speed-sub"), total.num_requests ? summary : `no request finished in the last ${span(window_s)}`);
+  setText(byId("speed"), amount(total.output_tokens_per_s));
+  const summary = `${withNoun(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
+  setText(byId("speed-sub"), total.num_requests ? summary : `no request finished in the last ${span(window_s)}`);
   byId("speed-chart").replaceChildren(bars(series.output_tokens_per_s, `output tokens/s, peak ${amount(peak)}`));
 }
 
 function showMoney({ total, account }) {
-  const ofWhole = account ? account.tokens_per_usd : total.tokens_per_busy_usd;
-  say(byId("money"), amount(ofWhole));
+  const tokensPerUsd = account ? account.tokens_per_usd : total.tokens_per_busy_usd;
+  setText(byId("money"), amount(tokensPerUsd));
   const perMillion = dollars(account ? account.usd_per_million_tokens : total.busy_usd_per_million_tokens);
   const busy = account ? `busy time only: ${amount(total.tokens_per_busy_usd)}` : "busy time only";
-  say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens in this window");
-  say(byId("price"), account ? priceOf(account.price) : "");
-  caveats({ isAssumed: account?.price.basis === "assumed" });
+  setText(byId("money-sub"), tokensPerUsd ? `${perMillion} per million; ${busy}` : "no tokens in this window");
+  setText(byId("price"), account ? priceOf(account.price) : "");
+  setCaveats({ isAssumed: account?.price.basis === "assumed" });
   const whole = account?.usd.total;
   const parts = Object.keys(SHARES)
     .map((name) => [name, whole ? account.usd[name] / whole : 0])
@@ -130,7 +130,7 @@ function showMoney({ total, account }) {
   );
 }
 
-/** Describe a machine's price, and whether it was stated, detected or assumed. */
+/** Describe a machine's price, and whether the price was set, detected or assumed. */
 function priceOf({ usd_per_hour, num_devices, device, accelerator, instance_type, basis }) {
   const kind = device === "vcpu" ? "vCPU" : (accelerator ?? device);
   return `Costs are based on ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
@@ -138,7 +138,7 @@ function priceOf({ usd_per_hour, num_devices, device, accelerator, instance_type
 
 function showAcceptance({ total }) {
   const drafted = total.num_draft_tokens;
-  say(byId("acceptance"), decimals(total.acceptance_length, 2));
+  setText(byId("acceptance"), decimals(total.acceptance_length, 2));
   const accepted = percent(total.num_accepted_tokens / drafted);
   const lookedUp = percent(total.num_lookup_tokens / total.num_accepted_tokens);
   const source = total.num_lookup_tokens ? `, ${lookedUp} of them from prompt lookup` : "";
@@ -146,27 +146,27 @@ function showAcceptance({ total }) {
   const share = drafted
     ? `${accepted} of ${count(drafted)} verified drafts accepted${source}${dropped}`
     : "no drafts verified in this window";
-  say(byId("acceptance-sub"), share);
+  setText(byId("acceptance-sub"), share);
   byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
 }
 
 function showFirstToken({ total, series }) {
-  say(byId("ttft"), seconds(total.ttft_p50_s));
+  setText(byId("ttft"), seconds(total.ttft_p50_s));
   const isKnown = total.ttft_p95_s !== null;
-  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}, measured in the engine` : "no answers in this window");
+  setText(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}, measured in the engine` : "no answers in this window");
   byId("ttft-chart").replaceChildren(bars(series.ttft_p50_s, `time to first token, p50 ${seconds(total.ttft_p50_s)}`));
 }
 
 function showEngines(load) {
   const numbers = STATES.map((name) => sum(load, `num_${name}_replicas`) ?? 0);
   const [running, starting, stopping] = numbers;
-  const most = sum(load, "max_replicas");
-  say(byId("engines"), load ? `${count(running)} of ${count(most)}` : "–");
-  const moving = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
-  say(byId("engines-sub"), load ? moving || room(running, most) : FOR_OPERATORS);
+  const maximum = sum(load, "max_replicas");
+  setText(byId("engines"), load ? `${count(running)} of ${count(maximum)}` : "–");
+  const changing = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
+  setText(byId("engines-sub"), load ? changing || room(running, maximum) : FOR_OPERATORS);
   const kinds = STATES.flatMap((name, index) => new Array(numbers[index]).fill(name));
-  const length = Math.max(most ?? 0, kinds.length);
-  const pips = Array.from({ length: length <= MOST_PIPS ? length : 0 }, (_, index) => kinds[index] ?? "off");
+  const length = Math.max(maximum ?? 0, kinds.length);
+  const pips = Array.from({ length: length <= MAX_PIPS ? length : 0 }, (_, index) => kinds[index] ?? "off");
   byId("engines-pips").replaceChildren(...pips.map((kind) => element("li", { class: kind })));
 }
 
@@ -205,9 +205,9 @@ function waitingOf(load) {
   return waiting ? `${count(waiting)} of them waiting for an engine` : "none waiting for an engine";
 }
 
-function room(running, most) {
-  if (!running) return "scaled to zero; a request starts one";
-  return running < most ? `up to ${count(most - running)} more under load` : "at the maximum";
+function room(running, maximum) {
+  if (!running) return "scaled to zero; a request starts an engine";
+  return running < maximum ? `up to ${count(maximum - running)} more under load` : "at the maximum";
 }
 
 const sum = (load, name) => (load ? Object.values(load).reduce((total, counts) => total + counts[name], 0) : null);

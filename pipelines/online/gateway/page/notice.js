@@ -1,6 +1,6 @@
 // Error messages next to the form they belong to. Their space is reserved, so that the layout does not shift.
 
-import { say } from "./dom.js";
+import { setText } from "./dom.js";
 
 const TITLES = {
   0: "No connection",
@@ -23,12 +23,12 @@ export class Notice {
   clear() {
     clearInterval(this.#timer);
     this.node.classList.remove("bad");
-    say(this.node, "");
+    setText(this.node, "");
   }
 
   info(text) {
     this.clear();
-    say(this.node, text);
+    setText(this.node, text);
   }
 
   /** Show an ApiError, with a countdown if the request can be retried later. */
@@ -36,11 +36,11 @@ export class Notice {
     this.clear();
     const text = `${TITLES[error.status] ?? "The request failed"}: ${sentence(error.message)}`;
     this.node.classList.add("bad");
-    if (error.retryAfter_s === null || error.retryAfter_s === undefined) return say(this.node, text);
+    if (error.retryAfter_s === null || error.retryAfter_s === undefined) return setText(this.node, text);
     const until = performance.now() + error.retryAfter_s * 1000;
     const tick = () => {
       const left_s = Math.max(0, Math.ceil((until - performance.now()) / 1000));
-      say(this.node, `${text} ${left_s ? `Try again in ${left_s} s.` : "Try again now."}`);
+      setText(this.node, `${text} ${left_s ? `Try again in ${left_s} s.` : "Try again now."}`);
       if (!left_s) clearInterval(this.#timer);
     };
     tick();

@@ -1,7 +1,7 @@
 // The playground: a conversation with one model, with metrics for each answer.
 
 import { receive } from "./answer.js";
-import { byId, element, say } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { Figures } from "./figures.js";
 import { Notice } from "./notice.js";
 
@@ -67,7 +67,7 @@ export class Playground {
       temperature: Number(byId("playground-temperature").value),
     };
     this.#stop = new AbortController();
-    say(byId("playground-send"), "Stop");
+    setText(byId("playground-send"), "Stop");
     this.log.setAttribute("aria-busy", "true");
     try {
       const answer = await receive(body, this.#stop.signal, (partial) => this.#follow(() => turn.show(partial)));
@@ -75,7 +75,7 @@ export class Playground {
       return answer;
     } finally {
       this.#stop = null;
-      say(byId("playground-send"), "Send");
+      setText(byId("playground-send"), "Send");
       this.log.setAttribute("aria-busy", "false");
     }
   }
@@ -89,7 +89,7 @@ export class Playground {
   }
 
   #undo(question, turn, text) {
-      question.remove();
+    question.remove();
     turn.node.remove();
     if (!this.log.children.length) this.log.append(this.empty);
     const field = byId("playground-message");
@@ -112,8 +112,8 @@ class AnswerTurn {
   }
 
   show(answer) {
-    say(this.thought, answer.thought);
-    say(this.text, answer.text);
+    setText(this.thought, answer.thought);
+    setText(this.text, answer.text);
     this.figures.show(answer);
   }
 

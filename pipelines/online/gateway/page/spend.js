@@ -4,11 +4,11 @@
 import { getJson } from "./api.js";
 import { showBudgets } from "./budgets.js";
 import { meter, stacks } from "./charts.js";
-import { byId, element, say } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { clock, count, dollars } from "./format.js";
 
 const FRESH_S = 60;
-const MOST_ROWS = 20;
+const MAX_ROWS = 20;
 const KINDS = { attributed: "busy", overhead: "idle", lost: "lost" }; // the share whose colour is used
 const WORDS = { attributed: "attributed", overhead: "overhead (loading, idle)", lost: "lost" };
 const COUNTS = ["num_requests", "num_output_tokens"];
@@ -25,7 +25,7 @@ export class Spend {
     byId("spend-form").addEventListener("change", () => this.start());
     const observer = new IntersectionObserver((entries) => {
       this.#isVisible = entries.at(-1).isIntersecting;
-      this.#look();
+      this.#request();
     });
     observer.observe(byId("spend"));
   }
@@ -34,10 +34,10 @@ export class Spend {
   start() {
     this.#isReady = true;
     this.#requested_at_s = Number.NEGATIVE_INFINITY;
-    this.#look();
+    this.#request();
   }
 
-  async #look() {
+  async #request() {
     if (!this.#isReady || !this.#isVisible || Date.now() / 1000 < this.#requested_at_s + FRESH_S) return;
     this.#requested_at_s = Date.now() / 1000;
     const round = ++this.#round;
@@ -59,24 +59,24 @@ export class Spend {
 
 function show({ rows, total }, by, dates) {
   state(`as of ${clock(Date.now() / 1000)}, UTC days`);
-  for (const kind of [...Object.keys(KINDS), "total"]) say(byId(`spend-${kind}`), dollars(total.usd[kind]));
-  say(byId("spend-saved"), savedBy(total.saved.speculation));
-  const byDay = grouped(rows, "day");
+  for (const kind of [...Object.keys(KINDS), "total"]) setText(byId(`spend-${kind}`), dollars(total.usd[kind]));
+  setText(byId("spend-saved"), savedBy(total.saved.speculation));
+  const byDay = sumsBy(rows, "day");
   const columns = dates.map((day) => Object.keys(KINDS).map((kind) => [KINDS[kind], byDay.get(day)?.[kind] ?? 0]));
   const sums = Object.keys(KINDS).map((kind) => `${WORDS[kind]} ${dollars(total.usd[kind])}`);
   byId("spend-chart").replaceChildren(stacks(columns, `dollars by day: ${sums.join(", ")}`));
   byId("spend-axis").replaceChildren(element("span", {}, dates[0]), element("span", {}, dates.at(-1)));
-  say(byId("spend-by-name"), by);
+  setText(byId("spend-by-name"), by);
   byId("spend-rows").replaceChildren(...groupRows(rows, by));
 }
 
 /** Return table rows for the largest groups, and one row for the others. */
 function groupRows(rows, by) {
-  const groups = [...grouped(rows, by)].sort((one, other) => other[1].total - one[1].total);
-  const rest = groups.slice(MOST_ROWS);
-  const shown = groups.slice(0, MOST_ROWS).map(([name, sums]) => [name || `no ${by}`, sums]);
-  if (rest.length) shown.push([`${count(rest.length)} others`, rest.map(([, sums]) => sums).reduce(added)]);
-  const most = Math.max(...shown.map(([, sums]) => sums.total), Number.MIN_VALUE);
+  const groups = [...sumsBy(rows, by)].sort((one, other) => other[1].total - one[1].total);
+  const others = groups.slice(MAX_ROWS);
+  const shown = groups.slice(0, MAX_ROWS).map(([name, sums]) => [name || `no ${by}`, sums]);
+  if (others.length) shown.push([`${count(others.length)} others`, others.map(([, sums]) => sums).reduce(addSums)]);
+  const maximum = Math.max(...shown.map(([, sums]) => sums.total), Number.MIN_VALUE);
   return shown.map(([name, sums]) => {
     const money = [...Object.keys(KINDS), "total"].map((kind) => dollars(sums.isPriced ? sums[kind] : null));
     const cells = [count(sums.num_requests), count(sums.num_output_tokens), ...money];
@@ -85,25 +85,25 @@ function groupRows(rows, by) {
       {},
       element("th", { scope: "row" }, name),
       ...cells.map((cell) => element("td", { class: "number" }, cell)),
-      element("td", { class: "meter" }, meter(sums.total / most, `${name}: ${dollars(sums.total)}`)),
+      element("td", { class: "meter" }, meter(sums.total / maximum, `${name}: ${dollars(sums.total)}`)),
     );
   });
 }
 
 /** Sum the rows by a dimension. Rows without a price count as 0 and set `isPriced` to false. */
-function grouped(rows, dimension) {
+function sumsBy(rows, dimension) {
   const groups = new Map();
   for (const row of rows) {
     const own = { isPriced: row.usd.total !== null };
     for (const kind of [...Object.keys(KINDS), "total"]) own[kind] = row.usd[kind] ?? 0;
     for (const name of COUNTS) own[name] = row[name];
     const before = groups.get(row[dimension]);
-    groups.set(row[dimension], before ? added(before, own) : own);
+    groups.set(row[dimension], before ? addSums(before, own) : own);
   }
   return groups;
 }
 
-function added(one, other) {
+function addSums(one, other) {
   const sums = { isPriced: one.isPriced && other.isPriced };
   for (const name of [...Object.keys(KINDS), "total", ...COUNTS]) sums[name] = one[name] + other[name];
   return sums;
@@ -129,5 +129,5 @@ function daysBetween(first, last) {
 
 function state(text, isBad = false) {
   byId("spend-state").classList.toggle("bad", isBad);
-  say(byId("spend-state"), text);
+  setText(byId("spend-state"), text);
 }

@@ -25,10 +25,10 @@ def make_forecast(tmp_path, chat_target, write_jsonl):
 
 def test_forecast_for_this_machine(make_forecast):
     result, lines = make_forecast(usd_per_hour=None)
-    assert (result.is_here, result.num_rows_left, result.num_engines) == (True, 20, 1)
+    assert (result.is_for_this_machine, result.num_rows_left, result.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
     assert lines["prompts"] == "260 tokens, 13 per row (all rows)"
-    assert lines["answers"] == "at most 1,000 tokens in all"
+    assert lines["answers"] == "at most 1,000 tokens in total"
     assert lines["drafter"].startswith("none (")
     assert lines["price"].endswith("; assumed)")
     assert lines["memory"].startswith("fits by estimate")
@@ -38,7 +38,7 @@ def test_forecast_for_this_machine(make_forecast):
 
 def test_forecast_for_other_machines(make_forecast):
     result, lines = make_forecast(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
-    assert (result.is_here, result.num_nodes) == (False, 2)
+    assert (result.is_for_this_machine, result.num_nodes) == (False, 2)
     assert "8 x H100 80GB HBM3" in lines["machine"]
     assert "2 of these machines" in lines["machine"]
     assert "of 71.7 GiB (weights " in lines["memory"]

@@ -161,7 +161,7 @@ def test_follower_claims_a_slot_and_reports_its_log(monkeypatch, tmp_path):
     monkeypatch.setattr(multinode, "redirect_output", redirect)
     monkeypatch.setattr(multinode, "claim_slot", lambda slot_group: 3)
     monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.2")
-    monkeypatch.setattr(multinode, "follow_vllm", follow)
+    monkeypatch.setattr(multinode, "run_follower_ranks", follow)
     follower = Follower(engine_run(tmp_path), "session", 2)
     with pytest.raises(EngineError, match="vLLM did not start: ValueError: no memory"):
         follower.follow(("10.0.0.1", 4000))

@@ -80,7 +80,7 @@ def test_stop_signal_is_retried(start, monkeypatch, error):
         supervisor.observe()
     assert supervisor.ending is not None
     assert run.stop.grace_s() is None
-    assert supervisor.gives_up
+    assert supervisor.should_give_up
     supervisor.observe()
     assert run.stop.grace_s() == 0
 
@@ -90,7 +90,7 @@ def test_signal_stops_the_run_with_a_summary(start):
     supervisor._request.stop.set()
     supervisor.observe()
     assert run.stop.grace_s() == 7
-    assert not supervisor.gives_up
+    assert not supervisor.should_give_up
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)
     assert "stopped with 1 of 4 units committed: stopped by a signal" in error.message

@@ -7,7 +7,7 @@ import pytest
 from peagle.errors import EngineError
 from peagle.runs.stopping import GraceClock
 from pipelines.batch import watchdog
-from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, Watchdog, within
+from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, Watchdog, wait_for_answer
 
 
 class Watched:
@@ -63,7 +63,7 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
             return int(max(0.0, loop.time() - start - silent_s) * 1000)
 
         try:
-            return await within(limit_s, answer(), signs)
+            return await wait_for_answer(limit_s, answer(), signs)
         except OutOfTime:
             await asyncio.sleep(0)
             return cancelled
@@ -91,7 +91,7 @@ def test_engine_errors_pass_through():
 
     for limit_s in (None, 5):
         with pytest.raises(ValueError, match="no"):
-            asyncio.run(within(limit_s, refuse(), lambda: 0))
+            asyncio.run(wait_for_answer(limit_s, refuse(), lambda: 0))
 
 
 @pytest.fixture

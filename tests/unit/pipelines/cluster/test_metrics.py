@@ -29,7 +29,7 @@ def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, du
 
 
 def test_request_metrics(ray_metrics):
-    UsageMetrics("m", None).request(request())
+    UsageMetrics("m", None).record_request(request())
     assert ray_metrics == {
         ("peagle_requests_total", *MODEL, "ok"): 1,
         ("peagle_request_usd_total", *MODEL): 0.25,
@@ -53,20 +53,20 @@ def test_request_metrics(ray_metrics):
 
 
 def test_time_per_token_with_several_choices(ray_metrics):
-    UsageMetrics("m", None).request(request(num_output_tokens=22, num_choices=2))
+    UsageMetrics("m", None).record_request(request(num_output_tokens=22, num_choices=2))
     assert ray_metrics["gen_ai_server_time_per_output_token_seconds", *MODEL] == [0.5]
 
 
 @pytest.mark.parametrize("record", [request(ttft_s=None), request(num_output_tokens=1), request(num_output_tokens=0)])
 def test_no_time_per_token_after_one_token(ray_metrics, record):
-    UsageMetrics("m", None).request(record)
+    UsageMetrics("m", None).record_request(record)
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in ray_metrics
 
 
 def test_metrics_of_cut_and_failed_requests(ray_metrics):
     metrics = UsageMetrics("m", None)
-    metrics.request(request("cut"))
-    metrics.request(request("failed"))
+    metrics.record_request(request("cut"))
+    metrics.record_request(request("failed"))
     assert ("gen_ai_server_time_to_first_token_seconds", *MODEL) not in ray_metrics
     assert ray_metrics["gen_ai_server_request_duration_seconds", *MODEL, "cut"] == [6.0]
     assert ray_metrics["gen_ai_server_request_duration_seconds", *MODEL, "failed"] == [6.0]
@@ -93,7 +93,7 @@ def test_engine_cost_by_state(ray_metrics, clock, tmp_path):
 def test_late_heartbeat_is_ignored(ray_metrics):
     metrics = UsageMetrics("m", None)
     for name, busy_s in (("a", 4.0), ("a", 3.0), ("a", 5.0), ("b", 1.0)):
-        metrics.heartbeat(engine_session(name, busy_s=busy_s, ended=False, usd_per_device_s=0.5))
+        metrics.record_heartbeat(engine_session(name, busy_s=busy_s, ended=False, usd_per_device_s=0.5))
     assert ray_metrics["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 

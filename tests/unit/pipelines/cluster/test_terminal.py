@@ -40,7 +40,7 @@ def test_ray_prints_to_standard_error():
     """Ray prints to standard output by default. The patch is permanent, so the test uses a separate process."""
     code = """if True:
         from ray._private import worker
-        from pipelines.cluster.terminal import keep_off_standard_output
+        from pipelines.cluster.terminal import send_ray_messages_to_stderr
 
         def say(what):
             line = {"lines": [what], "pid": "raylet", "is_err": False}  # as in Ray's `print_error_messages`
@@ -48,7 +48,7 @@ def test_ray_prints_to_standard_error():
 
         say("left alone")
         for _ in range(2):
-            keep_off_standard_output()
+            send_ray_messages_to_stderr()
         say("kept off")
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

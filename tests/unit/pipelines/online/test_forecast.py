@@ -34,7 +34,7 @@ def test_forecast_for_other_machines(tmp_path, chat_target):
     models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
     keys = {"model": str(chat_target), "models": models, "instance_type": "g7e.2xlarge"}
     result = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
-    assert (result.is_here, result.num_nodes) == (False, 3)
+    assert (result.is_for_this_machine, result.num_nodes) == (False, 3)
     assert result.usd_per_h(is_maximum=True) == pytest.approx(3 * 3.36312)
     assert [model["name"] for model in result.to_dict()["models"]] == ["a", "b"]
     rows = resolve_unset_options(ServeConfig(state=tmp_path / "state", **keys))

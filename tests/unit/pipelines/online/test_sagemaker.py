@@ -78,7 +78,7 @@ def test_sagemaker_mode_is_a_switch(text, is_enabled):
         ({"SM_VLLM_MAX_NUM_SEQS": "-1"}, "SM_VLLM_MAX_NUM_SEQS: Input should be greater"),
         ({"SM_VLLM_MAX_MODEL_LEN": "4"}, "SM_VLLM_MAX_MODEL_LEN: Input should be greater"),
         ({"SM_VLLM_KV_CACHE_MEMORY_BYTES": "0"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES: Input should be greater"),
-        ({"SM_VLLM_LIMIT_MM_PER_PROMPT": '{"smell": 1}'}, "SM_VLLM_LIMIT_MM_PER_PROMPT: there is no modality 'smell'"),
+        ({"SM_VLLM_LIMIT_MM_PER_PROMPT": '{"smell": 1}'}, "SM_VLLM_LIMIT_MM_PER_PROMPT: unknown modality 'smell'"),
     ],
 )
 def test_error_names_the_variable(configured, variables, reason):

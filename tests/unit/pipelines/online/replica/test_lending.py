@@ -128,7 +128,7 @@ async def test_newest_rows_are_returned_for_interactive_requests(engine_account,
 
 async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
     calls = []
-    engine_account._listener = SimpleNamespace(request=calls.append, heartbeat=lambda session: None)
+    engine_account._listener = SimpleNamespace(record_request=calls.append, record_heartbeat=lambda session: None)
     engine_account.ready()
     rows = Rows(engine_account)
     await rows.ask("r")

@@ -1,8 +1,8 @@
 """Use vLLM's CUDA platform on a machine without a GPU, with vLLM's build for CPUs.
 
-Call `pretend` before importing vLLM. It fakes the properties of the card, and the modules that the CPU build lacks;
-these are imported but never called. Afterwards, the process cannot run engines. vLLM uses model runner V2 only if
-Triton is installed, so `pretend` makes it appear installed, as in the CUDA build.
+Call `imitate_card` before importing vLLM. It fakes the properties of the card, and the modules that the CPU build
+lacks; these are imported but never called. Afterwards, the process cannot run engines. vLLM uses model runner V2 only
+if Triton is installed, so `imitate_card` makes it appear installed, as in the CUDA build.
 """
 
 import importlib.machinery
@@ -25,7 +25,7 @@ _ABSENT_OPS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-# FlashInfer, a dependency of the CUDA build: vLLM imports its back end to query what that supports.
+# FlashInfer is a dependency of the CUDA build. vLLM imports its FlashInfer back end to query what that supports.
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 _libraries: list[Any] = []
 
@@ -39,7 +39,7 @@ class _FakeModule(types.ModuleType):
         return type(name, (), {})
 
 
-def pretend(card: Card) -> None:
+def imitate_card(card: Card) -> None:
     """Make eight of these cards the devices of vLLM's platform."""
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # flashinfer-cubin appears installed, so nothing is downloaded
     import torch
