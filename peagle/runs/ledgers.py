@@ -14,7 +14,7 @@ from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_session_at, read_sessions
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
-from peagle.economics.request_work import read_work
+from peagle.economics.request_work import read_request_totals
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineFacts, EngineSession, Work, interpolate_session
@@ -173,7 +173,7 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
 
 def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
-    work = read_work(ledger)  # before the sessions, so that every request has a session
+    work = read_request_totals(ledger)  # before the sessions, so that every request has a session
 
     def at_time(session: EngineSession, moment: float) -> EngineSession:
         return read_session_at(ledger, session, moment)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.economics.ledger import append_beat, write_session
-from tests.unit.economics.month import BULK, SERVING, a_request, a_unit, at, write_run
+from tests.unit.economics.month import BULK, SERVING, a_unit, at, make_request_usage, write_run
 
 NUM_REQUESTS, NUM_ENGINES, NUM_UNITS = 1_000_000, 4, 1000
 MONTH_S = 30 * 86_400
@@ -23,7 +23,9 @@ def write_month(root):
     ledger = root / "serve" / "ledger"
     ledger.mkdir(parents=True)
     month_start, requests_per_engine = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
-    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json())
+    record = json.loads(
+        make_request_usage("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json()
+    )
     for engine in range(NUM_ENGINES):
         name = f"engine{engine}"
         states = {"load_s": 600.0, "busy_s": 1.0 * requests_per_engine, "idle_s": MONTH_S - 600.0 - requests_per_engine}

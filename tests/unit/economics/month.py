@@ -36,7 +36,7 @@ def a_unit(session_id, *, busy_s, tokens, finished_at, num_rows=1, cached=0, dra
     )  # fmt: skip
 
 
-def a_request(key, *, usd, tags=NO_TAGS, **usage):
+def make_request_usage(key, *, usd, tags=NO_TAGS, **usage):
     return RequestUsage(
         request_id=f"{key}-{usage['finished_at']}", key=key, model="gpt-oss-20b", drafter="head", outcome="ok",
         ttft_s=None, usd=usd, usage=a_unit("serving", **usage), tags=tags,
@@ -64,11 +64,11 @@ def write_endpoint(state):
     append_beat(ledger, AT_MIDNIGHT)
     append_beat(ledger, SERVING)
     tags = '{"project": "x", "team": "search"}'
-    alice = a_request(
+    alice = make_request_usage(
         "alice", usd=6.88, busy_s=3600.0, tokens=2_000_000, finished_at=at(11, 3, 23, 50), tags=tags, cached=400_000,
         drafted=drafts(640_000, 500_000, 400_000, 300_000, 160_000),
     )  # fmt: skip
-    bob = a_request(
+    bob = make_request_usage(
         "bob", usd=3.44, busy_s=1800.0, tokens=900_000, finished_at=at(11, 4, 1), tags=SERVING.tags,
         drafted=drafts(300_000, 250_000, 200_000, 100_000, 50_000),
     )  # fmt: skip

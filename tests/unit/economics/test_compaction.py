@@ -17,10 +17,10 @@ from peagle.economics.ledger import (
     write_batch,
     write_session,
 )
-from peagle.economics.request_work import WorkReader, read_work
+from peagle.economics.request_work import RequestTotalsReader, read_request_totals
 from peagle.errors import PeagleError
 from peagle.storage import storage_path, write_atomic
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 DAY_S = 86_400.0
 NOW = 100 * DAY_S
@@ -46,7 +46,8 @@ def write_engine(folder, session_id, *, end, num_requests=5, ended=True):
 
 def add_request(folder, session_id, number, end):
     append_request(
-        folder, a_request(f"{session_id}-{number}", session_id=session_id, usd=1.0, started_at=1.0, finished_at=end)
+        folder,
+        make_request_usage(f"{session_id}-{number}", session_id=session_id, usd=1.0, started_at=1.0, finished_at=end),
     )
 
 
@@ -57,7 +58,7 @@ def ledger(tmp_path):
     write_engine(tmp_path, "killed", end=NOW - 2 * DAY_S, ended=False)
     with (tmp_path / "requests-killed.jsonl").open("ab") as file:
         file.write(b'{"version": 1, "reque')
-    batch = a_request("batch_1", session_id="batch_1", usd=7.0, started_at=1.0, finished_at=NOW - 2 * DAY_S)
+    batch = make_request_usage("batch_1", session_id="batch_1", usd=7.0, started_at=1.0, finished_at=NOW - 2 * DAY_S)
     write_batch(tmp_path, batch)
     write_engine(tmp_path, "silent", end=NOW - 7200, ended=False)
     write_engine(tmp_path, "just ended", end=NOW - 60)
@@ -69,7 +70,7 @@ def contents(folder):
     sessions = sorted(read_sessions(folder), key=lambda session: session.session_id)
     return (
         sorted(request.request_id for request in RequestReader(folder).new()),
-        read_work(folder),
+        read_request_totals(folder),
         sessions,
         sorted(SessionReader(folder).all(), key=lambda session: session.session_id),
         [
@@ -129,7 +130,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
     assert len(steps) == 12, "five files are written, and seven deleted"
     for kill_at in range(len(steps)):
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
-        reader, work_reader = RequestReader(folder), WorkReader(folder)
+        reader, work_reader = RequestReader(folder), RequestTotalsReader(folder)
         first = next(reader.iter_new())
         assert sum(work.num_requests for _, work in work_reader.new()) == 21
         with monkeypatch.context() as patch:
@@ -156,7 +157,7 @@ def copy_ledger(ledger, folder):
 
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
-    reader, work_reader = RequestReader(ledger), WorkReader(ledger)
+    reader, work_reader = RequestReader(ledger), RequestTotalsReader(ledger)
     assert (len(reader.new()), sum(work.num_requests for _, work in work_reader.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
@@ -176,20 +177,20 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
         original(path, data)
         if path.name.endswith(".jsonl"):
             with (ledger / "requests-a.jsonl").open("ab") as file:
-                file.write(a_request("late", session_id="a").to_json() + b"\n")
+                file.write(make_request_usage("late", session_id="a").to_json() + b"\n")
             monkeypatch.setattr(compaction, "write_atomic", original)
 
     monkeypatch.setattr(compaction, "write_atomic", write)
     compact(ledger, NOW)
     assert "requests-a.jsonl" in names(ledger)
     assert len(RequestReader(ledger).new()) == 22
-    assert sum(work.num_requests for work in read_work(ledger).values()) == 22
+    assert sum(work.num_requests for work in read_request_totals(ledger).values()) == 22
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     random, stop, request_ids = Random(seed), threading.Event(), []
-    reader, work_reader, num_requests = RequestReader(tmp_path), WorkReader(tmp_path), 0
+    reader, work_reader, num_requests = RequestReader(tmp_path), RequestTotalsReader(tmp_path), 0
 
     def compact_often():
         clock = NOW
@@ -220,10 +221,10 @@ def test_a_ledger_on_s3(ledger, s3):
     folder = storage_path("s3://bucket/serve/ledger")
     for path in ledger.iterdir():
         write_atomic(folder / path.name, path.read_bytes())
-    before, sessions = read_work(folder), read_sessions(folder)
+    before, sessions = read_request_totals(folder), read_sessions(folder)
     result = compact(folder, NOW)
     assert (result.num_before, result.num_after) == (13, 11)
-    assert read_work(folder) == before
+    assert read_request_totals(folder) == before
     assert sorted(read_sessions(folder), key=str) == sorted(sessions, key=str)
 
 
@@ -231,4 +232,4 @@ def test_a_damaged_index_is_an_error(ledger):
     (ledger / "requests-merged-x.jsonl").write_bytes(b"")
     (ledger / "requests-merged-x.jsonl.index").write_text("{}")
     with pytest.raises(PeagleError, match="is damaged"):
-        read_work(ledger)
+        read_request_totals(ledger)

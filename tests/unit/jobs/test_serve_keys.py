@@ -8,7 +8,7 @@ import pytest
 from jobs import cli
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway.keys import find, read_keys
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
@@ -124,7 +124,7 @@ def test_list_shows_spending(tmp_path, capsys, monkeypatch):
     for record in read_keys(tmp_path / "keys.json"):
         for month, day, usd in ((11, 30, 3.0), (12, 1, 1.5)):
             finished_at = datetime(2026, month, day, 12, tzinfo=UTC).timestamp()
-            request = a_request(
+            request = make_request_usage(
                 f"{record.name}-{month}", account=record.account, usd=usd, started_at=1.0, finished_at=finished_at
             )
             append_request(tmp_path / "ledger", request)

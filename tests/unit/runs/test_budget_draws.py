@@ -3,10 +3,16 @@ from datetime import UTC, date, datetime
 import pytest
 
 from peagle.economics.ledger import append_request
-from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, read_draws, write_draw
+from peagle.economics.shared_budgets import (
+    RunSpending,
+    SharedBudget,
+    edit_budgets,
+    read_run_spending,
+    write_run_spending,
+)
 from peagle.errors import ConfigError
 from peagle.runs.budget_draws import TagDraw
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 SEARCH = '{"team": "search"}'
 DAYS = [date(2026, 11, 30), date(2026, 12, 1)]
@@ -35,7 +41,7 @@ def make_draw(ledger, today, clock):
 
 def spend(ledger, usd, tags=SEARCH, day=DAYS[0]):
     at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
-    append_request(ledger, a_request(f"{usd}{at}", usd=usd, tags=tags, started_at=1.0, finished_at=at))
+    append_request(ledger, make_request_usage(f"{usd}{at}", usd=usd, tags=tags, started_at=1.0, finished_at=at))
 
 
 def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
@@ -70,13 +76,15 @@ def test_cost_of_attempts_counts_once_per_day(ledger, make_draw, today):
     second = make_draw()
     assert second.reached(3.5, 0.5) is None
     second.end(12.0)
-    (draw,) = read_draws(ledger)
+    (draw,) = read_run_spending(ledger)
     assert (dict(draw.usd_by_day), draw.held_usd) == ({NUMBERS[0]: 3.0, NUMBERS[1]: 9.0}, 0.0)
     assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first $3 were spent last month"
 
 
 def test_reservation_of_a_killed_run_expires(ledger, make_draw):
-    write_draw(ledger, Draw(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0))
+    write_run_spending(
+        ledger, RunSpending(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0)
+    )
     assert make_draw().reached(1.0, 0.5) is None
 
 

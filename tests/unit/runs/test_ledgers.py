@@ -11,7 +11,7 @@ from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
 from peagle.storage import storage_path, write_atomic
 from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
 def total_spend(sources, days=None):
@@ -111,7 +111,7 @@ def test_batch_run_counts_once_with_its_endpoint(month):
     batches_only = find_ledgers(["batches"])
     assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
     endpoint_only = total_spend(find_ledgers(["serve"]))
-    write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
+    write_batch(month / "serve" / "ledger", make_request_usage("batch_1", session_id="batch_1", usd=3.0))
     both = find_ledgers(["serve", "batches"])
     assert total_spend(both).attributed_usd == pytest.approx(endpoint_only.attributed_usd + 3.0)
     assert total_spend(both).idle_usd == pytest.approx(endpoint_only.idle_usd)

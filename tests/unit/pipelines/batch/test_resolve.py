@@ -15,8 +15,8 @@ HERE = hardware.detect()
 CPU = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
 
 
-def resolved(columns=("prompt",), *, is_batch=False, **keys):
-    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **keys)
+def resolved(columns=("prompt",), *, is_batch=False, **options):
+    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **options)
     return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
@@ -28,46 +28,46 @@ def test_sampling_column():
 
 
 def test_lookup_is_in_the_fingerprint():
-    def drafter(**keys):
-        return resolved(num_speculative_tokens=3, **keys).fingerprint("corpus")["drafter"]
+    def drafter(**options):
+        return resolved(num_speculative_tokens=3, **options).fingerprint("corpus")["drafter"]
 
     assert drafter(draft_lookup="on") == {**drafter(), "lookup": True}
     assert drafter(draft_lookup="off") == drafter()
 
 
-def test_drafter_watch_needs_a_drafter():
+def test_drafter_is_watched_only_if_there_is_one():
     assert resolved().drafter_watch() is None
     assert resolved(num_speculative_tokens=3).drafter_watch() is not None
 
 
 @pytest.mark.parametrize(
-    ("columns", "keys", "message"),
+    ("columns", "options", "message"),
     [
         (["promt"], {}, "input in.csv has no column 'prompt' or 'messages'; it has: promt"),
         (["prompt"], {"prompt_column": "question"}, "input in.csv has no column 'question'"),
         (["prompt"], {"sampling_column": "mine"}, "input in.csv has no column 'mine'"),
     ],
 )
-def test_missing_column_is_named_with_the_file(columns, keys, message):
+def test_missing_column_is_named_with_the_file(columns, options, message):
     with pytest.raises(InputError, match=message):
-        resolved(columns, **keys)
+        resolved(columns, **options)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"max_tokens": 9000}, "max_tokens: 9000 exceeds the context of 8192"),
         ({"n": 2}, "n: 2 responses require a temperature above 0"),
     ],
 )
-def test_invalid_sampling_is_refused(keys, message):
+def test_invalid_sampling_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        resolved(**keys)
+        resolved(**options)
 
 
 def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
-    def run(machine, **keys):
-        config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
+    def run(machine, **options):
+        config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **options)
         return resolve_run(config, machine=machine)
 
     gpu = hardware.Hardware(
@@ -98,7 +98,7 @@ def test_nodes_per_engine(embedded_target):
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
 
-def test_other_engines_determine_the_placement():
+def test_engines_already_on_the_nodes_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
     run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
@@ -127,29 +127,29 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
         return resolve_run(config)
 
     try:
-        here, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+        local, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
         localize.cache_clear()
-    assert remote.fingerprint("corpus") == here.fingerprint("corpus")
+    assert remote.fingerprint("corpus") == local.fingerprint("corpus")
     assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
-    assert here.spec.commits == {}
+    assert local.spec.commits == {}
     assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch the weights
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "keys", "has_code", "is_eager"),
+    ("num_rows", "options", "has_compiled", "is_eager"),
     [
         (3, {}, False, True),
-        (3, {}, True, False),  # compiled code is loaded in seconds
+        (3, {}, True, False),  # cached compiled code loads in seconds
         (3, {"enforce_eager": False}, False, False),
         (1000, {}, False, False),
         (1000, {"max_tokens": 2}, False, True),
         (1000, {"enforce_eager": True}, False, True),
     ],
 )
-def test_short_runs_on_cpus_are_not_compiled(embedded_target, monkeypatch, num_rows, keys, has_code, is_eager):
-    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
-    config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **keys)
+def test_short_runs_on_cpus_are_not_compiled(embedded_target, monkeypatch, num_rows, options, has_compiled, is_eager):
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_compiled)
+    config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **options)
     run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), CPU)
     assert run.spec.enforce_eager is is_eager

@@ -8,7 +8,7 @@ from peagle.economics.ledger import append_request
 from pipelines.online.budgets import Budgets
 from pipelines.online.gateway.keys import new_key
 from pipelines.online.totals import Totals, totals_of
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
 def test_batch_reserves_what_requests_leave():
@@ -79,7 +79,7 @@ def test_settled_request_counts_once(read):
         budgets.reserve_request(name, "alice", 1, 0.1)
         if is_answered_first:
             budgets.settle_request(name, "alice", 0.25)
-        read(a_request(name, usd=0.25))
+        read(make_request_usage(name, usd=0.25))
         budgets.settle_request(name, "alice", 0.25)
     assert budgets.spent_usd("alice") == 0.5
 
@@ -88,7 +88,7 @@ def test_ledger_overrides_the_settled_cost(read):
     budgets = read()
     budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0)
-    read(a_request("r", usd=0.25))
+    read(make_request_usage("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
 
 
@@ -97,12 +97,14 @@ def test_late_record_of_a_released_request_counts(read):
     budgets.reserve_request("r", "alice", 1, None)
     budgets.release_request("r", "alice")
     assert budgets.reserve_request("s", "alice", 1, None) is None
-    read(a_request("r", usd=0.25))
+    read(make_request_usage("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
 
 
 def test_settled_batch_counts_once(read):
-    batch = replace(a_request("batch_1", usd=0.5), usage=replace(a_request("batch_1").usage, session_id="batch_1"))
+    batch = replace(
+        make_request_usage("batch_1", usd=0.5), usage=replace(make_request_usage("batch_1").usage, session_id="batch_1")
+    )
     budgets = read(batch)
     budgets.settle_batch("batch_1", ["alice"], 0.5)
     assert budgets.spent_usd("alice") == 0.5
@@ -111,17 +113,17 @@ def test_settled_batch_counts_once(read):
 def test_new_key_with_a_reused_name_has_no_spend(read):
     _, before = new_key("alice", budget_usd=0.5)
     _, after = new_key("alice", budget_usd=0.5)
-    budgets = read(a_request("r", usd=0.75, account=before.account))
+    budgets = read(make_request_usage("r", usd=0.75, account=before.account))
     assert budgets.refusal(before.account, before.budget_usd) == "spent"
     assert budgets.refusal(after.account, after.budget_usd) is None
     budgets.reserve_request("s", after.account, after.budget_usd, 0.1)
-    read(a_request("s", usd=0.25, account=after.account))
+    read(make_request_usage("s", usd=0.25, account=after.account))
     assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
 
 
 def test_old_records_count_by_key_name(read):
     _, alice = new_key("alice")
-    budgets = read(a_request("r", usd=0.75))
+    budgets = read(make_request_usage("r", usd=0.75))
     assert budgets.spent_usd(alice.account) == 0.75
     assert budgets.spent_usd("alice") == 0.75
 
@@ -131,7 +133,7 @@ DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12,
 
 def request_on(day, usd, request_id="r"):
     at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
-    return a_request(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
+    return make_request_usage(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
 
 
 @pytest.mark.parametrize(

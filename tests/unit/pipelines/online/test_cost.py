@@ -18,7 +18,7 @@ from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally, Context
 from tests.unit.economics.month import at, write_endpoint
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, like `engine_account`
 
@@ -167,7 +167,7 @@ def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days
     now = 1_800_000_000.0
     window_start = (now - days_ago * 86_400) // step_s * step_s
     for number, ended in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
-        append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
+        append_request(tmp_path, make_request_usage(str(number), started_at=ended - 0.5, finished_at=ended))
     result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
     assert result["total"]["num_requests"] == 3
 

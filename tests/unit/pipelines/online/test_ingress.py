@@ -28,7 +28,7 @@ from pipelines.online.wire import Context, WholeAnswer, encoded
 CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
-def a_request(context=CONTEXT, record_usage=lambda usage: None):
+def make_request_usage(context=CONTEXT, record_usage=lambda usage: None):
     """An admitted chat."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
@@ -63,7 +63,7 @@ def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
     peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    request = a_request(Context(request_id="r", key="alice", cap_tokens=tokens))
+    request = make_request_usage(Context(request_id="r", key="alice", cap_tokens=tokens))
     sent = asyncio.run(peagle_ingress.chat(Chat(model="m", messages=[]), request))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
@@ -115,7 +115,7 @@ def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemake
 
 
 def test_request_that_crashed_its_engine_is_not_retried():
-    assert asyncio.run(answer_and_calls(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
+    assert asyncio.run(answer_and_calls(make_request_usage(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
 def crash_with_later_request(request, *ends):
@@ -135,8 +135,8 @@ def crash_with_later_request(request, *ends):
 
 
 def test_older_request_is_retried_once():
-    assert crash_with_later_request(a_request(), EngineDeadError(), "answer") == ("answer", 2)
-    assert crash_with_later_request(a_request(), EngineDeadError(), EngineDeadError(), "answer") == (
+    assert crash_with_later_request(make_request_usage(), EngineDeadError(), "answer") == ("answer", 2)
+    assert crash_with_later_request(make_request_usage(), EngineDeadError(), EngineDeadError(), "answer") == (
         "engine_crashed",
         2,
     )
@@ -145,8 +145,8 @@ def test_older_request_is_retried_once():
 def test_request_is_retried_on_live_engines(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
     dead = EngineUnavailable()
-    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
-    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
+    assert asyncio.run(answer_and_calls(make_request_usage(), dead, dead, dead, "answer")) == ("answer", 4)
+    assert asyncio.run(answer_and_calls(make_request_usage(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
@@ -160,7 +160,7 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         return await anext(stream_parts(parts, USAGE_RECORDER.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
-    chat_request = a_request(record_usage=reports.append)
+    chat_request = make_request_usage(record_usage=reports.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), chat_request))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert reports == [{"usage": {"completion_tokens": 2}}]
@@ -170,7 +170,7 @@ def test_whole_answer_passes_unparsed(monkeypatch):
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
 def test_other_errors_are_not_retried(error, code):
-    assert asyncio.run(answer_and_calls(a_request(), error, "answer")) == (code, 1)
+    assert asyncio.run(answer_and_calls(make_request_usage(), error, "answer")) == (code, 1)
 
 
 def test_batches_use_current_keys(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from peagle.economics.usage import RequestUsage
 from peagle.speculation import SpeculationStats
 from pipelines.online import totals as module
 from pipelines.online.totals import TokenPrice, Totals
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(15, 10, 5), num_lookup_tokens=7)
 
@@ -26,7 +26,7 @@ def append(folder, *numbers, session="s"):
     for number in numbers:
         usage = {"started_at": 1000.0 + 30 * number, "finished_at": 1002.2 + 30 * number, "speculation": DRAFTS}
         key = ("alice", "bob")[number % 2]
-        append_request(folder, a_request(f"r{number}", session_id=session, key=key, usd=number / 7, **usage))
+        append_request(folder, make_request_usage(f"r{number}", session_id=session, key=key, usd=number / 7, **usage))
 
 
 def read_totals(folder):
@@ -58,7 +58,7 @@ def parsed(monkeypatch):
 
 def test_next_process_continues_from_the_checkpoint(tmp_path, monkeypatch, parsed):
     append(tmp_path, *range(20))
-    batch = a_request("batch_1", session_id="batch_1", usd=3.0)
+    batch = make_request_usage("batch_1", session_id="batch_1", usd=3.0)
     write_batch(tmp_path, batch)
     read_totals(tmp_path)
     append(tmp_path, 20, 21)
@@ -221,7 +221,7 @@ def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):
     for number in range(100 * 24):
         ended = 1e9 + number * 3600 + number % 3600
         usage = {"started_at": ended - 1, "finished_at": ended}
-        append_request(tmp_path, a_request(f"r{number}", usd=number / 7, **usage))
+        append_request(tmp_path, make_request_usage(f"r{number}", usd=number / 7, **usage))
     monkeypatch.setattr(module, "_MIN_UNSAVED", 400)
     newest, cells = ended // 60, read_totals(tmp_path).cells
     for cell in cells:
@@ -265,7 +265,7 @@ def test_adding_a_follower_does_not_wait_for_a_read(tmp_path, monkeypatch):
 
     def slow(reader):
         may_end.wait(10)
-        yield a_request("late")
+        yield make_request_usage("late")
 
     monkeypatch.setattr(module.RequestReader, "iter_new", slow)
     totals.read_in_background()
@@ -291,7 +291,7 @@ def price_of(*requests):
 
 
 def test_prices_of_prompt_and_output():
-    price = price_of(a_request())
+    price = price_of(make_request_usage())
     assert price.usd_per_prompt_token == pytest.approx(0.2 * 0.01 / 100)
     assert price.usd_per_output_token == pytest.approx(2 * 0.01 / 40)
     assert price.max_usd(prompt_tokens=1000, output_tokens=10) == pytest.approx(0.02 + 0.005)
@@ -312,52 +312,57 @@ def test_prices_of_prompt_and_output():
 )
 def test_cheap_requests_do_not_lower_the_price(cheap):
     """The attack would be a hundred cheap requests, then many concurrent expensive ones."""
-    price, usual = price_of(*[a_request(**cheap)] * 100), price_of(a_request())
+    price, usual = price_of(*[make_request_usage(**cheap)] * 100), price_of(make_request_usage())
     assert price.usd_per_output_token == pytest.approx(usual.usd_per_output_token)
     assert price.usd_per_prompt_token == pytest.approx(usual.usd_per_prompt_token)
 
 
 def test_single_token_choices_do_not_lower_the_price():
     first_only = {"num_output_tokens": 10, "num_choices": 10, "busy_s": 0.2, "finished_at": 1000.2, "usd": 0.002}
-    assert price_of(*[a_request(**first_only)] * 100).usd_per_output_token >= price_of(a_request()).usd_per_output_token
-    mixed = price_of(*[a_request(**first_only)] * 100, a_request())
-    assert mixed.usd_per_output_token == pytest.approx(price_of(a_request()).usd_per_output_token)
+    assert (
+        price_of(*[make_request_usage(**first_only)] * 100).usd_per_output_token
+        >= price_of(make_request_usage()).usd_per_output_token
+    )
+    mixed = price_of(*[make_request_usage(**first_only)] * 100, make_request_usage())
+    assert mixed.usd_per_output_token == pytest.approx(price_of(make_request_usage()).usd_per_output_token)
 
 
 def test_long_prompts_do_not_raise_the_output_price():
-    long = a_request(num_prompt_tokens=10_000, ttft_s=20.0, finished_at=1022.0, busy_s=22.0, usd=0.22)
+    long = make_request_usage(num_prompt_tokens=10_000, ttft_s=20.0, finished_at=1022.0, busy_s=22.0, usd=0.22)
     assert price_of(long).usd_per_output_token == pytest.approx(0.0005)
     assert price_of(long).usd_per_prompt_token == pytest.approx(0.00002)
 
 
 def test_shared_price():
-    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three concurrent requests: a quarter of its 2.2 s
+    price = price_of(
+        make_request_usage(busy_s=0.55, usd=0.0055)
+    )  # with three concurrent requests: a quarter of its 2.2 s
     assert price.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
-    single = price_of(a_request())
+    single = price_of(make_request_usage())
     assert single.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
     assert TokenPrice().expected_usd(prompt_tokens=1, output_tokens=1) is None
 
 
 def test_prompt_price_is_at_most_the_output_price():
-    short = a_request(num_prompt_tokens=1)
+    short = make_request_usage(num_prompt_tokens=1)
     assert price_of(short).usd_per_prompt_token == price_of(short).usd_per_output_token
-    without_ttft = a_request(ttft_s=None)  # all its time counts as output
+    without_ttft = make_request_usage(ttft_s=None)  # all its time counts as output
     assert price_of(without_ttft).usd_per_output_token == pytest.approx(2.2 * 0.01 / 41)
     assert price_of(without_ttft).usd_per_prompt_token == price_of(without_ttft).usd_per_output_token
 
 
 def test_price_follows_recent_requests():
-    expensive = a_request(finished_at=1020.2, busy_s=20.2, usd=0.202)
-    price = price_of(*[expensive] * 50, *[a_request()] * 200)
+    expensive = make_request_usage(finished_at=1020.2, busy_s=20.2, usd=0.202)
+    price = price_of(*[expensive] * 50, *[make_request_usage()] * 200)
     assert price.usd_per_output_token == pytest.approx(0.0005, rel=0.25)
 
 
 @pytest.mark.parametrize("change", [{"outcome": "failed", "usd": 0.0}, {"num_output_tokens": 0}, {"busy_s": 0.0}])
 def test_requests_without_output_have_no_price(change):
-    price = price_of(a_request(**change))
+    price = price_of(make_request_usage(**change))
     assert not price.is_known
     assert price.max_usd(prompt_tokens=1, output_tokens=1) is None
 
 
 def test_free_requests_have_a_price_of_zero():
-    assert price_of(a_request(usd=0.0)).max_usd(prompt_tokens=1, output_tokens=1) == 0
+    assert price_of(make_request_usage(usd=0.0)).max_usd(prompt_tokens=1, output_tokens=1) == 0

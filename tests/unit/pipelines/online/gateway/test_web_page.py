@@ -24,7 +24,7 @@ def test_page_has_a_strict_content_security_policy():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_files_have_a_content_type_and_load_nothing_external(path):
+def test_files_have_a_content_type_and_load_nothing_from_other_hosts(path):
     answer = get_page(path.name)
     assert answer.body == path.read_bytes()
     assert answer.headers["content-type"].split(";")[0].split("/")[1] in {"html", "css", "javascript", "svg+xml"}
