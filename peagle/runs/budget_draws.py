@@ -35,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 class TagDraw:
-    """A run's spending from tag budgets in an endpoint's ledger. All attempts of a run have the same `run` and `tags` (JSON).
+    """A run's spending from tag budgets in an endpoint's ledger.
+
+    `run` and `tags` (JSON) are the same for all attempts of the run.
 
     Raises ConfigError if there is no such ledger.
     """

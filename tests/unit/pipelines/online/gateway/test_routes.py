@@ -215,7 +215,7 @@ def response_to(app, method, path):
 
 
 async def fail_on_message(*_):
-    raise AssertionError("a message was read or messages")
+    raise AssertionError("a message was read or sent")
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
