@@ -60,7 +60,7 @@ def test_month_of_a_million_records(tmp_path):
         process = subprocess.Popen([*command, "--format", "json"], cwd=tmp_path, env=environment, stdout=out)
         _, status, used = os.wait4(process.pid, 0)
     took_s, peak_bytes = time.monotonic() - started_at_s, used.ru_maxrss * 1024
-    cpu_s = used.ru_utime + used.ru_stime  # unlike wall time, does not depend on other jobs on the machine
+    cpu_s = used.ru_utime + used.ru_stime  # unlike wall time, it does not depend on other jobs on the machine
     process.returncode = os.waitstatus_to_exitcode(status)
     print(f"{took_s:.1f} s, {cpu_s:.1f} s of CPU, {peak_bytes / 2**20:.0f} MiB")  # noqa: T201
     assert process.returncode == 0

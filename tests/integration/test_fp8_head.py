@@ -1,4 +1,4 @@
-"""vLLM's drafter class loads an FP8 head in FP8 and computes with its values, on a CPU.
+"""On a CPU, vLLM's drafter class loads an FP8 head in FP8 and computes with its values.
 
 The test runs in a separate process, because vLLM's distributed state is global. It starts no engine.
 """
@@ -50,7 +50,8 @@ def test_fp8_head_in_vllm_equals_its_bf16_conversion(tmp_path, embedded_target, 
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
-    # The FP8 head also rounds activations; the shipped head's weights are not rounded. A lost scale would change more.
+    # Small distances are rounding: the FP8 head also rounds activations, the shipped head does not round weights.
+    # Without its scales, a head would differ much more.
     _, fp8_distance, shipped_distance = result["distances"]
     assert 0 < fp8_distance < 0.1
     assert 0 < shipped_distance < 0.1

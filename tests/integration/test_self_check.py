@@ -19,8 +19,8 @@ def test_wrong_kernel_is_detected(drafter, fault, num_tokens, embedded_target, t
     command = [sys.executable, str(script), drafter, fault, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    first, again, wrong = json.loads(out.read_text())
-    assert [check["outcome"] for check in (first, again)] == ["passed", "passed"]
+    first, repeated, with_fault = json.loads(out.read_text())
+    assert [check["outcome"] for check in (first, repeated)] == ["passed", "passed"]
     assert first["num_tokens"] == num_tokens
-    assert wrong["outcome"] == "failed"
-    assert "of the greedy answer is" in wrong["seen"]
+    assert with_fault["outcome"] == "failed"
+    assert "of the greedy answer is" in with_fault["seen"]
