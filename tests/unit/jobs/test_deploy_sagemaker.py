@@ -12,10 +12,10 @@ FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace SageMaker by a class that records calls."""
+    """Replace the client of SageMaker's API by a class that records its calls."""
     calls = []
 
-    class Api:
+    class FakeApi:
         def __init__(self, region, *, say):
             calls.append(region)
 
@@ -27,7 +27,7 @@ def calls(monkeypatch):
             calls.append(name)
             return RemovedEndpoint(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
 
-    monkeypatch.setattr(sagemaker_api, "SageMaker", Api)
+    monkeypatch.setattr(sagemaker_api, "SageMaker", FakeApi)
     return calls
 
 
@@ -72,7 +72,7 @@ def test_sagemaker_down(calls, capsys):
         ((MODEL, *FLAGS, "--role", "me"), "role: must have the form arn:aws:iam"),
     ],
 )
-def test_sagemaker_bad_usage(calls, capsys, arguments, reason):
+def test_invalid_arguments_are_refused(calls, capsys, arguments, reason):
     assert cli.run(["deploy", "sagemaker", *arguments]) == 2
     assert reason in capsys.readouterr().err
     assert calls == []

@@ -3,7 +3,7 @@ from peagle.economics.ledger import write_batch
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
-def test_ledger_compact(tmp_path, monkeypatch, capsys):
+def test_compaction_reports_the_number_of_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for number in range(20):
         name = f"batch_{number}"

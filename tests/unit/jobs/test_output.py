@@ -1,4 +1,4 @@
-"""Output to closed pipes, in encodings without some characters, and with file names that are not UTF-8."""
+"""Output to closed pipes, to encodings that lack a character, and with file names that are not UTF-8."""
 
 import json
 import os
@@ -12,7 +12,7 @@ SIGPIPE_CODE = 141
 
 
 def run(*argv, **environment):
-    """Run the command; return its streams as bytes."""
+    """Run `peagle`. Return the finished process, with its output as bytes."""
     return subprocess.run(
         [*PEAGLE, *argv], capture_output=True, env={**os.environ, **environment}, timeout=120, check=False
     )
@@ -33,7 +33,7 @@ def test_closed_pipe_ends_command_silently(argv, unbuffered):
     assert stderr == b"" or "--json" in argv  # with --json -, text is on standard error
 
 
-def test_pipe_into_head():
+def test_pipe_into_head_prints_no_error():
     command = f"set -o pipefail; {sys.executable} -m jobs.cli models | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")

@@ -1,4 +1,4 @@
-"""`peagle runs`, `peagle show` and `Run`, on a run of which half is committed."""
+"""`peagle runs`, `peagle show` and the class `Run`, with a run that is half committed."""
 
 import json
 import shutil
@@ -16,6 +16,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "run"
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with a run, an empty folder and the folder of a training."""
     shutil.copytree(GOLDEN, tmp_path / "runs" / "july" / "first")
     (tmp_path / "runs" / "empty").mkdir()
     training = tmp_path / "runs" / "head"

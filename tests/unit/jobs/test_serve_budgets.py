@@ -9,7 +9,7 @@ from tests.unit.pipelines.online.ledgers import make_request_usage
 
 @pytest.fixture
 def budgets(tmp_path):
-    """Run `peagle serve budgets`; return its exit code."""
+    """Return a function that runs `peagle serve budgets` and returns the exit code."""
     return lambda *arguments: cli.run(["serve", "budgets", *arguments, "--state", str(tmp_path)])
 
 
@@ -41,5 +41,5 @@ def test_set_list_and_remove_budgets(tmp_path, budgets, capsys):
     [("set",), ("set", "team=search"), ("set", "search", "--budget-usd", "5"), ("set", "a=b", "--budget-usd", "-1"),
      ("list", "--every", "day"), ("remove",)],
 )  # fmt: skip
-def test_bad_usage_is_refused(budgets, arguments):
+def test_invalid_arguments_are_refused(budgets, arguments):
     assert budgets(*arguments) == 2
