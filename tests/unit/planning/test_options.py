@@ -14,8 +14,8 @@ from pipelines.online.config import ServeConfig
 QWEN = "qwen3-coder-30b-a3b-instruct"
 
 
-def plan(**keys):
-    return make_plan(PlanConfig(**({"measured": QWEN, "tokens": "2B", "start_s": 300} | keys)))
+def plan(**options):
+    return make_plan(PlanConfig(**({"measured": QWEN, "tokens": "2B", "start_s": 300} | options)))
 
 
 def test_every_machine_with_the_accelerator_is_compared():
@@ -64,7 +64,7 @@ def machine(**changes):
     return Machine(price=price, **values)  # type: ignore[arg-type]
 
 
-SPOT = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
+INTERRUPTED = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
 def test_estimate_without_interruptions():
@@ -76,7 +76,7 @@ def test_estimate_without_interruptions():
 
 
 def test_estimate_with_interruptions():
-    result = estimate(machine(**SPOT), 1, 360_000)
+    result = estimate(machine(**INTERRUPTED), 1, 360_000)
     assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the example at the top of options.py
     assert result.wall_s == pytest.approx(3723.5, abs=0.1)
     assert result.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
@@ -89,8 +89,8 @@ def test_devices_without_an_engine_are_idle():
     assert result.usd == pytest.approx(1000 * 0.001)
 
 
-@pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
-def test_machines_for_is_minimal(changes):
+@pytest.mark.parametrize("changes", [{}, INTERRUPTED, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
+def test_number_of_machines_is_the_smallest_that_is_in_time(changes):
     candidate = machine(**changes)
     num_machines = count_machines(candidate, 50e6, 7200, provision_s=180)
     assert num_machines > 2
@@ -99,7 +99,7 @@ def test_machines_for_is_minimal(changes):
         assert (result.wall_s <= 7200 + 1e-6) is is_in_time
 
 
-def test_a_service_does_not_pay_during_replacements():
+def test_service_does_not_pay_while_a_machine_is_replaced():
     candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert candidate.wall_per_paid == 2
     assert candidate.sustained_tokens_per_s == 50
@@ -107,7 +107,7 @@ def test_a_service_does_not_pay_during_replacements():
     assert option.usd_per_h == 3.6
 
 
-def test_published_speeds_by_model_and_the_command_to_run(capsys):
+def test_plan_with_published_speeds_prints_a_valid_command(capsys):
     assert cli.run(["plan", "--model", QWEN, "--tokens", "2B"]) == 0
     text = capsys.readouterr().out
     assert "300 s to start an engine" in text
