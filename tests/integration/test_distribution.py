@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chi_square import FEWEST, p_value, power, sharpened
+from chi_square import MIN_EXPECTED, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
@@ -53,7 +53,7 @@ def expected(target, tokens_of):
 
     @functools.cache
     def probabilities(text, top_p):
-        return joint_probabilities(target, tokens_of(text), top_p, FEWEST / NUM_SAMPLES)
+        return joint_probabilities(target, tokens_of(text), top_p, MIN_EXPECTED / NUM_SAMPLES)
 
     return probabilities
 

@@ -5,7 +5,7 @@ import pytest
 from peagle.key_values import parse_pairs
 
 
-def test_parse_pairs() -> None:
+def test_keys_are_stripped_and_values_kept() -> None:
     assert parse_pairs([" a = b=c ", "d="]) == {"a": " b=c ", "d": ""}
     assert parse_pairs([]) == {}
 

@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
-    keep_private()  # a command and its actor may run in the same process, so a second call has no effect
+    keep_private()  # has no effect, because a command and its actor can run in the same process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -108,7 +108,7 @@ def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
 
 
 def test_command_writes_private_files(shared, tmp_path):
-    """The umask is permissive, so the command itself must restrict access."""
+    """The umask is permissive, so the command must restrict access."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]
@@ -117,13 +117,13 @@ def test_command_writes_private_files(shared, tmp_path):
     assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]
 
 
-def test_unknown_home(monkeypatch):
+def test_unknown_home_is_refused(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
 
-    def unknown(uid):
+    def raise_unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user ids of some clusters
+    monkeypatch.setattr("pwd.getpwuid", raise_unknown)  # like the arbitrary user ids of some clusters
     with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
         user_path("~/.peagle")
     assert refused.value.exit_code == 2
@@ -132,7 +132,7 @@ def test_unknown_home(monkeypatch):
         user_path("~nobody-here/x")
 
 
-def test_require_short_sockets():
+def test_too_long_socket_path_is_refused():
     require_short_sockets("Ray", "/" + 56 * "x", num_bytes=50)
     with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as refused:
         require_short_sockets("Ray", "/" + 57 * "x", num_bytes=50)

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from config_only import HEAD, TARGET
-from moving_hub import FIRST
+from moving_hub import FIRST_COMMIT
 
 from peagle.bench.acceptance import evaluate
 from peagle.bench.config import BenchConfig, EvaluateConfig
@@ -94,8 +94,8 @@ class TokenizerLoaded(Exception):  # noqa: N818
     ],
 )
 def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, measure, config, options):
-    moving_hub.push("org/model", FIRST, TARGET)
-    moving_hub.push("org/head", FIRST, HEAD | {"speculators_model_type": "peagle"})
+    moving_hub.push("org/model", FIRST_COMMIT, TARGET)
+    moving_hub.push("org/head", FIRST_COMMIT, HEAD | {"speculators_model_type": "peagle"})
 
     def tokenizer_of(*args):
         raise TokenizerLoaded(args)
@@ -106,4 +106,4 @@ def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, me
             MeasurementListener(),
             tokenizer_of=tokenizer_of,
         )
-    assert loaded.value.args == (("org/model", FIRST),)
+    assert loaded.value.args == (("org/model", FIRST_COMMIT),)

@@ -201,18 +201,10 @@ def test_existing_s3_key_is_not_a_glob(put_object):
     for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
         put_object(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
-        assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [
-            f"s3://bucket/prompts/{name}"
-        ]
-        assert [row.columns["prompt"] for row in corpus.read_span(_only_span(f"s3://bucket/prompts/{name}"))] == [
-            "x"
-        ]
-    assert [file.path for file in discover("s3://bucket/prompts/set[1]")] == [
-        "s3://bucket/prompts/set[1]/a.jsonl"
-    ]
-    assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == [
-        "s3://bucket/prompts/set[1]/a.jsonl"
-    ]
+        assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [f"s3://bucket/prompts/{name}"]
+        assert [row.columns["prompt"] for row in corpus.read_span(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
+    assert [file.path for file in discover("s3://bucket/prompts/set[1]")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
+    assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
 
 
 def test_s3_glob_excludes_the_runs_own_folder(put_object):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from moving_hub import FIRST, SECOND
+from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 from rich.console import Console
 from usage_records import unit_usage
 
@@ -143,8 +143,8 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
 
     The function returns the engine spec.
     """
-    moving_hub.push("org/model", FIRST, MODEL)
-    moving_hub.push("org/head", FIRST, HEAD)
+    moving_hub.push("org/model", FIRST_COMMIT, MODEL)
+    moving_hub.push("org/head", FIRST_COMMIT, HEAD)
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
     specs = []
     monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
@@ -165,19 +165,19 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
 
 def test_run_keeps_the_commits_of_its_models(hub_run, moving_hub):
     before = hub_run()
-    assert before.commits == {"org/model": FIRST, "org/head": FIRST}
-    moving_hub.push("org/model", SECOND, MODEL)
-    moving_hub.push("org/head", SECOND, HEAD)
+    assert before.commits == {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
+    moving_hub.push("org/model", SECOND_COMMIT, MODEL)
+    moving_hub.push("org/head", SECOND_COMMIT, HEAD)
     assert hub_run() == before
-    assert hub_run("another").commits == {"org/model": SECOND, "org/head": SECOND}
+    assert hub_run("another").commits == {"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}
 
 
 def test_batch_uses_the_endpoints_commits(hub_run, moving_hub):
-    endpoint = {"org/model": FIRST, "org/head": FIRST}
-    moving_hub.push("org/model", SECOND, MODEL)
-    moving_hub.push("org/head", SECOND, HEAD)
+    endpoint = {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
+    moving_hub.push("org/model", SECOND_COMMIT, MODEL)
+    moving_hub.push("org/head", SECOND_COMMIT, HEAD)
     assert hub_run(commits=endpoint).commits == endpoint
-    assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint
+    assert hub_run(commits={"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}).commits == endpoint
 
 
 def test_nodes_per_engine_needs_a_cluster(monkeypatch, tmp_path):
