@@ -43,12 +43,13 @@ def test_damaged_budgets_are_an_error(tmp_path, text):
         read_budgets(tmp_path / "budgets.json")
 
 
-def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
-    both, search = '{"project": "x", "team": "search"}', '{"team": "search"}'
+def test_spending_of_runs_adds_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
+    project_and_team, team = '{"project": "x", "team": "search"}', '{"team": "search"}'
     write_run_spending(
-        tmp_path, RunSpending(run="a", tags=both, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0)
+        tmp_path,
+        RunSpending(run="a", tags=project_and_team, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0),
     )
-    write_run_spending(tmp_path, RunSpending(run="b", tags=search, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
+    write_run_spending(tmp_path, RunSpending(run="b", tags=team, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
     (tmp_path / "draw-c.json").write_text("{}")
     spent_by_tag, reserved = sum_run_spending(read_run_spending(tmp_path), now=1000.0)
     assert spent_by_tag == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
@@ -56,6 +57,6 @@ def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
     assert "draw-c.json" in caplog.text
 
 
-def test_engine_time_is_divided_by_day():
+def test_cost_of_engines_is_divided_by_day():
     session = engine_session(num_devices=2, started_at=MIDNIGHT - 600, busy_s=87_300.0, usd_per_device_s=0.001)
     assert engines_usd([session, session]) == pytest.approx({DAY - 1: 2.4, DAY: 345.6, DAY + 1: 1.2})

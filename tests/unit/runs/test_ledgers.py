@@ -10,7 +10,7 @@ from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
 from peagle.storage import storage_path, write_atomic
-from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
+from tests.unit.economics.month import BULK, make_unit_usage, timestamp, write_endpoint, write_nightly, write_run
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
@@ -106,7 +106,7 @@ def test_engine_facts_come_from_the_manifest(month):
 
 
 def test_batch_run_counts_once_with_its_endpoint(month):
-    units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
+    units = [make_unit_usage("bulk", busy_s=10.0, tokens=5, finished_at=timestamp(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
     batches_only = find_ledgers(["batches"])
     assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
@@ -120,13 +120,13 @@ def test_batch_run_counts_once_with_its_endpoint(month):
 
 def test_lent_engines_count_in_the_endpoints_ledger(month):
     lent = "20261101T000000-lent"
-    units = [a_unit(name, busy_s=10.0, tokens=5, finished_at=at(11, 30, 23)) for name in ("bulk", lent)]
+    units = [make_unit_usage(name, busy_s=10.0, tokens=5, finished_at=timestamp(11, 30, 23)) for name in ("bulk", lent)]
     write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
     assert total_spend(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
 
 
 def test_unit_without_session_is_an_error(month):
-    write_run(month / "lost", [], [a_unit("gone", busy_s=1.0, tokens=1, finished_at=at(11, 1, 1))])
+    write_run(month / "lost", [], [make_unit_usage("gone", busy_s=1.0, tokens=1, finished_at=timestamp(11, 1, 1))])
     with pytest.raises(PeagleError, match="not in the ledger: gone"):
         find_ledgers(["lost"])
 
@@ -144,7 +144,7 @@ def test_ledgers_on_s3(month, s3):
         for part in path.relative_to(month).parts:
             target = target / part
         write_atomic(target, path.read_bytes())
-    day = day_of(at(11, 3, 12))
+    day = day_of(timestamp(11, 3, 12))
     for days in (Days(), Days(day, day)):
         stored, local = (total_spend(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
         assert stored == local

@@ -17,7 +17,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally, Context
-from tests.unit.economics.month import at, write_endpoint
+from tests.unit.economics.month import timestamp, write_endpoint
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD per device-second, as in `engine_account`
@@ -175,7 +175,7 @@ def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days
 def test_statement_equals_that_of_the_command(tmp_path):
     write_endpoint(tmp_path)
     view = CostView(tmp_path / "ledger", PRICE)
-    days = Days(day_of(at(11, 3, 12)), day_of(at(11, 4, 12)))
+    days = Days(day_of(timestamp(11, 3, 12)), day_of(timestamp(11, 4, 12)))
     for by in (("key", "day"), ("tag:team",), ("model", "drafter", "instance"), ()):
         (ledger,) = find_ledgers([str(tmp_path)]).ledgers
         assert view.statement(by, days) == statement(charges(ledger, days), by, days)
