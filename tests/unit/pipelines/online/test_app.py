@@ -2,7 +2,6 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from pipelines.online.gateway.options import new_key, write_keys
 
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.economics.usage import EngineFacts
@@ -14,6 +13,7 @@ from pipelines.cluster.placement import Placement, on_accelerators
 from pipelines.online import app
 from pipelines.online.app import Served, endpoint_price, gate_settings, model_card, placements
 from pipelines.online.config import ServeConfig
+from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.sagemaker import SageMakerConfig
 
