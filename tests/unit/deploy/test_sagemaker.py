@@ -24,7 +24,7 @@ def drafting(resolved: Preset) -> dict[str, object]:
     return config
 
 
-def test_preset_uses_published_deployment() -> None:
+def test_preset_is_the_published_deployment() -> None:
     resolved = preset(card_of("qwen3-coder-30b-a3b-instruct"))
     assert drafting(resolved) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
     assert resolved.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
@@ -106,7 +106,7 @@ def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
     assert created.price.startswith("EC2's price of g7e.2xlarge")
 
 
-def test_s3_data_is_mounted_for_the_container() -> None:
+def test_model_and_head_on_s3_are_mounted_in_the_container() -> None:
     created = make_test_requests(model_data="s3://b/model", head_data="s3://b/head/")
     container = created.model["PrimaryContainer"]
     assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://b/model/"
@@ -116,7 +116,7 @@ def test_s3_data_is_mounted_for_the_container() -> None:
     assert "/opt/ml/additional-model-data-sources/eagle" in container["Environment"][VARIABLE]
 
 
-def test_options_reach_container_and_instances() -> None:
+def test_options_are_set_in_the_requests() -> None:
     created = make_test_requests(
         name="mine", instances=2, usd_per_hour=4.5, max_model_len=32768, ami_version="a", variables=["HF_HOME=/tmp/x=y"]
     )
@@ -144,7 +144,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], reason: str) -> No
         SageMakerOptions(**REQUIRED | options)
 
 
-def test_unknown_price_must_be_set() -> None:
+def test_instance_type_without_a_known_price_needs_one() -> None:
     with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
         make_test_requests(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint
@@ -165,8 +165,8 @@ def test_too_long_variable_is_refused() -> None:
 
 
 def test_too_small_instances_are_refused() -> None:
-    with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as refused:
+    with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as error:
         make_test_requests(instance_type="ml.g6.xlarge", usd_per_hour=1)
-    assert "larger instance type" in refused.value.hint
+    assert "larger instance type" in error.value.hint
     variables = {"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}
     assert make_test_requests(instance_type="ml.g6.12xlarge", usd_per_hour=1, variables=variables).usd_per_hour == 1
