@@ -38,10 +38,10 @@ def watch():
         return watches[-1].watching()
 
     yield start
-    for started in watches:
-        started._ended.set()
-        started._thread.join(5)
-        assert not started._thread.is_alive()
+    for ray_vitals in watches:
+        ray_vitals._ended.set()
+        ray_vitals._thread.join(5)
+        assert not ray_vitals._thread.is_alive()
 
 
 def test_dead_part_raises_in_main_thread(part, watch):

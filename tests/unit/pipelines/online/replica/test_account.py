@@ -30,9 +30,9 @@ def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
 
 def test_concurrent_requests_share_busy_seconds(engine_account, clock):
     engine_account.ready()
-    first_outcome, second = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
+    first, second = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
     clock.now += 4
-    assert first_outcome.finish("ok").usage.busy_s == pytest.approx(2)
+    assert first.finish("ok").usage.busy_s == pytest.approx(2)
     clock.now += 1
     assert second.finish("ok").usage.busy_s == pytest.approx(3)
 
