@@ -30,9 +30,9 @@ def test_generate_and_cost(tmp_path, write_jsonl, capsys):
 
 
 def test_invalid_options_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="unknown option 'max_token'") as raised:
+    with pytest.raises(ConfigError, match="unknown option 'max_token'") as error:
         peagle.generate("prompts.jsonl", output=str(tmp_path / "run"), max_token=4)
-    assert raised.value.hint.startswith("did you mean max_tokens")
+    assert error.value.hint.startswith("did you mean max_tokens")
     with pytest.raises(ConfigError, match="--output is required"):
         peagle.generate("prompts.jsonl")
     with pytest.raises(ConfigError, match=r"temperature: .* not -1"):

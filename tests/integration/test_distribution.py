@@ -95,8 +95,8 @@ def sampled(tokens_of, tmp_path):
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
         paths[0].write_text(json.dumps(job))
         command = [sys.executable, str(Path(__file__).with_name("sampled_tokens.py")), *map(str, paths)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(paths[1].read_text())
 
     return run

@@ -125,14 +125,14 @@ def _answers(spec, here, cases, folder):
     job, out = folder / "job.json", folder / "answers.json"
     job.write_text(json.dumps({"spec": spec.to_dict(), **cases}))
     script = Path(__file__).with_name("drafted_answers.py")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script), str(job), str(out)],
         env={**os.environ, **environment(spec, here)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(out.read_text())
 
 
@@ -143,7 +143,7 @@ def test_every_field_is_equal_with_a_drafter(answers):
     assert {name: different for name, different in result.items() if different} == {}
 
 
-def test_a_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
+def test_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
     """The head is random, so its drafts are rejected, and `verify="auto"` soon verifies fewer of them."""
     head = save_block_head(tmp_path / "head", embedded_target, verifier="smollm2-135m")
     drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="auto")

@@ -46,9 +46,9 @@ def test_fp8_head_in_vllm_equals_its_bf16_conversion(tmp_path, embedded_target, 
     quantize_head(shipped_head, tmp_path / "fp8")
     dequantize_head(tmp_path / "fp8", tmp_path / "values")
     folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", shipped_head)]
-    done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    result = json.loads(process.stdout.splitlines()[-1])
     assert result["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
     # Small distances are rounding: the FP8 head also rounds activations, the shipped head does not round weights.
     # Without its scales, a head would differ much more.

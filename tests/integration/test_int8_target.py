@@ -54,9 +54,9 @@ def probe_result(target, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PEAGLE_HOME", str(tmp_path_factory.mktemp("home")))
         folders = [str(target), str(ensure_int8(str(target)))]
-    done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_only_linear_layers_are_loaded_in_int8(probe_result):

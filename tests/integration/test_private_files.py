@@ -62,8 +62,8 @@ def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
         sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", parent / "run",
         "--rows-per-unit", "2", "--output-format", "jsonl",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert {path.name for path in (parent / "run").iterdir()} >= {
         "data",
         "failed",

@@ -239,7 +239,7 @@ with ray_cluster():
 
 
 def test_local_ray_listens_only_on_this_machine(tmp_path):
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LOCAL],
         cwd=ROOT,
         env=environment_of(tmp_path),
@@ -247,4 +247,4 @@ def test_local_ray_listens_only_on_this_machine(tmp_path):
         text=True,
         check=True,
     )
-    assert {ip.removeprefix("::ffff:") for ip in json.loads(done.stdout.splitlines()[-1])} == {"127.0.0.1"}
+    assert {ip.removeprefix("::ffff:") for ip in json.loads(result.stdout.splitlines()[-1])} == {"127.0.0.1"}

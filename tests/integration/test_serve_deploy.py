@@ -89,8 +89,8 @@ def num_output_tokens(url):
 def test_serve_deploy_starts_the_endpoint(cluster, environment, config):
     path, url = config
     command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert num_output_tokens(url) == {"one": 4, "other": 4}
 
 

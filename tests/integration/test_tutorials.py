@@ -48,7 +48,7 @@ def test_commands_of_a_tutorial_succeed(page, tmp_path, environment):
     for command in commands(page):
         *shell, source = command
         source = source.replace("127.0.0.1:8000", f"127.0.0.1:{environment['PEAGLE_PORT']}")
-        done = subprocess.run(
+        result = subprocess.run(
             [*shell, source],
             cwd=tmp_path,
             env=environment,
@@ -57,5 +57,5 @@ def test_commands_of_a_tutorial_succeed(page, tmp_path, environment):
             text=True,
             timeout=LIMIT_S,
         )
-        sys.stdout.write(f"\n$ {source}\n{done.stdout}")
-        assert done.returncode == 0
+        sys.stdout.write(f"\n$ {source}\n{result.stdout}")
+        assert result.returncode == 0

@@ -27,8 +27,8 @@ def test_serve_yaml_is_valid():
 
 def test_ray_env_has_the_variables_of_peagle_serve():
     script = f"set -a; . {DEPLOY / 'ray.env'}; set +a; env -0"
-    done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
-    variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
+    result = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
+    variables = dict(line.split("=", 1) for line in result.stdout.split("\0") if line.startswith("RAY_"))
     stop_s = float(variables.pop("RAY_JOB_STOP_WAIT_TIME_S"))
     assert stop_s > max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
     assert variables == {"RAY_AUTH_MODE": "token", **NODE_ENVIRONMENT, **proxy.ENVIRONMENT}

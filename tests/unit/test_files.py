@@ -161,9 +161,9 @@ def test_file_system_without_links_is_refused(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(files.os, "link", no_links)
-    with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as refused:
+    with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as error:
         files.require_links(tmp_path)
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2
     with pytest.raises(OSError, match="its file system has no hard links"):
         files.write_once(tmp_path / "a", b"1")
     assert list(tmp_path.iterdir()) == []

@@ -97,8 +97,8 @@ def test_docs_list_every_metric():
 @needs_promtool
 @pytest.mark.parametrize("arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
 def test_promtool_checks_files_and_alerts(arguments):
-    done = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_promtool
@@ -106,5 +106,5 @@ def test_promtool_checks_dashboard(tmp_path):
     rules = [{"record": f"r{number}", "expr": expression} for number, expression in enumerate(EXPRESSIONS.values())]
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr

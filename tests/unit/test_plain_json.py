@@ -88,9 +88,9 @@ def float_options():
 @pytest.mark.parametrize(("config_class", "name"), [*float_options()])
 @pytest.mark.parametrize("number", [*NON_FINITE, "nan", "inf"])
 def test_configurations_refuse_non_finite_numbers(config_class, name, number):
-    with pytest.raises(pydantic.ValidationError) as caught:
+    with pytest.raises(pydantic.ValidationError) as exception:
         config_class(**{name: number})
-    assert any(error["loc"] == (name,) for error in caught.value.errors()), name
+    assert any(error["loc"] == (name,) for error in exception.value.errors()), name
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,9 @@ def test_completed_calls_survive_power_cut(disk, images, call, check):
 @contextlib.contextmanager
 def mounted(image, where):
     where.mkdir()
-    done = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
+    result = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no loop device can be mounted here: {result.stderr.strip()}")
     try:
         yield where
     finally:

@@ -88,8 +88,8 @@ def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, f
 def test_keep_private_applies_to_children(shared):
     keep_private()
     code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
 
 
 @pytest.mark.parametrize("write", [write_atomic, write_once])
@@ -112,8 +112,8 @@ def test_command_writes_private_files(shared, tmp_path):
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]
 
 
@@ -124,9 +124,9 @@ def test_unknown_home_is_refused(monkeypatch):
         raise KeyError(uid)
 
     monkeypatch.setattr("pwd.getpwuid", raise_unknown)  # like the arbitrary user ids of some clusters
-    with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
+    with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as error:
         user_path("~/.peagle")
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2
     assert user_path("/x/y") == Path("/x/y")
     with pytest.raises(ConfigError, match="~nobody-here/x"):
         user_path("~nobody-here/x")
@@ -134,6 +134,6 @@ def test_unknown_home_is_refused(monkeypatch):
 
 def test_too_long_socket_path_is_refused():
     require_short_sockets("Ray", "/" + 56 * "x", num_bytes=50)
-    with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as refused:
+    with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as error:
         require_short_sockets("Ray", "/" + 57 * "x", num_bytes=50)
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2

@@ -8,9 +8,9 @@ def test_differences_of_fingerprints_are_listed():
     require_same_fingerprint({"a": 1, "b": {"c": [1]}}, {"b": {"c": [1]}, "a": 1}, "run")
     stored = {"model": {"name": "x", "weights": "1"}, "drafter": None, "same": 0}
     current = {"model": {"name": "x", "weights": "2"}, "drafter": {"k": 3}, "same": 0}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         require_same_fingerprint(stored, current, "runs/a")
-    message = str(caught.value)
+    message = str(error.value)
     assert all(text in message for text in ("runs/a", "model.weights: was '1', now '2'", "drafter: was None"))
     assert "same" not in message
 

@@ -88,9 +88,9 @@ def test_own_price_without_a_region_replaces_all_prices_of_the_instance_type(wri
 
 
 def test_reserved_prices_are_refused_in_tables_and_read_from_records(write_table, table):
-    with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as refused:
+    with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as error:
         PriceTable.load(write_table("instance_type,vcpus,usd_per_hour_reserved\nrack-7,64,1.5\n"))
-    assert "usd_per_hour_on_demand" in refused.value.hint
+    assert "usd_per_hour_on_demand" in error.value.hint
     recorded = table.price("p5.48xlarge", region="us-east-1").to_dict() | {"market": "reserved"}
     assert Price.from_dict(recorded).market == "reserved"
 

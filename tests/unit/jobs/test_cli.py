@@ -23,15 +23,15 @@ HEAVY_MODULES = ("torch", "vllm", "ray", "transformers", "pyarrow")
 )
 def test_help_and_imports_load_no_heavy_modules(code):
     check = f"import sys; {code}; print([m for m in {HEAVY_MODULES!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
 def test_short_help_is_short_and_full_help_is_complete(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run([*command.split(), "--help"])
-    assert stopped.value.code == 0
+    assert error.value.code == 0
     short_help = capsys.readouterr().out
     assert len(short_help.splitlines()) <= 40
     assert "exit codes" in short_help
@@ -48,9 +48,9 @@ def test_help_of_an_option_group(capsys):
     text = capsys.readouterr().out
     assert "--top-k" in text
     assert "--budget-usd" not in text
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run(["generate", "--help=samplign"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert "--help=samplign: there is no such group: use all," in capsys.readouterr().err
 
 
@@ -63,10 +63,10 @@ def test_help_lists_every_command(capsys):
 @pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
 def test_command_modules_can_be_run(command):
     """This is needed by `ray job submit -- python -m jobs.bench`. Without a main, a module would exit with 0."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", f"jobs.{command}", "--nosuch"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, "--nosuch" in done.stderr or "required" in done.stderr) == (2, True)
+    assert (result.returncode, "--nosuch" in result.stderr or "required" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_unknown_command_has_a_hint(argv, hint, capsys):
 
 
 def test_unknown_flag_has_a_suggestion(capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run(["serve", "keys", "list", "--requests-per-mn", "1"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert (
         "peagle serve keys: error: unknown argument --requests-per-mn: did you mean --requests-per-min?"
         in capsys.readouterr().err

@@ -72,6 +72,6 @@ def test_invalid_configuration_is_refused(tmp_path, capsys):
 
 
 def test_flag_of_another_command_is_refused(job):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run(["config", "show", str(job), "--max-replicas", "2"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2

@@ -81,5 +81,5 @@ def test_completion_in_bash(capsys):
     for typed, completed in completions.items():
         array = " ".join(["peagle", *typed.split()])
         code = f"{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(typed.split())}; _peagle; echo ${{COMPREPLY[@]}}"
-        done = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == completed
+        result = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == completed

@@ -64,5 +64,5 @@ def test_budget_must_be_positive(flag, message, capsys):
 def test_importing_tuning_loads_no_heavy_modules():
     heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
     code = f"import sys, peagle.tuning.run, peagle.tuning.run; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "[]"

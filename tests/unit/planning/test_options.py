@@ -34,15 +34,15 @@ def test_every_machine_with_the_accelerator_is_compared():
 def test_region_and_provider_can_be_set():
     result = plan(provider="lambda", market="on_demand")
     assert {option["place"] for option in result["options"]} == {"lambda us-east-1"}
-    with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
+    with pytest.raises(PriceError, match="no price for a machine with B200") as error:
         plan(provider="azure")
-    assert "--instance-types" in refused.value.hint
+    assert "--instance-types" in error.value.hint
 
 
 def test_other_accelerators_are_refused_with_a_command():
-    with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as refused:
+    with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as error:
         plan(instance_types="p5.48xlarge")
-    assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in refused.value.hint
+    assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in error.value.hint
 
 
 def test_limit_without_published_latencies_is_refused():

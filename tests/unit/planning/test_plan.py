@@ -52,7 +52,7 @@ def test_cheapest_machines_within_the_deadline_are_chosen(plan):
     assert 0 < chosen["lost_share"] < 0.02
 
 
-def test_a_latency_limit_chooses_the_drafter(plan):
+def test_latency_limit_determines_the_drafter(plan):
     result = plan(max_tpot_ms=22)
     assert (result["chosen"]["method"], result["chosen"]["k"]) == ("peagle", 3)
     by_factor = {row["factor"]: row for row in result["sensitivity"]}
@@ -85,7 +85,7 @@ def test_sensitivity_names_exceeded_limits(plan):
     assert {row["beyond"] for row in with_loose_limit["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
-def test_a_service_has_machines_and_dollars_per_hour(plan):
+def test_service_has_machines_and_dollars_per_hour(plan):
     result = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert result["chosen"]["num_machines"] == 3  # 400 tokens/s per machine
     assert result["chosen"]["usd_per_h"] == 12
@@ -105,9 +105,9 @@ def test_benchmark_reports_are_read(plan, write_report):
     result = plan(**options, tokens=360_000)
     assert result["labels"] == ["DUMMY WEIGHTS: x"]
     assert result["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
-    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as refused:
+    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as error:
         plan(**options, tokens=360_000, market="spot")
-    assert "--instance-types" in refused.value.hint
+    assert "--instance-types" in error.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, but box-2 has BIG: its speed is unknown"):
         plan(**options, tokens=360_000, instance_types="box-2")
 
@@ -125,11 +125,11 @@ def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, write_report):
     assert "a head" not in text
 
 
-def test_an_engine_larger_than_its_machine_is_refused(plan, sweep, write_report):
+def test_engine_larger_than_its_machine_is_refused(plan, sweep, write_report):
     hardware, table = {"platform": "cpu", "num_cpus": 4}, PriceTable.load()
-    with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as refused:
+    with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as error:
         plan(measured=[write_report(price=table.price("c7a.large").to_dict(), hardware=hardware)], within=None)
-    assert "repeat `peagle bench` with --usd-per-hour, which measures nothing again" in refused.value.hint
+    assert "repeat `peagle bench` with --usd-per-hour, which measures nothing again" in error.value.hint
     stated = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
     result = plan(measured=[write_report(price=stated, hardware=hardware)], tokens=360_000, within=None)
     assert result["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)
@@ -168,9 +168,9 @@ def test_plan_with_ngram_lookups_has_no_sensitivity_to_acceptance(plan, sweep):
     ],
 )
 def test_impossible_goals_are_refused_with_reasons(options, message, plan):
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         plan(**options)
-    assert "allow more time" in refused.value.hint
+    assert "allow more time" in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_impossible_goals_are_refused_with_reasons(options, message, plan):
     ],
 )
 def test_machines_without_a_price_are_refused(options, error, message, hint, plan):
-    with pytest.raises(error, match=message) as refused:
+    with pytest.raises(error, match=message) as exception:
         plan(**options)
-    assert hint in refused.value.hint
+    assert hint in exception.value.hint
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_machines_without_a_price_are_refused(options, error, message, hint, pla
     ],
 )
 def test_invalid_sweeps_are_refused(changes, message, sweep, plan):
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         plan(measured=[sweep(**changes)])
-    assert refused.value.hint
+    assert error.value.hint
 
 
 def test_each_measured_file_has_its_own_machines(plan, sweep):
@@ -226,10 +226,10 @@ def test_each_measured_file_has_its_own_machines(plan, sweep):
     places = {(option["measured"], option["instance_type"]) for option in result["options"]}
     assert places == {("big.json", "box-2"), ("little.json", "small-2")}
     assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in result["notes"]
-    with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as refused:
+    with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as error:
         plan(measured=files, instance_types="box-2,cpu-2")
-    assert "big.json was" in refused.value.message
-    assert "little.json was" in refused.value.message
+    assert "big.json was" in error.value.message
+    assert "little.json was" in error.value.message
 
 
 def test_text_names_file_and_precision_of_measurements(plan, write_report):
@@ -301,6 +301,6 @@ def test_remeasure_command_has_the_same_cells():
     [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
 )
 def test_unknown_files_and_models_are_refused(name, message):
-    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
+    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as error:
         read_sweep(Path(name))
-    assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")
+    assert error.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

@@ -41,9 +41,9 @@ def test_file_that_is_no_profile_is_refused(text, message, tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_profile(tmp_path / "x.yaml")
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         read_profile(tmp_path / "x.yaml")
-    assert "peagle tune" in refused.value.hint
+    assert "peagle tune" in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_given_option_also_replaces_related_options_of_the_profile(options, expe
     assert {name: getattr(resolved, name) for name in expected} == expected
 
 
-def test_a_profile_of_another_target_is_refused(file):
-    with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
+def test_profile_of_another_target_is_refused(file):
+    with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as error:
         EngineOptions(profile=file, model="gpt-oss-20b")
-    assert "peagle tune --model gpt-oss-20b" in refused.value.hint
+    assert "peagle tune --model gpt-oss-20b" in error.value.hint
 
 
 def test_target_folder_can_be_given_by_relative_path(change_profile, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def notes(run):
     return run.engine.profile_notes(HERE)
 
 
-def test_a_run_uses_the_profile(resolve_with_profile):
+def test_run_uses_the_profile(resolve_with_profile):
     run = resolve_with_profile()
     assert (run.spec.max_num_seqs, run.spec.max_num_batched_tokens) == (4, 2048)
     assert notes(run)[0] == "profile: P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests."

@@ -39,7 +39,7 @@ def test_loading_fails_with_the_error_of_transformers(config, tmp_path):
         (tmp_path / "config.json").write_text(config)
     errors = []
     for load in (load_tokenizer, AutoTokenizer.from_pretrained):
-        with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
+        with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as error:
             load(tmp_path)
-        errors.append(repr(info.value))
+        errors.append(repr(error.value))
     assert errors[0] == errors[1]

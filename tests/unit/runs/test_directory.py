@@ -262,9 +262,9 @@ def test_failed_store_write_commits_nothing(remote_run, s3):
     assert remote_run.committed() == set()
     assert remote_run.commit(0, ROWS, make_usage(), [])
     s3.fail(403, method="GET", path="/data/unit")
-    with pytest.raises(StorageError, match="cannot be read") as refused:
+    with pytest.raises(StorageError, match="cannot be read") as error:
         list(remote_run.usages())
-    assert "damaged" not in str(refused.value)
+    assert "damaged" not in str(error.value)
 
 
 def test_unit_metadata_on_s3_is_read_once(remote_run, s3):

@@ -72,7 +72,7 @@ def run(tmp_path, write_jsonl):
     return run
 
 
-def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
+def test_fastest_configuration_becomes_the_profile(run, tmp_path):
     start = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
     profile = run(start)
     assert start.ks[:3] == [0, 2, 4]
@@ -139,7 +139,7 @@ def test_tuning_within_a_spent_budget_returns_the_best_result_so_far(run):
     assert starter.ks[0] in (0, 2)
 
 
-def test_a_latency_limit_excludes_faster_configurations(run):
+def test_latency_limit_excludes_faster_configurations(run):
     # At concurrency 40, the engine generates more tokens per second, but exceeds the latency limit.
     class SlowerUnderLoad(FakeEngine):
         running = 0
@@ -168,7 +168,7 @@ def test_impossible_limits_are_an_error(run):
         run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
 
 
-def test_a_failed_engine_is_excluded(run):
+def test_failed_engine_is_excluded(run):
     messages: list[str] = []
     profile = run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
     assert profile.engine.get("num_speculative_tokens") != 2
@@ -246,9 +246,9 @@ def test_another_fingerprint_is_refused(change, message, run):
 )
 def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, hint, run):
     start = FakeEngineStarter({})
-    with pytest.raises(error, match=message) as refused:
+    with pytest.raises(error, match=message) as exception:
         run(start, **options)
-    assert hint in refused.value.hint
+    assert hint in exception.value.hint
     assert start.specs == []
 
 

@@ -91,7 +91,7 @@ def test_nearly_as_fast_candidate_without_a_drafter_is_a_finalist(factor, num_fi
     assert sum(number == FINAL_PASSES for number in simulated.passes.values()) == num_finalists
 
 
-def test_a_drafter_must_win_by_two_percent():
+def test_drafter_must_be_faster_by_two_percent():
     def equal_speed(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
@@ -101,7 +101,7 @@ def test_a_drafter_must_win_by_two_percent():
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
-def test_the_budget_is_kept(budget_s):
+def test_search_ends_within_its_budget(budget_s):
     simulated = SimulatedSpeeds(speed_of, budget_s=budget_s)
     simulated.run()
     # Only the first engine may exceed the budget, because nothing has been measured yet.

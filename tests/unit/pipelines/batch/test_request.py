@@ -23,9 +23,9 @@ def test_passed_deadline_stops_the_run(monkeypatch, make_request):
     request = make_request(deadline=f"{soon:%H:%M:%S}", grace_s=1)
     request.require_time()
     monkeypatch.setattr(request_module.time, "time", lambda: soon.timestamp() + 1)
-    with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as stopped:
+    with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as error:
         request.require_time()
-    assert stopped.value.hint == "the same command continues the run: peagle generate --output runs/a"
+    assert error.value.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
 def test_stop_ends_the_wait_for_a_cluster(make_request):

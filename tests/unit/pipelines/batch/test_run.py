@@ -118,9 +118,9 @@ def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tm
 def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
     config = resolved_run()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
-    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
+    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as error:
         run_generate(config)
-    assert stopped.value.hint == "the same command continues the run: peagle generate"
+    assert error.value.hint == "the same command continues the run: peagle generate"
 
 
 def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):

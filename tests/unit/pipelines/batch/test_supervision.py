@@ -112,10 +112,10 @@ def test_rows_left_are_counted_from_commits(start):
 
 def test_budget_counts_earlier_attempts(start):
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
-    with pytest.raises(StoppedEarly) as stopped:
+    with pytest.raises(StoppedEarly) as error:
         supervisor.require_within_limits()
-    assert "the budget of $0.00100 is reached" in stopped.value.message
-    arguments = stopped.value.hint.split()
+    assert "the budget of $0.00100 is reached" in error.value.message
+    arguments = error.value.hint.split()
     assert arguments[-2] == "--budget-usd"
     assert arguments.count("--budget-usd") == 1
     assert float(arguments[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
@@ -123,25 +123,25 @@ def test_budget_counts_earlier_attempts(start):
 
 def test_passed_timestamp_is_not_in_the_resume_command(start):
     _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
-    with pytest.raises(StoppedEarly, match="the deadline 20") as stopped:
+    with pytest.raises(StoppedEarly, match="the deadline 20") as error:
         supervisor.require_within_limits()
-    assert stopped.value.hint.endswith("--output runs/a --deadline none")
+    assert error.value.hint.endswith("--output runs/a --deadline none")
 
 
 def test_duration_deadline_restarts(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
-    with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as stopped:
+    with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as error:
         supervisor.require_within_limits()
-    assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
+    assert error.value.hint.endswith("--output runs/a --deadline 5s")
 
 
 def test_too_many_dead_letters(start):
     _, supervisor = start(max_failed_rows="1")
-    with pytest.raises(TooManyFailedRows) as stopped:
+    with pytest.raises(TooManyFailedRows) as error:
         supervisor.require_within_limits()
-    assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in stopped.value.message
-    assert "2 refused; for example row 000000001: too odd" in stopped.value.message
-    assert stopped.value.hint.endswith("--output runs/a --retry-failed")
+    assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in error.value.message
+    assert "2 refused; for example row 000000001: too odd" in error.value.message
+    assert error.value.hint.endswith("--output runs/a --retry-failed")
 
 
 def test_repeated_crashes_end_the_run(start):
@@ -206,10 +206,10 @@ def test_finished_run_with_too_many_failures(start, allowed, message):
     if message is None:
         require_few_failures(report, run, supervisor._request)
         return
-    with pytest.raises(TooManyFailedRows, match=message) as stopped:
+    with pytest.raises(TooManyFailedRows, match=message) as error:
         require_few_failures(report, run, supervisor._request)
-    assert "2 refused; for example row 000000001" in stopped.value.message
-    assert "--output runs/a --retry-failed; the report" in stopped.value.hint
+    assert "2 refused; for example row 000000001" in error.value.message
+    assert "--output runs/a --retry-failed; the report" in error.value.hint
 
 
 def test_crashes_with_progress_do_not_end_the_run(start):

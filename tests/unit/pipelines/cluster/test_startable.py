@@ -42,9 +42,9 @@ def test_too_low_process_limit_is_refused(limits, monkeypatch, kind, values, mes
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(hardware, "detect", cpu)
     limits[kind] = values
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as error:
         startable.require_startable()
-    assert "`ulimit -" in caught.value.hint
+    assert "`ulimit -" in error.value.hint
     (obstacle,) = startable.obstacles()
     assert obstacle.message.startswith(message)
 

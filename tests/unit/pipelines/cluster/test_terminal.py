@@ -11,8 +11,8 @@ from pipelines.cluster.terminal import new_process_groups
 def test_processes_started_by_this_thread_get_their_own_group():
     def group_of_a_child():
         command = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
-        return done.stdout.strip()
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
+        return result.stdout.strip()
 
     def in_another_thread(results):
         results.append(group_of_a_child())
@@ -51,6 +51,6 @@ def test_ray_messages_go_to_standard_error():
             keep_off_standard_output()
         say("after")
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ("before" in done.stdout, "before" in done.stderr) == (True, False)
-    assert ("after" in done.stdout, "after" in done.stderr) == (False, True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ("before" in result.stdout, "before" in result.stderr) == (True, False)
+    assert ("after" in result.stdout, "after" in result.stderr) == (False, True)

@@ -49,14 +49,14 @@ def test_dead_part_raises_in_main_thread(part, watch):
     threading.Timer(0.3, kill).start()
     started_at = time.monotonic()
     with (
-        pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as caught,
+        pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as error,
         watch(watched, "Units are saved"),
     ):
         threading.Event().wait(30)
     assert time.monotonic() - started_at < 5
-    assert caught.value.hint.startswith("Units are saved. ")
-    assert "its log is /logs" in caught.value.hint
-    assert caught.value.exit_code == EngineError.exit_code == 1
+    assert error.value.hint.startswith("Units are saved. ")
+    assert "its log is /logs" in error.value.hint
+    assert error.value.exit_code == EngineError.exit_code == 1
 
 
 def test_error_after_a_ray_process_died_becomes_ray_died(part, watch):

@@ -151,9 +151,9 @@ def test_first_read_of_the_ledger_blocks_no_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     view = CostView(tmp_path, PRICE)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(view.require_loaded())
-    assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+    assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     assert view.spent_usd("alice") is None
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
@@ -212,6 +212,6 @@ def test_statement_survives_a_restart(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_period_is_refused(period, param):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         requested_period(*period)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (error.value.status, error.value.param) == (400, param)

@@ -31,9 +31,9 @@ class Body(BaseModel):
     ],
 )
 def test_status_of_validation_errors(values, expected):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError) as exception:
         Body(**values)
-    error = from_validation(caught.value.errors())
+    error = from_validation(exception.value.errors())
     assert (error.status, error.code, error.message[: len(expected[2])]) == expected
 
 

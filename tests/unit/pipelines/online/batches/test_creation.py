@@ -40,9 +40,9 @@ def new_batch(file_id, **changes):
 
 
 def refusal(function, *arguments):
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         function(*arguments)
-    return refused.value.status, refused.value.code
+    return error.value.status, error.value.code
 
 
 def test_idempotency_key_creates_one_batch_even_after_a_restart(store, creator, body, make_key, clock):

@@ -132,9 +132,9 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
     await wait_until_idle()
     for owner, status in (("alice", 429), ("carol", 503)):
         small = Download(file_of(DATA[:10], owner), Source, {}, transfers)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             await small(SCOPE, Client().receive, Client().send)
-        assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
+        assert (error.value.status, error.value.retry_after_s > 0) == (status, True)
     for client in clients:
         client.has_left.set()
     await asyncio.gather(*tasks)
@@ -155,9 +155,9 @@ async def test_without_acks_the_whole_download_is_reserved(transfers):
     assert client.body == data
     with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         await Download(file_of(), Source, {}, transfers)(SCOPE, Client().receive, Client().send)
-    assert (refused.value.status, refused.value.code) == (400, "range_needed")
+    assert (error.value.status, error.value.code) == (400, "range_needed")
     range_client = Client()
     await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, transfers))(
         SCOPE, range_client.receive, range_client.send
@@ -206,9 +206,9 @@ def test_range_header_is_one_span_or_ignored(header, first, end):
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0"])
 def test_range_outside_the_file_is_416(header):
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         span_of(header, 100)
-    assert refused.value.status == 416
+    assert error.value.status == 416
 
 
 @pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])

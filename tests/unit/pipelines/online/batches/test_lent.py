@@ -97,9 +97,9 @@ def test_row_is_retried_until_an_engine_finishes_it():
     ],
 )
 def test_lent_engine_raises_the_same_errors_as_an_engine(reply, raised):
-    with pytest.raises(raised) as caught:
+    with pytest.raises(raised) as error:
         generate(FakeEndpoint([TAKEN, reply]))
-    assert type(caught.value) is raised
+    assert type(error.value) is raised
 
 
 def test_only_one_row_at_a_time_waits_for_a_slot():

@@ -54,6 +54,6 @@ def test_pages_cover_the_list(batches):
 
 
 def test_page_after_an_unknown_id_is_refused(batches):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         list_object(batches, after="batch_0", limit=2)
-    assert (caught.value.status, caught.value.param) == (400, "after")
+    assert (error.value.status, error.value.param) == (400, "after")

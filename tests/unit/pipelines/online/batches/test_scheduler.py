@@ -118,10 +118,10 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, create_b
     scheduler.tick()
     assert api_object(store, batch_id)["status"] == "finalizing"
     finish(scheduler, run, make_result(batch_id, num_completed=2, num_failed=1))
-    done = api_object(store, batch_id)
-    assert done["status"] == "completed"
-    assert done["usage"]["total_tokens"] == 42
-    files = [store.file(done[name], "alice") for name in ("output_file_id", "error_file_id")]
+    batch = api_object(store, batch_id)
+    assert batch["status"] == "completed"
+    assert batch["usage"]["total_tokens"] == 42
+    files = [store.file(batch[name], "alice") for name in ("output_file_id", "error_file_id")]
     assert [(file.num_bytes, file.purpose) for file in files] == [(10, "batch_output"), (20, "batch_output")]
     assert [record.usd for record in RequestReader(tmp_path / "ledger").new()] == [0.5]
     scheduler.tick()
@@ -157,10 +157,10 @@ def test_cancelled_run_keeps_its_results(scheduler, store, running, make_result)
     scheduler.tick()
     assert run.reason == "batch_cancelled"
     finish(scheduler, run, make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2))
-    done = api_object(store, batch_id)
-    assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
-    assert done["cancelled_at"]
-    assert done["output_file_id"]
+    batch = api_object(store, batch_id)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 1)
+    assert batch["cancelled_at"]
+    assert batch["output_file_id"]
 
 
 def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, store, create_batch):
@@ -225,11 +225,11 @@ def test_batch_fails_with_its_results_after_three_failed_runs(scheduler, runner,
     collect = runner.handles[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     finish(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=1, num_failed=2))
-    done = api_object(store, batch_id)
-    assert done["status"] == "failed"
-    assert done["output_file_id"]
-    assert "secret" not in str(done["errors"])
-    assert done["errors"]["data"][0]["code"] == "internal_error"
+    batch = api_object(store, batch_id)
+    assert batch["status"] == "failed"
+    assert batch["output_file_id"]
+    assert "secret" not in str(batch["errors"])
+    assert batch["errors"]["data"][0]["code"] == "internal_error"
 
 
 def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running, make_result, monkeypatch):
@@ -294,9 +294,9 @@ def test_collection_is_retried(scheduler, runner, store, settings, failed_collec
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     finish(scheduler, collect, make_result(failed_collections, "batch_failed", num_completed=1, num_failed=2))
-    done = api_object(store, failed_collections)
-    assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
-    assert done["output_file_id"]
+    batch = api_object(store, failed_collections)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "internal_error")
+    assert batch["output_file_id"]
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 

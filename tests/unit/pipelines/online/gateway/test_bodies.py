@@ -155,9 +155,9 @@ async def test_parsed_values_are_validated_in_a_thread_and_released():
 
 @pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"", b"\xff"])
 def test_invalid_json_is_400(body):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         parse(body)
-    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    assert (error.value.status, error.value.code) == (400, "invalid_json")
 
 
 PIECE_BYTES, NUM_PIECES = 1 << 17, 100
@@ -189,9 +189,9 @@ def piece(body, *, more=True):
 
 @pytest.mark.parametrize("limits", [{"piece_timeout_s": 0.01}, {"timeout_s": 0.05}])
 def test_slow_body_times_out(limits):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         read_upload([piece(b"x") for _ in range(20)], max_bytes=100, delay_s=0.02, **limits)
-    assert caught.value.status == 408
+    assert error.value.status == 408
 
 
 def test_incomplete_body_is_400():
@@ -200,9 +200,9 @@ def test_incomplete_body_is_400():
     async def receive():
         return pieces.pop(0)
 
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(read_body(receive, fail_on_send, max_bytes=10, timeout_s=5))
-    assert (caught.value.status, caught.value.code) == (400, "incomplete_body")
+    assert (error.value.status, error.value.code) == (400, "incomplete_body")
 
 
 def test_no_timeout_after_the_body():

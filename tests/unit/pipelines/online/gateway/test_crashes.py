@@ -110,9 +110,9 @@ def test_key_with_two_crashes_in_five_minutes_is_limited(crashes, clock):
     clock.now += 100
     asyncio.run(crash_and_retry(crashes, start(crashes, "a")))
     crashes.require_allowed("b")
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         crashes.require_allowed("a")
-    assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "engine_crashes", 200)
+    assert (error.value.status, error.value.code, error.value.retry_after_s) == (429, "engine_crashes", 200)
     assert crashes.notes() == ["engines crashed 2 times in 5 minutes on requests of a; the key is limited for 200 s"]
     clock.now += 201
     crashes.require_allowed("a")

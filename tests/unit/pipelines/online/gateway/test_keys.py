@@ -50,9 +50,9 @@ def test_keys_from_the_environment():
 
 @pytest.mark.parametrize("value", ["0123456789abcdef", "ci=short", "b@d name=0123456789abcdef"])
 def test_invalid_environment_entry_is_refused_without_quoting_it(value):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         keys_from_environment({"PEAGLE_API_KEYS": value})
-    assert "0123456789abcdef" not in str(caught.value)
+    assert "0123456789abcdef" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])

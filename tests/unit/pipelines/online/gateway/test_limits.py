@@ -69,9 +69,9 @@ def admit(*args, **options):
 
 
 def refusal(*args, **options):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         admit(*args, **options)
-    return caught.value
+    return error.value
 
 
 def settle(limits, permit, tokens=0, usd=0.0, prompt=0):
@@ -83,9 +83,9 @@ def spend(limits, record, usd):
 
 
 def refusal_by_rate(limits, record):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         limits.count_request(record)
-    return caught.value
+    return error.value
 
 
 def test_requests_per_minute_are_limited(clock, limits):
@@ -315,9 +315,9 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     permit = admit_tagged(limits, alice, "1")
     with pytest.raises(
         ApiError, match="the budget of \\$1 a month of team=search is reserved by running requests"
-    ) as caught:
+    ) as error:
         admit_tagged(limits, bob, "2")
-    assert caught.value.code == "rate_limit_exceeded"
+    assert error.value.code == "rate_limit_exceeded"
     assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "a refused request reserves nothing"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
@@ -489,9 +489,9 @@ def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart,
         limits.admit(ALICE_WITH_BUDGET, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
         limits.require_budget(ALICE_WITH_BUDGET),
     ):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error:
             asyncio.run(admission)
-        assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+        assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
     admit(limits, ALICE_WITH_BUDGET, 1, request_id="r2")

@@ -121,9 +121,9 @@ def test_route_fails_without_the_gates_pass(app, route, caplog):
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
     for wrong_scope in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error:
             asyncio.run(app.router(dict(wrong_scope), fail_on_message, fail_on_message))
-        assert caught.value.status == 500
+        assert error.value.status == 500
     assert "without the gate's pass" in caplog.text
 
 
@@ -159,9 +159,9 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 def test_body_that_the_gate_did_not_read_is_refused(app, path):
     """Otherwise, a route whose rule reads no body would accept a body of any size."""
     (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), fail_on_message, fail_on_message))
-    assert caught.value.status == 500
+    assert error.value.status == 500
 
 
 def test_websockets_are_refused(tmp_path):
@@ -200,9 +200,9 @@ def test_rules_of_routes():
     ],
 )  # fmt: skip
 def test_other_paths_and_methods_are_refused(method, path, expected):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         find_route(TABLE, scope_of(path, method))
-    assert caught.value.status == expected
+    assert error.value.status == expected
 
 
 def response_to(app, method, path):
@@ -227,7 +227,7 @@ def test_unknown_query_parameters_are_refused(app, route):
     ]
     body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(registered_route.handle(with_pass(scope, route, body=body), None, None))
-    assert (caught.value.status, caught.value.code, caught.value.param) == (422, "unknown_parameter", "form")
-    assert ("start" in caught.value.message) == (route.path == "/v1/cost")
+    assert (error.value.status, error.value.code, error.value.param) == (422, "unknown_parameter", "form")
+    assert ("start" in error.value.message) == (route.path == "/v1/cost")

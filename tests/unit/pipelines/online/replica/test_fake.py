@@ -36,39 +36,39 @@ def answer(kind="chat", engine=None, **body):
 
 
 def test_stream_equals_the_whole_answer():
-    (whole,) = answer(**CHAT)
-    assert isinstance(whole, ChatCompletionResponse)
+    (response,) = answer(**CHAT)
+    assert isinstance(response, ChatCompletionResponse)
     texts = answer(**CHAT, **STREAM)
     assert texts[-1] == "data: [DONE]\n\n"
     parts = [event for text in texts[:-1] for event in events(text)]
-    assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == whole.choices[0].message.content
-    assert parts[-2]["choices"][0]["finish_reason"] == whole.choices[0].finish_reason
+    assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == response.choices[0].message.content
+    assert parts[-2]["choices"][0]["finish_reason"] == response.choices[0].finish_reason
     tallies = AnswerTally(), AnswerTally()
-    tallies[0].read(json.loads(whole.model_dump_json()))
+    tallies[0].read(json.loads(response.model_dump_json()))
     for part in parts:
         tallies[1].read_event(part)
     assert tallies[0] == tallies[1]
-    assert tallies[0].num_output_tokens == len(whole.choices[0].message.content.split())
+    assert tallies[0].num_output_tokens == len(response.choices[0].message.content.split())
     assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
 
 
 def test_logprobs_have_openais_format():
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
-    (whole,) = answer(**body)
-    choice = whole.choices[0]
+    (response,) = answer(**body)
+    choice = response.choices[0]
     content = [token.model_dump(exclude={"top_logprobs"}) for token in choice.logprobs.content]
     assert "".join(token["token"] for token in content) == choice.message.content
-    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * whole.usage.completion_tokens
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * response.usage.completion_tokens
     parts = [part for text in answer(**body, **STREAM)[:-1] for part in events(text) if part["choices"]]
     sent = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
     assert [token["token"] for token in sent] == [token["token"] for token in content]
 
     body = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
-    (whole,) = answer("completions", **body)
-    result = whole.choices[0].logprobs
-    assert "".join(result.tokens) == whole.choices[0].text
+    (response,) = answer("completions", **body)
+    result = response.choices[0].logprobs
+    assert "".join(result.tokens) == response.choices[0].text
     for offset, token in zip(result.text_offset, result.tokens, strict=True):
-        assert whole.choices[0].text[offset:].startswith(token)
+        assert response.choices[0].text[offset:].startswith(token)
     parts = [part for text in answer("completions", **body, **STREAM)[:-1] for part in events(text) if part["choices"]]
     assert [offset for part in parts for offset in part["choices"][0]["logprobs"]["text_offset"]] == result.text_offset
     (without_logprobs,) = answer(**CHAT)
@@ -88,8 +88,8 @@ def test_usage_in_an_event_is_that_of_its_choice():
 
 
 def test_completion_has_at_most_16_tokens_by_default():
-    (whole,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
-    assert whole.usage.completion_tokens == 16
+    (response,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
+    assert response.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize(

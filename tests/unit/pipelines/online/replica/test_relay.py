@@ -92,13 +92,23 @@ def test_record_of_a_stream(engine_account, clock, tmp_path):
         yield STREAM[1]
 
     relayed_items(engine_account, slow_answers(), shown_usage="last")
-    done = record(tmp_path)
-    assert (done.request_id, done.key, done.model, done.drafter, done.outcome) == ("r1", "alice", "m", "head", "ok")
-    assert done.ttft_s == pytest.approx(2)
-    assert done.usage.busy_s == pytest.approx(5)
-    assert done.usd == pytest.approx(5 * 2 * 0.01)
-    assert (done.usage.num_prompt_tokens, done.usage.num_cached_tokens, done.usage.num_output_tokens) == (5, 4, 2)
-    assert done.usage.speculation.accepted_per_position == (1,)
+    usage_record = record(tmp_path)
+    assert (
+        usage_record.request_id,
+        usage_record.key,
+        usage_record.model,
+        usage_record.drafter,
+        usage_record.outcome,
+    ) == ("r1", "alice", "m", "head", "ok")
+    assert usage_record.ttft_s == pytest.approx(2)
+    assert usage_record.usage.busy_s == pytest.approx(5)
+    assert usage_record.usd == pytest.approx(5 * 2 * 0.01)
+    assert (
+        usage_record.usage.num_prompt_tokens,
+        usage_record.usage.num_cached_tokens,
+        usage_record.usage.num_output_tokens,
+    ) == (5, 4, 2)
+    assert usage_record.usage.speculation.accepted_per_position == (1,)
 
 
 async def test_disconnected_stream_is_billed(engine_account, tmp_path):
@@ -168,10 +178,10 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, failure_eve
         async for item in relay(answers, partial(engine_account.begin, CONTEXT), shown_usage="last"):
             seen.extend([] if is_usage_report(item) else item)
 
-    with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
+    with pytest.raises(EngineDeadError if is_dead else EngineError) as error:
         asyncio.run(read())
     assert len(seen) == len(STREAM[0])
-    assert "stack trace" not in str(raised.value)
+    assert "stack trace" not in str(error.value)
     assert [record.outcome for record in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
 
 

@@ -110,9 +110,9 @@ async def test_ended_call_is_not_cancelled(end):
 async def test_whole_answer_bypasses_rays_handler(end):
     whole, reports = WholeAnswer(body=b"{}", reported={"usage": None}), []
     response = FakeResponse(whole, whole, end=end)
-    with pytest.raises(Answered) as raised:
+    with pytest.raises(Answered) as error:
         await anext(received_parts(response, reports.append))
-    assert (raised.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
+    assert (error.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
     assert reports == [whole.reported]
 
 

@@ -204,8 +204,8 @@ def test_rays_timeout_is_disabled():
     """Ray reads the variable when its module is imported, so the test needs another process."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 30 * 24 * 3600
+    result = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert float(result.stdout) > 30 * 24 * 3600
 
 
 def test_ray_reads_the_variables():
@@ -335,9 +335,9 @@ def test_folder_is_refused(tmp_path):
 
 
 def test_serve_application_refuses_a_certificate(tmp_path):
-    with pytest.raises(ConfigError, match="tls_cert") as caught:
+    with pytest.raises(ConfigError, match="tls_cert") as error:
         build(ServeConfig(tls_cert=tmp_path / "c", tls_key=tmp_path / "k"))
-    assert "ssl_certfile" in caught.value.hint
+    assert "ssl_certfile" in error.value.hint
 
 
 @pytest.mark.parametrize("files", [{}, {"tls_cert": "c", "tls_key": "k"}])

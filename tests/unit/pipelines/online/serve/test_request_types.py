@@ -25,12 +25,12 @@ def test_valid_chat():
 
 
 def test_crash_of_rays_validator_is_a_client_error():
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error:
         chat(structured_outputs=[])
-    assert (raised.value.status, raised.value.code) == (422, "invalid_type")
-    with pytest.raises(ApiError) as raised:
+    assert (error.value.status, error.value.code) == (422, "invalid_type")
+    with pytest.raises(ApiError) as error:
         TypeAdapter(CompletionBody).validate_python({"model": "m"})
-    assert (raised.value.status, raised.value.param) == (400, "prompt")
+    assert (error.value.status, error.value.param) == (400, "prompt")
 
 
 def test_rays_types_still_need_peagles_validation():
@@ -39,9 +39,9 @@ def test_rays_types_still_need_peagles_validation():
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     lazy = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
     assert not isinstance(lazy.messages[0]["content"], list)  # an iterator, whose items have not been validated
-    with pytest.raises(ValidationError) as raised:
+    with pytest.raises(ValidationError) as error:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
-    assert len(raised.value.errors()) >= 1000
+    assert len(error.value.errors()) >= 1000
 
 
 @pytest.mark.parametrize("body_type", [ChatBody, CompletionBody])
@@ -70,9 +70,9 @@ def test_vllm_compiles_structural_tags():
 
 
 def test_validation_error_has_its_location():
-    with pytest.raises(ValidationError) as raised:
+    with pytest.raises(ValidationError) as error:
         chat(temperature="hot")
-    assert raised.value.errors()[0]["loc"] == ("temperature",)
+    assert error.value.errors()[0]["loc"] == ("temperature",)
 
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM's own parsing triggers it
@@ -121,9 +121,9 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
 def test_only_first_error_of_a_list_is_reported(body, changes):
     """By default, Pydantic collects fifteen errors for each invalid message, which takes minutes."""
     started_at = time.process_time()
-    with pytest.raises(ValidationError) as raised:
+    with pytest.raises(ValidationError) as error:
         TypeAdapter(body).validate_python({"model": "m", **changes})
-    assert len(raised.value.errors()) < 100
+    assert len(error.value.errors()) < 100
     assert time.process_time() - started_at < 10
 
 
