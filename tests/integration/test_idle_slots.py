@@ -61,13 +61,17 @@ def test_batch_in_idle_slots_is_complete_and_paid_once(tmp_path):
             wait(client, batch, lambda result: result.request_counts.completed > 0)
             assert endpoint.load()["num_running_replicas"] == 1, "rows of a batch must not start engines"
             outcomes = asyncio.run(run_clients_during_batch(endpoint, client, batch))
-            done = wait(client, batch, lambda result: result.status in ("completed", "failed"))
-            answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+            finished = wait(client, batch, lambda result: result.status in ("completed", "failed"))
+            answers = [json.loads(line) for line in client.files.content(finished.output_file_id).text.splitlines()]
         cost = httpx.get(f"{endpoint.url}/v1/cost", timeout=60).raise_for_status().json()
-    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", NUM_ROWS, 0)
+    assert (finished.status, finished.request_counts.completed, finished.request_counts.failed) == (
+        "completed",
+        NUM_ROWS,
+        0,
+    )
     assert [answer["custom_id"] for answer in answers] == [f"r{number}" for number in range(NUM_ROWS)]
     assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {ROW_TOKENS}
-    assert done.usage.output_tokens == NUM_ROWS * ROW_TOKENS
+    assert finished.usage.output_tokens == NUM_ROWS * ROW_TOKENS
     assert outcomes["answered"] > 0
     assert outcomes["other"] == 0
     run = RunDirectory(tmp_path / "batches" / "runs" / batch.id)

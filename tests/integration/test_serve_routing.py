@@ -18,10 +18,9 @@ def test_every_form_of_prompt_is_routed(tmp_path):
     bodies += [("chat/completions", {"messages": [{"role": "user", "content": content}]}) for content in CONTENTS]
     with serving(tmp_path, SIZE.flags(), start_s=200) as endpoint:
         assert endpoint.wait_until_complete(SIZE.max_replicas, 200) is not None
-        for route, body in (
-            bodies * 2
-        ):  # more than the size of the queue: requests that are not routed would fill the queue
-            body = {"model": MODEL, "max_tokens": SIZE.tokens, **body}
+        # More requests than the queue holds: it would be full if some were not routed.
+        for route, prompt_body in bodies * 2:
+            body = {"model": MODEL, "max_tokens": SIZE.tokens, **prompt_body}
             answer = httpx.post(f"{endpoint.url}/v1/{route}", json=body, timeout=20)
             assert answer.status_code == (400 if body.get("prompt") in REFUSED_PROMPTS else 200), (
                 body,

@@ -87,7 +87,7 @@ def test_row_is_retried_until_an_engine_finishes_it():
 
 
 @pytest.mark.parametrize(
-    ("reply", "raised"),
+    ("reply", "error_type"),
     [
         (BorrowedReply(state="refused", reason="refused", message="too long"), RequestRefused),
         (BorrowedReply(state="refused", reason=FAILED, message="a fault"), RequestFailed),
@@ -96,10 +96,10 @@ def test_row_is_retried_until_an_engine_finishes_it():
         (EngineError("dead"), EngineError),
     ],
 )
-def test_lent_engine_raises_the_same_errors_as_an_engine(reply, raised):
-    with pytest.raises(raised) as error:
+def test_lent_engine_raises_the_same_errors_as_an_engine(reply, error_type):
+    with pytest.raises(error_type) as error:
         generate(FakeEndpoint([TAKEN, reply]))
-    assert type(error.value) is raised
+    assert type(error.value) is error_type
 
 
 def test_only_one_row_at_a_time_waits_for_a_slot():

@@ -190,7 +190,7 @@ def test_other_scopes_pass_unchanged():
     assert received({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
-def test_import_path(monkeypatch):
+def test_import_path_names_the_middlewares(monkeypatch):
     from uvicorn.protocols.http import auto
 
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # `middlewares` replaces it
@@ -341,5 +341,5 @@ def test_serve_application_refuses_a_certificate(tmp_path):
 
 
 @pytest.mark.parametrize("files", [{}, {"tls_cert": "c", "tls_key": "k"}])
-def test_url_scheme(files):
+def test_url_is_https_with_a_certificate(files):
     assert ServeConfig(**files).url == f"{'https' if files else 'http'}://127.0.0.1:8000/v1"
