@@ -40,9 +40,8 @@ def test_run_uses_the_profile(resolve_with_profile):
 
 def test_drafter_that_loses_is_reported_once(resolve_with_profile):
     watch = resolve_with_profile().drafter_watch()
-    assert watch.break_even_length == pytest.approx(
-        1.28
-    )  # 1.6 x 40 / 50: acceptance length, and speeds without and with the drafter
+    # The acceptance length times the speed without the drafter, by the speed with the drafter.
+    assert watch.break_even_length == pytest.approx(1.6 * 40 / 50)
     assert watch.new_warnings(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new_warnings(num_drafts=1000, acceptance_length=1.1)
     assert "--drafter none" in warning

@@ -40,7 +40,7 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     assert values["num_engines"] == expected
 
 
-def fake_plan(num_units, num_retries=0):
+def plan_of(num_units, num_retries=0):
     units = [SimpleNamespace(unit=number) for number in range(num_units)]
     return SimpleNamespace(units=units, num_retries=num_retries)
 
@@ -48,14 +48,11 @@ def fake_plan(num_units, num_retries=0):
 @pytest.mark.parametrize(
     ("reads", "num_calls"),
     [
-        ([(fake_plan(1), {0}), (fake_plan(1), {0})], 1),
-        ([(fake_plan(2), {0}), (fake_plan(2), {0})], 1),  # the driver that finishes the run makes the result
-        ([(fake_plan(1), {0}), (fake_plan(2, 1), {0})], 1),  # a retry was added
-        (
-            [(fake_plan(1), {0}), (fake_plan(2, 1), {0, 1}), (fake_plan(2, 1), {0, 1}), (fake_plan(2, 1), {0, 1})],
-            2,
-        ),  # and committed
-        ([(fake_plan(2), {0}), (fake_plan(2), {0, 1}), (fake_plan(2), {0, 1}), (fake_plan(2), {0, 1})], 2),
+        ([(plan_of(1), {0}), (plan_of(1), {0})], 1),
+        ([(plan_of(2), {0}), (plan_of(2), {0})], 1),  # the driver that finishes the run makes the result
+        ([(plan_of(1), {0}), (plan_of(2, 1), {0})], 1),  # a retry was added
+        ([(plan_of(1), {0}), *[(plan_of(2, 1), {0, 1})] * 3], 2),  # a retry was added and committed
+        ([(plan_of(2), {0}), *[(plan_of(2), {0, 1})] * 3], 2),
     ],
 )
 def test_result_is_computed_again_if_the_run_was_finished_meanwhile(reads, num_calls):

@@ -45,9 +45,8 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
 
 def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_CHECK_S", 0.01)
-    write_heartbeat(
-        tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600
-    )  # the start must be later than this process's
+    # Only engines that started after this process count.
+    write_heartbeat(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)
     stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
     with stop_when_idle(config, PRICE, stopped, messages.append):

@@ -333,10 +333,9 @@ def test_long_prompts_do_not_raise_the_output_price():
     assert price_of(long_request).usd_per_prompt_token == pytest.approx(0.00002)
 
 
-def test_shared_price():
-    price = price_of(
-        make_request_usage(busy_s=0.55, usd=0.0055)
-    )  # four concurrent requests share the engine: a quarter of 2.2 s
+def test_price_is_lower_if_requests_share_the_engine():
+    # Each of four concurrent requests is billed a quarter of 2.2 s.
+    price = price_of(make_request_usage(busy_s=0.55, usd=0.0055))
     assert price.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
     single = price_of(make_request_usage())
     assert single.expected_usd(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)

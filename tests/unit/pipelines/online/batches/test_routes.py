@@ -194,9 +194,8 @@ def test_files_per_key_are_limited_including_outputs(send_with_small_quota, rout
     first, *_, last = send_with_small_quota(*[post_file()] * 4)
     assert error_of(last) == (413, "storage_quota_exceeded")
     file_id = first.json()["id"]
-    assert (
-        send_with_small_quota(post_batch(**batch_body(file_id))).status_code == 413
-    )  # no quota left for the batch's output
+    # No quota is left for the output of the batch.
+    assert send_with_small_quota(post_batch(**batch_body(file_id))).status_code == 413
     assert send_with_small_quota(post_file(), key="slow").status_code == 200  # quotas are per key
     assert send_with_small_quota(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
     assert send_with_small_quota(post_file()).status_code == 200

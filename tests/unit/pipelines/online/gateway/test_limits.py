@@ -386,9 +386,8 @@ def test_tokens_of_a_disconnected_request_count(ledger_limits, engine_account, c
 def test_cost_of_a_disconnected_request_counts(ledger_limits, engine_account, clock, tmp_path):
     ledger_limits.settle(admit(ledger_limits, ALICE_WITH_BUDGET, 100, request_id="r1"), None)
     assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "reserved by running requests")
-    append_request(
-        tmp_path / "ledger", request_usage(engine_account, "r1", 0, 51, clock)
-    )  # 51 s x 2 devices x 0.01 USD
+    # The request costs 51 s x 2 devices x 0.01 USD.
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 0, 51, clock))
     assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "is spent")
 
 
@@ -431,9 +430,8 @@ async def test_ledger_read_continues_after_a_client_disconnect(
 
 
 def test_spend_before_a_restart_counts(restart, engine_account, clock, tmp_path):
-    append_request(
-        tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock)
-    )  # 51 s x 2 devices x 0.01 USD
+    # The request costs 51 s x 2 devices x 0.01 USD.
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))
     assert_refused(restart(), ALICE_WITH_BUDGET, 1, "is spent")
 
 

@@ -43,9 +43,8 @@ async def app(scope, receive, send):
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
     monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(
-        auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol
-    )  # so that monkeypatch also undoes what tests replace
+    # Set to its own value, so that monkeypatch restores it after a test replaces it.
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
 
 
 @contextlib.contextmanager
