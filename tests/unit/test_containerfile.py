@@ -45,7 +45,7 @@ def test_wheel_sources_are_copied():
     assert copied >= {"pyproject.toml", project["project"]["readme"], "LICENSE", *packages}
 
 
-def test_entrypoint_and_command():
+def test_image_runs_peagle_serve_by_default():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (entrypoint,), (command,) = (json.loads(text) for name in ("ENTRYPOINT", "CMD") for text in texts_of(name))
     assert entrypoint in project["scripts"]

@@ -50,7 +50,7 @@ def test_write_once_has_one_winner(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_remove_temporaries(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     (tmp_path / ".unit-1.parquet.0123.tmp").touch()
     (tmp_path / "unit-1.parquet").touch()
     assert files.remove_temporaries(tmp_path) == 1

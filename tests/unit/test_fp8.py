@@ -12,7 +12,7 @@ from peagle.fp8 import FP8, dequantize, quantization_config, quantize, reason_to
 MAX_ROUNDING_ERROR = 2**-4  # relative: half of the distance between E4M3 values, 2^-3 with 3 mantissa bits
 
 
-def test_quantize_example() -> None:
+def test_rows_are_quantized_with_their_own_scales() -> None:
     stored, scale = quantize("w", torch.tensor([[0.5, -2.0], [0.0, 0.0]]))
     assert stored.float().tolist() == [[112.0, -448.0], [0.0, 0.0]]
     assert scale.flatten().tolist() == [pytest.approx(2 / 448), 1.0]

@@ -39,7 +39,7 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_detect_cpu_node(root: Path) -> None:
+def test_cpus_and_memory_are_detected(root: Path) -> None:
     detected = detect(root=root)
     assert (detected.platform, detected.cpu_name, detected.num_cpus) == ("cpu", "Testium 9000", 4)
     assert detected.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
@@ -65,7 +65,7 @@ def test_affinity_mask_limits_cpus(root: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["v2", "v2-unlimited", "v2-less-than-one", "v1", "v1-unlimited", "v2-own-group"],
 )
-def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> None:
+def test_cpus_are_limited_by_the_cgroup_quota(root: Path, files: dict[str, str], num_cpus: int) -> None:
     for name, text in files.items():
         write(root, name, text)
     detected = detect(root=root)
@@ -85,7 +85,7 @@ def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> N
     ],
     ids=["v2", "v1"],
 )
-def test_cgroup_memory_limit(root: Path, files: dict[str, str]) -> None:
+def test_memory_is_limited_by_the_cgroup(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         write(root, name, text)
     detected = detect(root=root)
@@ -260,7 +260,7 @@ GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
 AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
 
 
-def test_ec2_instance_type(firmware, tmp_path):
+def test_instance_type_is_read_from_the_firmware_of_ec2(firmware, tmp_path):
     assert instance_type(root=tmp_path, metadata=NOWHERE) is None
     assert instance_type(root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
 

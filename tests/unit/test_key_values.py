@@ -20,6 +20,6 @@ def test_keys_are_stripped_and_values_kept() -> None:
         (["a-b=1", "A_B=2"], {"spelling": lambda key: key.lower().replace("-", "_")}, "a_b is given twice"),
     ],
 )
-def test_invalid_pairs(pairs: list[Any], options: dict[str, Any], message: str) -> None:
+def test_invalid_pairs_are_refused(pairs: list[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_pairs(pairs, **options)

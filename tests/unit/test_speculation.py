@@ -23,7 +23,7 @@ def test_acceptance_length_counts_the_bonus_token():
     assert statistics.draft_acceptance_rate == pytest.approx(0.2)
 
 
-def test_statistics_without_drafts():
+def test_statistics_without_drafts_are_unknown():
     empty = SpeculationStats.empty()
     assert empty.acceptance_length is None
     assert empty.draft_acceptance_rate is None

@@ -127,7 +127,7 @@ def test_invalid_period_or_dimension(peagle, flags, message):
     assert message in peagle("cost", "runs/serve", *flags, code=2)
 
 
-def test_currency_conversion(peagle):
+def test_costs_are_converted_at_the_given_rate(peagle):
     arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
     text = peagle(*arguments)
     assert "13.76 EUR" in text

@@ -49,14 +49,14 @@ def test_kuberay_prints_objects_and_required_secrets(job, capsys):
     assert "kubectl create secret generic aws" in printed.err
 
 
-def test_kuberay_json_result(job, tmp_path, capsys):
+def test_json_result_has_the_written_objects(job, tmp_path, capsys):
     assert kuberay(job, "--output", str(tmp_path / "sub" / "k.yaml"), "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["name"], result["num_machines"], result["is_applied"]) == ("peagle-job", [1, 1], False)
     assert list(yaml.safe_load_all((tmp_path / "sub" / "k.yaml").read_text())) == result["objects"]
 
 
-def test_kuberay_apply(job, fake_client, tmp_path, capsys):
+def test_apply_passes_the_objects_to_kubectl(job, fake_client, tmp_path, capsys):
     fake_client("kubectl")
     assert kuberay(job, "--namespace", "team", "--apply") == 0
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"

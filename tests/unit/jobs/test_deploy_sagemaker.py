@@ -31,7 +31,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_sagemaker_dry_run(calls, capsys):
+def test_dry_run_prints_the_requests(calls, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
@@ -40,7 +40,7 @@ def test_sagemaker_dry_run(calls, capsys):
     assert calls == []
 
 
-def test_sagemaker_create(calls, capsys):
+def test_flags_are_in_the_requests(calls, capsys):
     flags = [*FLAGS, "--region", "us-west-2", "--variable", "HF_HOME=/tmp", "--concurrency", "128"]
     assert cli.run(["deploy", "sagemaker", MODEL, *flags]) == 0
     region, requests = calls
@@ -53,7 +53,7 @@ def test_sagemaker_create(calls, capsys):
     assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and stops the charges" in capsys.readouterr().out
 
 
-def test_sagemaker_down(calls, capsys):
+def test_down_reports_what_was_deleted(calls, capsys):
     assert cli.run(["deploy", "sagemaker", "--down", "mine"]) == 0
     assert calls == [None, "mine"]
     assert capsys.readouterr().out.splitlines() == [

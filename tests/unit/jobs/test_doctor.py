@@ -80,7 +80,7 @@ def test_gpu_node_needs_no_cpu_libraries():
         (cpu(20), "none", "none", "bf16 weights, bf16 KV cache"),
     ],
 )
-def test_precision_findings(hardware, fp8, int8, auto):
+def test_doctor_reports_the_precisions_of_the_hardware(hardware, fp8, int8, auto):
     result = doctor.examine(hardware)
     assert (result["fp8"], result["int8"], result["precision_auto"]) == (fp8, int8, auto)
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform

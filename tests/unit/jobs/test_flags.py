@@ -83,12 +83,12 @@ def test_fake_options_in_json_and_yaml(parse, tmp_path, monkeypatch):
         ("token_s", "^fake: "),
     ],
 )
-def test_invalid_fake_options(parse, text, message):
+def test_invalid_fake_options_are_refused(parse, text, message):
     with pytest.raises(ConfigError, match=message):
         parse("--engine", "fake", "--fake", text)
 
 
-def test_lists_and_booleans(parse):
+def test_list_and_boolean_flags_are_parsed(parse):
     config = parse("--stop", "a", "--stop", "b", "--no-chat", "--enforce-eager")
     assert (config.stop, config.chat, config.enforce_eager) == (["a", "b"], False, True)
 
@@ -134,7 +134,7 @@ def test_invalid_variable_is_named(load_serve, monkeypatch, name, value):
         load_serve("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
 
 
-def test_list_from_environment(monkeypatch):
+def test_list_option_is_read_from_the_environment(monkeypatch):
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, BenchConfig, {})
     monkeypatch.setenv("PEAGLE_DRAFTER", "eagle3=heads/mine")

@@ -65,7 +65,7 @@ def test_card_rows_have_sources(name):
     assert labels_without_source <= {"target", "", "speculation"}
 
 
-def test_sagemaker_env_format(capsys):
+def test_sagemaker_variables_are_printed_with_their_source(capsys):
     _, result = run("gpt-oss-20b", "--sagemaker-env")
     comment, *lines = capsys.readouterr().out.splitlines()
     assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 concurrent requests [")

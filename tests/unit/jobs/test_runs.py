@@ -25,7 +25,7 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
-def test_list_of_runs(folder, capsys):
+def test_runs_in_a_folder_are_listed(folder, capsys):
     assert cli.run(["runs", str(folder), "--json", str(folder / "list.json")]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2
@@ -34,7 +34,7 @@ def test_list_of_runs(folder, capsys):
     assert (listed["num_rows_left"], listed["usd"]) == (6, pytest.approx(0.00337, abs=1e-5))
 
 
-def test_folders_without_runs(folder, capsys):
+def test_folder_without_runs_is_reported(folder, capsys):
     assert cli.run(["runs", str(folder / "empty")]) == 0
     assert "no runs in" in capsys.readouterr().out
     assert cli.run(["runs", str(folder / "missing")]) == 2
@@ -53,7 +53,7 @@ def test_show_text_and_json_lines(folder, capsys):
     assert rows == list(Run.open(run).rows())
 
 
-def test_show_failed_rows(folder, capsys):
+def test_show_prints_failed_rows(folder, capsys):
     run = folder / "july" / "first"
     assert cli.run(["show", str(run), "--failed"]) == 0
     assert capsys.readouterr().out == "no failed rows\n"
@@ -61,7 +61,7 @@ def test_show_failed_rows(folder, capsys):
     assert "--limit must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_run_as_tables(folder):
+def test_run_is_read_as_pandas_and_arrow(folder):
     run = Run.open(str(folder / "july" / "first"))
     frame = run.to_pandas(["id", "num_output_tokens"])
     assert list(frame.columns) == ["id", "num_output_tokens"]

@@ -34,7 +34,7 @@ def test_missing_flag_is_refused(capsys):
         (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: must be a folder on a disk"),
     ],
 )
-def test_invalid_training_options(capsys, arguments, message):
+def test_invalid_training_options_are_refused(capsys, arguments, message):
     assert _train("--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
 

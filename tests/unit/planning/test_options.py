@@ -67,7 +67,7 @@ def machine(**changes):
 INTERRUPTED = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
-def test_estimate_without_interruptions():
+def test_estimate_without_interruptions_loses_no_work():
     result = estimate(machine(), 2, 720_000, provision_s=180)
     assert result.wall_s == pytest.approx(180 + 100 + 3600)
     assert result.usd == pytest.approx(2 * 3700 * 0.001)
@@ -75,7 +75,7 @@ def test_estimate_without_interruptions():
     assert result.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
 
 
-def test_estimate_with_interruptions():
+def test_estimate_with_interruptions_matches_the_module_docstring():
     result = estimate(machine(**INTERRUPTED), 1, 360_000)
     assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the example at the top of options.py
     assert result.wall_s == pytest.approx(3723.5, abs=0.1)

@@ -262,7 +262,7 @@ def test_invalid_options_are_refused(options, message):
         PlanConfig(**({"measured": ["x.json"]} | options))
 
 
-def test_plan_command(sweep, prices, tmp_path, capsys):
+def test_plan_command_prints_the_chosen_machines_and_assumptions(sweep, prices, tmp_path, capsys):
     arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
     assert command(["plan", *arguments, "--max-tpot-ms", "22", "--json", str(tmp_path / "p.json")]) == 0
     printed = capsys.readouterr().out

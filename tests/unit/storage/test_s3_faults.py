@@ -208,7 +208,7 @@ def test_missing_credentials_are_an_error(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_invalid_endpoint(s3_with_short_timeouts, monkeypatch, url):
+def test_invalid_s3_endpoint_is_refused(s3_with_short_timeouts, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
         require_usable(FOLDER)

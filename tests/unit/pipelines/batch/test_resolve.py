@@ -20,7 +20,7 @@ def resolved(columns=("prompt",), *, is_batch=False, **options):
     return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
-def test_sampling_column():
+def test_sampling_column_is_used_if_it_exists():
     assert resolved(["prompt", "sampling"]).sampling.column == "sampling"
     assert resolved(["prompt", "sampling"], sampling_column="none").sampling.column is None
     assert resolved(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
@@ -89,7 +89,7 @@ def test_seed_is_refused_on_cpus(embedded_target):
 
 
 @pytest.mark.skipif(HERE.platform != "cpu", reason="the placement is that of CPU nodes")
-def test_nodes_per_engine(embedded_target):
+def test_engine_on_several_nodes_has_their_devices(embedded_target):
     config = GenerateConfig(
         input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
     )

@@ -74,7 +74,7 @@ def test_start_depends_on_remaining_work_rather_than_number_of_units(sleeps):
     wait(FakeRun([SESSION]), work=(1,) * 10 + (100,))
 
 
-def test_work_by_unit():
+def test_work_of_a_unit_without_an_estimate_is_its_number_of_rows():
     def unit(number, num_rows, work):
         return WorkUnit(
             unit=number, first_id=0, span=Span(path="a", format="jsonl", first_row=0, num_rows=num_rows, work=work)

@@ -128,7 +128,7 @@ def test_passed_timestamp_is_not_in_the_resume_command(start):
     assert error.value.hint.endswith("--output runs/a --deadline none")
 
 
-def test_duration_deadline_restarts(start):
+def test_resume_command_repeats_a_deadline_that_is_a_duration(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
     with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as error:
         supervisor.require_within_limits()
@@ -166,7 +166,7 @@ def test_crashes_count_across_hosts(start):
     assert "engines crashed 5 times" in supervisor.error().message
 
 
-def test_budget_can_grow(start):
+def test_budget_from_an_allowance_can_grow(start):
     allowance = Allowance(usd=100)
     _, supervisor = start(budget_usd=0.001, allowance=allowance)
     supervisor.require_within_limits()

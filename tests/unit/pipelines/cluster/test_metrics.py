@@ -28,7 +28,7 @@ def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, du
     )  # fmt: skip
 
 
-def test_request_metrics(ray_metrics):
+def test_request_is_recorded_in_all_metrics(ray_metrics):
     UsageMetrics("m", None).request(request())
     assert ray_metrics == {
         ("peagle_requests_total", *MODEL, "ok"): 1,

@@ -113,7 +113,7 @@ def test_cpu_engines_are_divided_among_all_nodes():
     ("per_engine", "kind", "expected"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_node_to_inspect(per_engine, kind, expected):
+def test_node_to_inspect_has_the_accelerators_of_an_engine(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
     assert node_to_inspect(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
     assert node_to_inspect({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None

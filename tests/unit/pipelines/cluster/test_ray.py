@@ -49,7 +49,7 @@ def test_metrics_port_in_use_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("configured", "result"), [(None, str(os.nice(0))), ("7", "7")])
-def test_worker_niceness(monkeypatch, configured, result):
+def test_workers_have_the_niceness_of_the_command(monkeypatch, configured, result):
     import ray
 
     environment = {} if configured is None else {"RAY_worker_niceness": configured}
@@ -78,7 +78,7 @@ def test_ray_replaces_sigterm_handler():
     assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(ray.init)
 
 
-def test_ray_data_defaults():
+def test_defaults_of_ray_data_are_unchanged():
     from ray.data.context import DataContext
 
     context = DataContext()
@@ -189,7 +189,7 @@ def test_require_capacity_stops_waiting_when_check_raises(growing_cluster):
         require([HEAD, G7E], num_engines=1, check=check)
 
 
-def test_release_nodes(growing_cluster):
+def test_requested_nodes_are_released_once(growing_cluster):
     require, requests, _ = growing_cluster
     cluster.release_nodes()
     assert requests == []

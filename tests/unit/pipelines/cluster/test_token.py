@@ -69,7 +69,7 @@ def test_misspelled_auth_mode_does_not_disable_tokens(monkeypatch, mode_before, 
     assert os.environ.get("RAY_AUTH_MODE") == mode_after
 
 
-def test_disabled_token(home, monkeypatch):
+def test_no_token_is_made_if_authentication_is_disabled(home, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     token.prepare_to_start()
     token.prepare_to_join()
@@ -84,7 +84,7 @@ def test_unwritable_home_is_refused(home):
         token.prepare_to_start()
 
 
-def test_join_without_token():
+def test_no_token_is_used_to_join_if_none_exists():
     token.prepare_to_join()
     assert "RAY_AUTH_MODE" not in os.environ
 

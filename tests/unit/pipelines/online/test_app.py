@@ -161,7 +161,7 @@ def test_ledger_with_prices_for_another_device_is_refused(tmp_path):
     assert "--state" in error.value.hint
 
 
-def test_model_card(tmp_path):
+def test_model_card_describes_drafter_and_limits(tmp_path):
     config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
     card = model_card(serve_models(config)[0], 9, CPU)
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")

@@ -141,7 +141,7 @@ def request_on(day, usd, request_id="r"):
     ("every", "left_usd"),
     [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])],
 )
-def test_budget_periods(every, left_usd):
+def test_budget_is_reset_in_each_period(every, left_usd):
     now = [DAYS[0]]
     budgets, result = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:

@@ -127,7 +127,7 @@ def test_batch_counts_for_its_key_but_not_for_the_engines(view, tmp_path):
     assert report["by_key"]["carol"]["requests_at_once"] is None
 
 
-def test_concurrent_requests(engine_account, clock, tmp_path):
+def test_report_has_the_mean_number_of_concurrent_requests(engine_account, clock, tmp_path):
     engine_account.ready()
     first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2

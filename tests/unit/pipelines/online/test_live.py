@@ -111,7 +111,7 @@ def test_key_sees_only_its_own_metrics(write_request, view):
     assert "account" not in report
 
 
-def test_empty_window(view):
+def test_window_without_requests_has_zeros(view):
     report = view.report(window_s=900)
     assert report["total"]["output_tokens_per_s"] == 0
     assert report["total"]["ttft_p50_s"] is report["total"]["acceptance_length"] is None

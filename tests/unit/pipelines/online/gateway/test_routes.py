@@ -180,7 +180,7 @@ def test_websockets_are_refused(tmp_path):
     assert messages == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_rules_of_routes():
+def test_each_route_has_the_expected_rule():
     by_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
     assert by_rule[Rule.OPEN] == {("GET", "/health")}
     public = ("/", "/page/{name}", "/docs", "/docs/{name}", "/openapi.json")

@@ -89,7 +89,7 @@ def test_cpu_engine_uses_only_its_bundle():
     assert deployment_options(queued=0)["max_queued_requests"] == 1
 
 
-def test_parser_arguments():
+def test_parsers_become_arguments_of_vllm():
     model_options = ServedModelOptions(tool_call_parser="hermes", reasoning_parser="qwen3")
     assert model_options.parsers == {
         "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
@@ -125,19 +125,19 @@ def test_small_token_budget_per_step_limits_the_slots():
     assert decode_slots(make_spec(max_num_seqs=8), CPU) == 8
 
 
-def test_default_request_counts():
+def test_default_request_counts_follow_slots_and_replicas():
     counts = request_counts(ServedModelOptions(max_replicas=3), make_spec(max_num_seqs=16), CPU)
     assert (counts.admitted, counts.queued) == (18, 48)
     assert request_counts(ServedModelOptions(), make_spec(max_num_seqs=1), CPU).admitted == 2
 
 
-def test_configured_request_counts():
+def test_configured_request_counts_are_used():
     model_options = ServedModelOptions(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
     counts = request_counts(model_options, make_spec(max_num_seqs=16), CPU)
     assert (counts.target, counts.queued) == (2.5, 0)
 
 
-def test_pieces_per_s():
+def test_pieces_per_second_are_fewer_without_a_gpu():
     shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
     single = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
     assert (pieces_per_s(shared), pieces_per_s(single)) == (40, 400)

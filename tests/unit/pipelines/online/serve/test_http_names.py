@@ -9,11 +9,11 @@ from pipelines.online.serve.http_names import route_path, validate_body
     ("path", "root_path", "result"),
     [("/v1/models", "", "/v1/models"), ("/a/v1/models", "/a", "/v1/models"), ("/ab", "/a", "/ab"), ("/a", "/a", "")],
 )
-def test_route_path(path, root_path, result):
+def test_route_path_omits_the_root_path(path, root_path, result):
     assert route_path({"type": "http", "path": path, "root_path": root_path}) == result
 
 
-def test_validate_body():
+def test_validate_body_returns_value_or_errors():
     from fastapi import Body, FastAPI
 
     app = FastAPI()

@@ -20,7 +20,7 @@ def chat(**changes):
     return TypeAdapter(ChatBody).validate_python({"model": "m", "messages": MESSAGES, **changes})
 
 
-def test_valid_chat():
+def test_valid_chat_is_accepted():
     assert chat(temperature=0.5).temperature == 0.5
 
 
