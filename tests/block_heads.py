@@ -9,7 +9,7 @@ from peagle.drafter.target import read_architecture
 def save_block_head(
     folder, target, algorithm="dflash", *, block_size=8, num_layers=2, aux_layers=(2, 15, 29), verifier
 ):
-    """Save a head with random weights for a target's folder; return `folder`."""
+    """Save a head with random weights for the target in a folder, and return `folder`."""
     from speculators.models.dflash import DFlashDraftModel
     from speculators.models.dspark import DSparkDraftModel
 

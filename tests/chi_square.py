@@ -1,4 +1,4 @@
-"""Pearson's chi-square test of whether samples follow a distribution; all rare outcomes count as one."""
+"""Pearson's chi-square test of whether samples follow a distribution. Rare outcomes are pooled."""
 
 import math
 from collections import Counter
@@ -6,42 +6,46 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-FEWEST = 8  # outcomes with fewer expected samples are pooled
+MIN_EXPECTED = 8  # samples; outcomes with fewer are pooled
 
 
-def p_value(seen: Mapping[Hashable, int], chances: Mapping[Hashable, float]) -> float:
-    """Return the probability that samples drawn from `chances` deviate from it at least as much as `seen` does.
+def p_value(counts: Mapping[Hashable, int], probabilities: Mapping[Hashable, float]) -> float:
+    """Return the probability that samples drawn from `probabilities` deviate at least as much as `counts`.
 
     Args:
-        seen: number of samples per outcome.
-        chances: probability of each listed outcome; unlisted outcomes have the remaining probability.
+        counts: number of samples by outcome.
+        probabilities: probability of each listed outcome. Unlisted outcomes have the remaining probability.
 
     Example: 60 heads in 100 coin tosses have a statistic of 4 with one degree of freedom, so the p-value is 0.0455.
     """
-    total = sum(seen.values())
-    cells = [(seen.get(outcome, 0), total * p) for outcome, p in chances.items() if total * p >= FEWEST]
-    rest = total - sum(expected for _, expected in cells)
-    if rest >= FEWEST:
-        cells.append((total - sum(count for count, _ in cells), rest))
+    total = sum(counts.values())
+    cells = [(counts.get(outcome, 0), total * p) for outcome, p in probabilities.items() if total * p >= MIN_EXPECTED]
+    pooled = total - sum(expected for _, expected in cells)
+    if pooled >= MIN_EXPECTED:
+        cells.append((total - sum(count for count, _ in cells), pooled))
     statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
-    half = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
+    half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)  # half of the degrees of freedom
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-def power(chances: Mapping[Hashable, float], wrong: Mapping[Hashable, float], num: int, level: float) -> float:
+def power(
+    probabilities: Mapping[Hashable, float], wrong: Mapping[Hashable, float], num_samples: int, level: float
+) -> float:
     """Return the fraction of a hundred tests that detect samples of a wrong distribution."""
-    return sum(p_value(drawn(wrong, num, seed), chances) < level for seed in range(100)) / 100
+    return sum(p_value(draw_samples(wrong, num_samples, seed), probabilities) < level for seed in range(100)) / 100
 
 
-def sharpened(chances: Mapping[Hashable, float], temperature: float) -> dict[Hashable, float]:
+def sharpened(probabilities: Mapping[Hashable, float], temperature: float) -> dict[Hashable, float]:
     """Return the distribution at another temperature, to simulate a sampler with a bug."""
-    powers = {outcome: chance ** (1 / temperature) for outcome, chance in chances.items()}
-    return {outcome: power * sum(chances.values()) / sum(powers.values()) for outcome, power in powers.items()}
+    powers = {outcome: chance ** (1 / temperature) for outcome, chance in probabilities.items()}
+    return {outcome: power * sum(probabilities.values()) / sum(powers.values()) for outcome, power in powers.items()}
 
 
-def drawn(chances: Mapping[Hashable, float], num: int, seed: int) -> Counter[Hashable]:
-    """Return samples; None stands for all unlisted outcomes."""
-    outcomes = [*chances, None]
-    weights = torch.tensor([*chances.values(), max(0.0, 1 - math.fsum(chances.values()))], dtype=torch.float64)
-    indices = torch.multinomial(weights, num, replacement=True, generator=torch.Generator().manual_seed(seed))
+def draw_samples(probabilities: Mapping[Hashable, float], num_samples: int, seed: int) -> Counter[Hashable]:
+    """Return the number of samples by outcome. None stands for all unlisted outcomes."""
+    outcomes = [*probabilities, None]
+    weights = torch.tensor(
+        [*probabilities.values(), max(0.0, 1 - math.fsum(probabilities.values()))], dtype=torch.float64
+    )
+    indices = torch.multinomial(weights, num_samples, replacement=True, generator=torch.Generator().manual_seed(seed))
     return Counter(outcomes[index] for index in indices.tolist())

@@ -1,4 +1,4 @@
-"""Helpers for benchmarks without models: targets and heads that have only a `config.json`."""
+"""Targets and heads that have only a `config.json`, for benchmarks with fake engines."""
 
 import json
 
@@ -19,12 +19,12 @@ def write_target(folder):
 
 
 def write_head(folder, kind="peagle", **changes):
-    """Write a head for the target; `changes` are values in its `config.json`."""
+    """Write a head for the target. `changes` are values in its `config.json`."""
     return _write(folder, HEAD | {"speculators_model_type": kind} | changes)
 
 
 def skip_waiting(monkeypatch):
-    """Do not wait for the engine's counters, and restore VLLM_LOGGING_STREAM after the test."""
+    """Skip waiting for the engine's counters, and restore VLLM_LOGGING_STREAM after the test."""
     monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 

@@ -16,7 +16,8 @@ from peagle.storage import s3_client, storage_path
 # Variables of the user's shell must not change tests.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
-# Heads in the user's catalog must not, either. The tests' home persists, because it has the converted target.
+# Heads in the user's catalog must not change tests, either. The tests' PEAGLE_HOME is kept, because it caches the
+# converted target.
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # Shells without job control let background processes ignore Ctrl-C, and commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,12 +33,12 @@ _ENGINES = tuple(
 
 
 def pytest_collection_modifyitems(items):
-    """Start the slowest files first."""
+    """Run the slowest files first."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(_ENGINES))
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Give whole files to workers, and all files with engines to one worker."""
+    """Give whole files to workers, and all files that start vLLM to the same worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class EngineTestsOnOneWorker(LoadFileScheduling):
@@ -52,7 +53,7 @@ def pytest_xdist_make_scheduler(config, log):
 def restored_process():
     """Restore the umask and temporary folder, which commands change (`peagle/private.py`).
 
-    This also happens before a test, because a module's fixtures may have run commands.
+    They are also restored before a test, because fixtures of a module might have run commands.
     """
     _restore()
     yield
@@ -70,7 +71,7 @@ def _restore():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A local Ray cluster with four logical CPUs, whatever the machine has."""
+    """A local Ray cluster with four logical CPUs, independent of the machine."""
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
@@ -89,7 +90,7 @@ def s3_server():
 
 @pytest.fixture
 def s3(s3_server, monkeypatch):
-    """The S3 server, without faults and with an empty bucket; the AWS variables point to it."""
+    """The S3 server, without faults and with an empty bucket. The AWS variables point to it."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     values = {
@@ -101,7 +102,7 @@ def s3(s3_server, monkeypatch):
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     s3_client.forget_store()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it may have an instance without credentials
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it might have cached an instance without credentials
     s3_server.reset()
     client = s3_client.store().api
     client.create_bucket(Bucket="bucket")
@@ -120,7 +121,7 @@ def moving_hub(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["disk", "s3"])
 def root(request, tmp_path):
-    """The folder of a run, on disk and on S3."""
+    """The folder of a run: on disk, then on S3."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         return storage_path("s3://bucket/some/run")
@@ -199,14 +200,14 @@ def foreign_target(tmp_path_factory, chat_target):
     from foreign_targets import save_foreign_target
 
     @functools.cache
-    def built(model_type):
+    def build(model_type):
         folder = tmp_path_factory.mktemp("foreign") / model_type
         save_foreign_target(model_type, folder)
         for file in [*chat_target.glob("*token*"), *chat_target.glob("*.jinja")]:
             shutil.copy(file, folder)
         return folder
 
-    return built
+    return build
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from peagle.hardware import Hardware
 
-# Error messages may describe the machine, so tests and generated pages that quote messages use this one.
+# Error messages can describe the machine, so tests and generated pages that quote messages use this machine.
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
     core_ids=(0, 1, 2, 3),
@@ -15,7 +15,7 @@ def cpu(*flags, **changes):
 
 
 def gpu(*capability, memory_gib=80, **changes):
-    """Return a node with one GPU, by default an H100."""
+    """Return a node with one GPU (default: an H100)."""
     values = {
         "accelerator": "H100", "num_accelerators": 1, "compute_capability": capability or (9, 0), "num_cpus": 16,
     }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Compare the drafts of vLLM's proposers token by token with those of a head in training.
+"""Compare vLLM's drafts token by token with those that the training code computes for the same head.
 
-vLLM's token may differ from ours only if the two tie: our logits for them differ by at most TIE.
+A token of vLLM may differ only at a tie: the training code's logits for the two tokens differ by at most TIE.
 """
 
 import functools
@@ -21,25 +21,22 @@ _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
 
 
 def run_jobs(jobs, environment, folder):
-    """Run recorded_drafts.py on these jobs in one process, with these environment variables, and return its answers."""
-    jobs_file, answers = folder / "jobs.json", folder / "answers.pt"
+    """Run recorded_drafts.py on these jobs in one process, with these environment variables. Return its results."""
+    jobs_file, results_file = folder / "jobs.json", folder / "results.pt"
     jobs_file.write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT), jobs_file, answers],
+        [sys.executable, str(_SCRIPT), jobs_file, results_file],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(answers)
+    return torch.load(results_file)
 
 
 def document_reader(target, aux_layers):
-    """Return a function that makes a Document from a text's tokens, with the hidden states of a Transformers model.
-
-    It caches its results.
-    """
+    """Return a cached function that makes a Document from tokens, with the hidden states of a Transformers model."""
     reader = HiddenStateReader(target, aux_layers)
 
     @functools.cache
@@ -53,14 +50,15 @@ def document_reader(target, aux_layers):
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What was compared, and the differences.
+    """Which drafts were compared, and how they differ.
 
     Attributes:
-        contexts: (request, position of the last known token).
+        contexts: pairs of a request and the position of the last known token.
         drafts: vLLM's drafts that were compared, by K.
         num_chunks: unfinished prefills, whose drafts vLLM discards.
-        ties: draft tokens that differ from ours, but with nearly the same logit.
-        max_state_error: the largest difference between our and vLLM's states of a context, relative to the norm.
+        ties: draft tokens that differ, but have nearly the same logit.
+        max_state_error: the largest difference between the target's states in Transformers and in vLLM, relative to
+            the norm.
     """
 
     contexts: set = field(default_factory=set)
@@ -70,40 +68,40 @@ class Comparison:
     max_state_error: float = 0.0
 
 
-def compare(answer, num_prompt_tokens, head, document_of):
-    """Compare every recorded draft with ours; fail at the first token that differs without a tie."""
+def compare(recorded, num_prompt_tokens, head, document_of):
+    """Compare every recorded draft with that of the training code. Fail at the first difference that is no tie."""
     result = Comparison()
-    documents, finished = _documents(answer, num_prompt_tokens, document_of), []
-    for context in answer["contexts"]:
+    documents, finished = _documents(recorded, num_prompt_tokens, document_of), []
+    for context in recorded["contexts"]:
         request, known = _request(context), context["known"]
         if known < num_prompt_tokens[request]:
             result.num_chunks += 1
-        elif known < len(answer["tokens"][request]):  # there is no text after the answer's last token
+        elif known < len(recorded["tokens"][request]):  # after the last token, there is no text to compare with
             finished.append((request, known, context))
-    drafted = {}
+    training_drafts = {}
     for request, known, context in finished:
-        assert answer["tokens"][request][known] == context["token"]
+        assert recorded["tokens"][request][known] == context["token"]
         document = documents[request]
-        apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
-        result.max_state_error = max(result.max_state_error, apart.item())
-        for k, theirs in context["drafts"].items():
-            if (request, k) not in drafted:
-                drafted[request, k] = drafted_tokens(head, document, k)
-            ours = drafted[request, k][known - 1].tolist()
-            result.ties += _count_ties(head, document, known, ours, theirs)
-            result.drafts.setdefault(k, []).append(theirs)
+        state_error = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
+        result.max_state_error = max(result.max_state_error, state_error.item())
+        for k, vllm_draft in context["drafts"].items():
+            if (request, k) not in training_drafts:
+                training_drafts[request, k] = drafted_tokens(head, document, k)
+            draft = training_drafts[request, k][known - 1].tolist()
+            result.ties += _count_ties(head, document, known, draft, vllm_draft)
+            result.drafts.setdefault(k, []).append(vllm_draft)
         result.contexts.add((request, known))
     return result
 
 
-def _documents(answer, num_prompt_tokens, document_of):
-    """Return the document of each request, with the tokens that the proposer read.
+def _documents(recorded, num_prompt_tokens, document_of):
+    """Return the document of each request, with the tokens that vLLM's head read.
 
-    At the end of a chunk of an unfinished prompt, it read the prompt's last token instead of the next one.
+    At the end of a chunk of an unfinished prompt, the head read the prompt's last token instead of the next token.
     """
-    documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
+    documents = [document_of(tokens, n) for tokens, n in zip(recorded["tokens"], num_prompt_tokens, strict=True)]
     documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
-    for context in answer["contexts"]:
+    for context in recorded["contexts"]:
         request, known = _request(context), context["known"]
         if known < num_prompt_tokens[request]:
             documents[request].token_ids_T[known] = context["token"]
@@ -114,14 +112,16 @@ def _request(context):
     return int(context["request"].partition("-")[0])
 
 
-def _count_ties(head, document, known, ours, theirs):
-    assert len(ours) == len(theirs)
+def _count_ties(head, document, known, draft, vllm_draft):
+    assert len(draft) == len(vllm_draft)
     ties = 0
-    for depth, (our_token, their_token) in enumerate(zip(ours, theirs, strict=True)):
-        if our_token == their_token:
+    for depth, (token, vllm_token) in enumerate(zip(draft, vllm_draft, strict=True)):
+        if token == vllm_token:
             continue
-        margin = _margin(head, document, known, len(ours), depth, their_token)
-        assert margin <= TIE, f"{ours} is not {theirs} after token {known}: depth {depth}, logits {margin:.5f} apart"
+        margin = _margin(head, document, known, len(draft), depth, vllm_token)
+        assert margin <= TIE, (
+            f"{draft} is not vLLM's {vllm_draft} after token {known}: depth {depth}, logits {margin:.5f} apart"
+        )
         ties += 1
         if head.config.speculators_model_type == "eagle3":
             break  # from here on, the drafts follow different tokens
@@ -129,9 +129,9 @@ def _count_ties(head, document, known, ours, theirs):
 
 
 def _margin(head, document, known, k, depth, token):
-    """Return by how much our logit of a token is below the largest."""
+    """Return the difference between the largest logit of the training code and that of a token."""
     anchor, depths, states = _draft_states(head, document, k)
-    row = states[(anchor == known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
-    ids = torch.arange(len(row)) + (0 if head.d2t is None else head.d2t)
+    logits = states[(anchor == known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
+    ids = torch.arange(len(logits)) + (0 if head.d2t is None else head.d2t)
     assert (ids == token).any(), f"token {token} is outside the draft vocabulary"
-    return (row.max() - row[ids == token]).item()
+    return (logits.max() - logits[ids == token]).item()

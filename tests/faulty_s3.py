@@ -1,6 +1,6 @@
-"""An S3 server (moto's, in a thread) whose requests can fail in the ways that requests to a real S3 do.
+"""An S3 server (moto's, in a thread) whose requests can fail like requests to a real S3.
 
-It handles one request at a time, because moto's conditional writes are not atomic.
+The server handles one request at a time, because moto's conditional writes are not atomic.
 """
 
 import io
@@ -25,7 +25,7 @@ class _Fault:
 
 
 class FaultyS3:
-    """The server.
+    """An S3 server with an empty state and configurable faults.
 
     Attributes:
         requests: (method, path) of each request.
@@ -69,7 +69,7 @@ class FaultyS3:
         Args:
             kind: an HTTP status, or when the server disconnects: "connection_cut" (before the operation),
                 "response_lost" (after it) or "body_truncated" (in the middle of the response).
-            method, path: text that a request's method and path must contain; by default, all requests match.
+            method, path: text that a request's method and path must contain (default: all requests match).
         """
         self._add(kind, lambda m, p: method in m and path in p, times)
 
@@ -95,7 +95,7 @@ class FaultyS3:
         return None
 
     def _serve(self, environ, start_response):
-        # Read the body before taking the lock, because a client may be stopped in the middle of its request.
+        # Read the body before taking the lock, because a client can be stopped in the middle of a request.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         with self._lock:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -110,8 +110,8 @@ class FaultyS3:
             response = []
             data = b"".join(self._app(environ, lambda status, headers, *_: response.append((status, headers))))
             if "uploads" in environ.get("QUERY_STRING", ""):
-                began_at = datetime.now(UTC) - timedelta(seconds=self.upload_age_s)
-                data = data.replace(_UPLOAD_DATE_OF_MOTO, f"{began_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
+                started_at = datetime.now(UTC) - timedelta(seconds=self.upload_age_s)
+                data = data.replace(_UPLOAD_DATE_OF_MOTO, f"{started_at:%Y-%m-%dT%H:%M:%S.000Z}".encode())
         if fault == "response_lost":
             return _disconnect(environ)
         start_response(*response[0])

@@ -1,6 +1,6 @@
-"""An endpoint in this process: a real HTTP server, gate, routes, batches, ledger and the fake engine, but no Ray Serve.
+"""An endpoint in this process: everything except Ray Serve is real, and the engine is the fake engine.
 
-It requires API keys, so that their limits apply, and measures the lag of its event loop.
+The endpoint requires API keys, so that their limits apply, and measures the lag of its event loop.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ _STATES = ("num_running_replicas", "num_starting_replicas", "num_stopping_replic
 _TICK_S = 0.002
 
 
-class Handle:
-    """A fake of the ingress's deployment handle, which calls the engine directly."""
+class FakeDeploymentHandle:
+    """A fake of Ray Serve's deployment handle, which calls the engine directly."""
 
     deployment_name = "m"
 
@@ -84,7 +84,7 @@ async def _in_lists(parts):
         yield [part] if isinstance(part, str) else part
 
 
-class NoRunner:
+class NeverEndingRunner:
     """A batch runner whose checks never end, so that batches wait forever."""
 
     def check(self, path, rules):
@@ -98,23 +98,19 @@ class NoRunner:
 
 
 class Served:
-    """A running endpoint.
-
-    Attributes:
-        keys: API keys by name.
-    """
+    """A running endpoint. `keys` has the API keys by name."""
 
     def __init__(self, url, keys, ledger):
         self.url, self.keys, self._ledger = url, keys, ledger
         self._lag_s = 0.0
 
     def client(self, name, **options):
-        """Return a client with a key."""
+        """Return an HTTP client that sends the key with this name."""
         headers = {"authorization": f"Bearer {self.keys[name]}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
 
     def answered(self):
-        """Return the new requests in the ledger, which an engine has answered."""
+        """Return the requests that an engine answered since the last call, from the ledger."""
         return RequestReader(self._ledger).new()
 
     @contextlib.contextmanager
@@ -148,11 +144,11 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Runner", NoRunner)
+        patch.setattr(module, "Runner", NeverEndingRunner)
         patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
         config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
         engine = FakeServeEngine(ServedModelOptions(engine="fake"), config)
-        handles, batches = {"m": Handle(engine, account)}, _batches(folder, model)
+        handles, batches = {"m": FakeDeploymentHandle(engine, account)}, _batches(folder, model)
         ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
         app = module.make_app(settings)
         for name, route in module._ROUTES.items():

@@ -1,4 +1,4 @@
-"""A fake Hugging Face Hub whose branches can move. The client's `hf_hub_download` and cache on disk use it."""
+"""A fake Hugging Face Hub whose branches can move. It replaces `hf_hub_download`, with a real cache on disk."""
 
 import json
 import socket
@@ -6,7 +6,7 @@ import socket
 import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-FIRST, SECOND = "a" * 40, "c" * 40  # commits
+FIRST_COMMIT, SECOND_COMMIT = "a" * 40, "c" * 40
 
 
 class MovingHub:

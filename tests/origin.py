@@ -1,4 +1,4 @@
-"""Helpers for test reports: their origin (command, revision, machine), their two files, and progress messages."""
+"""Helpers for test reports: their origin (command, revision, machine), their files, and progress messages."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def origin_text(data: dict[str, Any]) -> str:
 
 
 def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
-    """Write the text as Markdown and the data as JSON; return the path of the Markdown."""
+    """Write the text as Markdown and the data as JSON. Return the path of the Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     path.write_text(text)

@@ -1,12 +1,12 @@
-"""A model of what a power cut may leave of a folder: only what was synced is guaranteed.
+"""A model of a folder's content after a power cut, which guarantees only what was synced.
 
-`recording(folder)` records each `fsync`. For a file, it records the bytes at that moment; for a folder, its names and
-the files that they refer to. `Disk.images` creates folders that the disk may hold after a power cut at this moment. In
-the worst image, everything that was not synced is lost: names, deletions and bytes. In the others, each unsynced change
-is present at random.
+`recording(folder)` records each `fsync`. For a file, it records the bytes at that moment. For a folder, it records the
+names and the files to which they refer. `Disk.images` creates the possible contents of the folder after a power cut at
+this moment. In the worst image, every name, deletion and byte that was not synced is lost. In the other images, each
+unsynced change is present at random.
 
 Real file systems keep more, so code that is correct in this model is correct on them. `test_power_cut.py` also uses a
-real ext4.
+real ext4 file system.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 File = int
-"""An inode number. The file is held open while the model lasts, so that its number is not reused."""
+"""An inode number. The model keeps the file open, so that the number is not reused."""
 
 
 class Disk:
@@ -40,11 +40,11 @@ class Disk:
             self._hold(path)
             self._bytes[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
-    def images(self, where: Path, *, num_random: int = 6, seed: int = 0) -> Iterator[Path]:
-        """Create and yield copies of the folder as they may be after a power cut at this moment."""
+    def images(self, folder: Path, *, num_random: int = 6, seed: int = 0) -> Iterator[Path]:
+        """Create and yield possible copies of the folder after a power cut at this moment."""
         rng = random.Random(seed)
         for number in range(1 + num_random):
-            image = where / f"image-{number}"
+            image = folder / f"image-{number}"
             self._copy(self._root, image, (lambda: False) if number == 0 else (lambda: rng.random() < 0.5))
             yield image
 
@@ -93,7 +93,7 @@ def recording(root: Path) -> Iterator[Disk]:
     disk, names = Disk(root), ("fsync", "fdatasync")
     original = {name: getattr(os, name) for name in names}
 
-    def recorded(name: str):
+    def with_recording(name: str):
         def sync(descriptor: int) -> None:
             original[name](descriptor)
             disk.record_sync(descriptor)
@@ -101,7 +101,7 @@ def recording(root: Path) -> Iterator[Disk]:
         return sync
 
     for name in names:
-        setattr(os, name, recorded(name))
+        setattr(os, name, with_recording(name))
     try:
         yield disk
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RAY = str(Path(sys.executable).with_name("ray"))
-_ENDS = "succeeded|failed|was stopped"
+_FINAL_STATES = "succeeded|failed|was stopped"
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class RayJobs:
         return self.environment["RAY_API_SERVER_ADDRESS"]
 
     def call(self, action: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run `ray job ACTION ARGUMENTS` in the checkout."""
+        """Run `ray job ACTION ARGUMENTS` in the root of the repository."""
         return subprocess.run(
             [RAY, "job", action, *arguments], cwd=ROOT, env={**self.environment, "PYTHONPATH": str(ROOT)},
             capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
 
     def submit(self, *arguments: str) -> str:
-        """Submit a job; return the output of `ray job submit`. Without `--no-wait`, it includes the job's output."""
+        """Submit a job. Return the output of `ray job submit`, which includes the job's output without `--no-wait`."""
         while True:
             done = self.call("submit", *arguments)
             if "No available agent" not in done.stderr:
@@ -48,6 +48,6 @@ class RayJobs:
         """Wait until a job has ended, and return Ray's message."""
         while True:
             output = self.call("status", name).stdout
-            if re.search(rf"Job '{name}' ({_ENDS})", output):
+            if re.search(rf"Job '{name}' ({_FINAL_STATES})", output):
                 return output
             time.sleep(1)

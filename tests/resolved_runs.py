@@ -24,7 +24,7 @@ def corpus_plan(columns=("prompt",), *, file_format="csv", num_units=1, rows_per
 
 
 def resolve_run(config, plan=None, machine=None, *, num_nodes=1, **request):
-    """Return the run of a configuration, without writing it."""
+    """Return the resolved run of a configuration, without writing anything."""
     return resolve(
         RunRequest(config=config, command=COMMAND, **request),
         RunDirectory(config.output),

@@ -1,4 +1,4 @@
-"""Load a saved head into the speculators library's model class, as training does."""
+"""Load a saved head into the model class of the speculators library, as training does."""
 
 import json
 

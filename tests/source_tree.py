@@ -18,5 +18,5 @@ MODULES = {
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Return the modules by name. Parsing takes seconds, so it happens on first use."""
+    """Return the syntax trees by module name. Parsing takes seconds, so it happens at the first call."""
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}

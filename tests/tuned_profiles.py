@@ -1,4 +1,4 @@
-"""Fixtures with measured cells and a profile, as `peagle tune` writes them."""
+"""Fixtures with measured cells and a profile, as written by `peagle tune`."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def cell():
 
 @pytest.fixture
 def cells(cell):
-    """Cells in which P-EAGLE is faster with 1 and 4 concurrent requests, and no speculation with 16."""
+    """Cells: with 1 and 4 concurrent requests, P-EAGLE is faster; with 16, no speculation is faster."""
     return [
         cell("peagle", 3, 4, 50.0, 1.6), cell("peagle", 5, 4, 48.0, 1.75), cell("none", 0, 4, 40.0),
         cell("peagle", 3, 1, 20.0, 1.6), cell("none", 0, 1, 15.0),

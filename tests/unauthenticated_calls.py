@@ -1,4 +1,4 @@
-"""Call Ray's ports without the token, to check what they expose."""
+"""Call Ray's ports without the token, to check whether they require it."""
 
 import http.client
 import urllib.error
@@ -30,7 +30,7 @@ def grpc_status(address, call):
 
 
 def http_answer(host, port, path):
-    """Return the status and body of an HTTP request; the status is 0 if the port does not speak HTTP/1."""
+    """Return the status and body of an HTTP request. The status is 0 if the port does not use HTTP/1."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read(100_000)

@@ -5,14 +5,14 @@ from peagle.speculation import SpeculationStats
 
 
 def drafts(num_drafts, *accepted):
-    """Return statistics of drafts of equal length; `accepted` is the number accepted at each position."""
+    """Return statistics of drafts of equal length. `accepted` has the number of accepted tokens by position."""
     return SpeculationStats(
         num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
     )
 
 
 def engine_session(session_id="s", *, started_at=0.0, load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, **values):
-    """Return an ended session that was last seen after the sum of these seconds."""
+    """Return an ended session whose duration is the sum of these seconds."""
     defaults = {
         "engine_index": 0,
         "hostname": "h",

@@ -23,21 +23,21 @@ _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
 _SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # fields of `Work`
 
 
-def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
-    """Return the work of all requests and batches of a ledger."""
+def read_request_totals(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
+    """Return the totals of all requests and batches of a ledger, by spending group."""
     total: defaultdict[SpendingGroup, Work] = defaultdict(Work)
-    for group, work in WorkReader(folder).new():
+    for group, work in RequestTotalsReader(folder).new():
         total[group] += work
     return total
 
 
-class WorkReader:
+class RequestTotalsReader:
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
         self._offsets: defaultdict[str, int] = defaultdict(int)
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
-        """Yield the work since the last call, in parts."""
+        """Yield the totals of the records since the last call, in parts."""
         is_complete = False
         while not is_complete:
             is_complete = True

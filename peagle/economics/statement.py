@@ -53,7 +53,7 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
     total = sum((spend for _, spend in ordered), Spend())
     unpriced = [] if total.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
     losses = (savings.loss_note(f"{drafter} for {model}") for (drafter, model), savings in sorted(by_drafter.items()))
-    units = round_to_units([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
+    units = round_to_last_digit([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
     return {
         "schema": SCHEMA,
         "currency": "USD",
@@ -106,10 +106,10 @@ def units_to_usd(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[
     return {name: unit / scale if is_priced or name == "attributed" else None for name, unit in kinds.items()}
 
 
-def round_to_units(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
+def round_to_last_digit(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
     """Round amounts to integer multiples of the last digit that add up to the rounded sum, by column and in total.
 
-    >>> round_to_units([[0.333, 0.333], [0.334, 1.0]], 2)
+    >>> round_to_last_digit([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]
     """
     columns = [[amount * 10**digits for amount in column] for column in zip(*amounts, strict=True)]
@@ -136,7 +136,7 @@ def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits:
 def round_amounts(data: Mapping[str, Any], digits: int, name: str = "usd", scale: float = 1.0) -> dict[str, Any]:
     """Return a statement with scaled amounts `name`, rounded to `digits`."""
     rows = data["rows"] or [data["total"]]
-    units = round_to_units([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
+    units = round_to_last_digit([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
     total = [sum(column) for column in zip(*units, strict=True)]
 
     def with_amounts(row: Mapping[str, Any], amounts: Sequence[int]) -> dict[str, Any]:

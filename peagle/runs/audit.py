@@ -251,7 +251,7 @@ def _count_totals(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], 
     audit.num_rows_left = sum(unit.num_rows for unit in plan.remaining_units(units))
     if not audit.is_finished:
         num_left = audit.num_units_planned - audit.num_units
-        audit.notes.append(f"{num_left:,} units with {audit.num_rows_left:,} rows are not committed yet")
+        audit.notes.append(f"not committed yet: {_count(num_left, 'unit')} with {_count(audit.num_rows_left, 'row')}")
 
 
 def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
@@ -338,7 +338,13 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
         for where in leftovers:
             audit.add("leftover", where, "not used; the next attempt removes it")
     elif leftovers:
-        audit.notes.append(f"{len(leftovers):,} files of unfinished attempts: the next attempt removes them")
+        audit.notes.append(
+            f"{_count(len(leftovers), 'file')} of unfinished attempts, to be removed by the next attempt"
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
@@ -353,7 +359,7 @@ def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
         return
     num_missing = report["account"]["num_units"] - audit.num_units
     if num_missing > 0:
-        audit.add("lost", "data", f"{num_missing:,} units that were committed when report.json was written are gone")
+        audit.add("lost", "data", f"{_count(num_missing, 'committed unit')} missing since report.json was written")
     elif not audit.findings and report["account"]["num_output_tokens"] != audit.num_output_tokens:
         audit.notes.append("report.json is older than the units: `peagle report` writes it again")
 

@@ -14,7 +14,7 @@ from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_session_at, read_sessions
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
-from peagle.economics.request_work import read_work
+from peagle.economics.request_work import read_request_totals
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineFacts, EngineSession, Work, interpolate_session
@@ -50,9 +50,11 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
     if num_billed := len(runs) - len(unbilled):
-        notes.append(f"{num_billed} batch runs are counted in the ledger of their endpoint.")
+        notes.append(f"{_count(num_billed, 'batch run')} counted in an endpoint's ledger.")
     if others:
-        notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
+        notes.append(
+            f"{_count(len(others), 'folder')} without a run or an endpoint's state: {_shorten(sorted(others))}"
+        )
     incomparable = []
     if benchmark:
         for name, run in unbilled.items():
@@ -61,9 +63,8 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
             if (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
                 incomparable.append(name)
     if incomparable:
-        notes.append(
-            f"{len(incomparable)} runs used other hardware or precision than the baseline: {incomparable[0]}, ..."
-        )
+        runs_text = _count(len(incomparable), "run")
+        notes.append(f"{runs_text} with other hardware or precision than the baseline: {_shorten(incomparable)}")
     ledgers = [_with_benchmark(ledger, benchmark) for ledger in endpoints]
     ledgers += [
         _with_benchmark(_run_ledger(name, run), None if name in incomparable else benchmark)
@@ -74,13 +75,22 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         for label in session_labels(ledger.sessions):
             names_by_label[label].append(ledger.run)
     notes += [
-        f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in names_by_label.items()
+        f"{label} ({len(names)} of {len(ledgers)} sources: {_shorten(names)})"
+        for label, names in names_by_label.items()
     ]
     return FoundLedgers(ledgers=tuple(ledgers), notes=tuple(notes))
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _shorten(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}, ..."
+
+
 def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
-    """Return the ledger folder of each source, by name; raises as `find_ledgers`."""
+    """Return the ledger folder of each source, by name. Raises like `find_ledgers`."""
     runs, states, _ = _find_folders(sources)
     return {name: run.ledger for name, run in runs.items()} | {name: state / "ledger" for name, state in states.items()}
 
@@ -173,7 +183,7 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
 
 def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
-    work = read_work(ledger)  # before the sessions, so that every request has a session
+    work = read_request_totals(ledger)  # before the sessions, so that every request has a session
 
     def at_time(session: EngineSession, moment: float) -> EngineSession:
         return read_session_at(ledger, session, moment)

@@ -13,18 +13,18 @@ from tests.chaos.processes import command_line
 @pytest.fixture
 def peagle():
     """Return a function that starts `peagle ARGUMENTS` in its own process group, and kills it after the test."""
-    started = []
+    processes = []
 
     def start(*arguments):
         command = [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
         )
-        started.append(process)
+        processes.append(process)
         return process
 
     yield start
-    for process in started:
+    for process in processes:
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -35,8 +35,8 @@ def peagle():
 def leftover_processes():
     """Return a function that waits up to 75 s until no command line contains a given path.
 
-    It returns the remaining command lines. The wait is long because a Ray worker that starts while its raylet is killed
-    tries to reach the raylet for half a minute.
+    The function returns the command lines that remain. The wait is long, because a Ray worker that starts while its
+    raylet is killed tries to reach the raylet for half a minute.
     """
 
     def find(path):

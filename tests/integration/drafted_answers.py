@@ -25,17 +25,17 @@ def main():
 
     log = Path(sys.argv[2]).with_suffix(".log")
 
-    async def use(engine, _):
-        bulk = [_bulk(engine, name, *case) for name, case in job["bulk"].items()]
+    async def answer_all(engine, _):
+        bulk = [_answer_in_bulk(engine, name, *case) for name, case in job["bulk"].items()]
         answers = dict(zip(job["bulk"], await asyncio.gather(*bulk), strict=True))
         async with await _client(engine._llm, spec) as client:
-            online = [_online(client, path, body) for path, body in job["online"].values()]
+            online = [_answer_online(client, path, body) for path, body in job["online"].values()]
             return answers | dict(zip(job["online"], await asyncio.gather(*online), strict=True))
 
-    Path(sys.argv[2]).write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, log, use)))
+    Path(sys.argv[2]).write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, log, answer_all)))
 
 
-async def _bulk(engine, name, prompt, sampling):
+async def _answer_in_bulk(engine, name, prompt, sampling):
     return asdict(await engine.generate(name, prompt, sampling))
 
 
@@ -52,7 +52,7 @@ async def _client(llm, spec):
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine", timeout=600)
 
 
-async def _online(client, path, body):
+async def _answer_online(client, path, body):
     answer = await client.post(path, json={"model": MODEL, **body})
     if not body.get("stream"):
         return answer.json()

@@ -22,14 +22,14 @@ from peagle.charts import (
 )
 from peagle.economics.report.plots import tick, usd_tick, vertical_axis
 
-COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, MAX_LETTERS = 3, 24, 26, 16, 56
+COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, MAX_LETTERS = 3, 24, 26, 16, 56  # sizes in pixels
 FORMATTERS = {  # by Grafana's unit
     "currencyUSD": usd_tick,
     "percentunit": lambda share: f"{tick(100 * share)}%",
     "s": lambda seconds: f"{tick(seconds)} s",
 }
 Panel = Mapping[str, Any]
-Series = tuple[str, Sequence[tuple[float, float]]]  # label, and points (second, value)
+Series = tuple[str, Sequence[tuple[float, float]]]  # label, and points (time in seconds, value)
 Query = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
@@ -37,19 +37,19 @@ def rows_of(dashboard):
     """Yield the title and the panels of each row of the dashboard."""
     panels = dashboard["panels"]
     row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
-    for begin, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
-        yield panels[begin]["title"], panels[begin + 1 : end]
+    for begin_s, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
+        yield panels[begin_s]["title"], panels[begin_s + 1 : end]
 
 
-def drawn(panels, query, begin):
-    """Return the panels as one SVG file.
+def draw_svg(panels, query, begin_s):
+    """Return one SVG image of the panels.
 
     Args:
         query: returns the series of a PromQL expression, in the format of `/api/v1/query_range`.
-        begin: Unix time at the start of the horizontal axis.
+        begin_s: Unix time time_s the start of the horizontal axis.
     """
-    series = [_series(panel, query, begin) for panel in panels]
-    end_s = max(at for curve in series for _, points in curve for at, _ in points)
+    series = [_series(panel, query, begin_s) for panel in panels]
+    end_s = max(time_s for curve in series for _, points in curve for time_s, _ in points)
     cell = NAME_HEIGHT + HEIGHT - TOP + LINE_HEIGHT * max(map(len, series))
     num_rows = -(-len(panels) // COLUMNS)
     width, height = COLUMNS * (WIDTH + GAP) + GAP, num_rows * (cell + GAP) + GAP
@@ -66,13 +66,13 @@ def drawn(panels, query, begin):
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
 
-def _series(panel, query, begin):
+def _series(panel, query, begin_s):
     curves = [
         (
             re.sub(
                 r"\{\{(\w+)\}\}", lambda name, labels=result["metric"]: labels.get(name[1], ""), target["legendFormat"]
             ),
-            [(at - begin, float(value)) for at, value in result["values"] if math.isfinite(float(value))],
+            [(time_s - begin_s, float(value)) for time_s, value in result["values"] if math.isfinite(float(value))],
         )
         for target in panel["targets"]
         for result in query(target["expr"])
@@ -89,7 +89,7 @@ def _panel(panel, series, end_s):
         plot.append(text(_x(share), HEIGHT - BOTTOM + 16, f"{share * end_s / 60:.0f} min", "tick", anchor))
     legend = []
     for index, (label, points) in enumerate(series):
-        path = " ".join(f"{_x(at / end_s):.0f},{y(value):.1f}" for at, value in points)
+        path = " ".join(f"{_x(time_s / end_s):.0f},{y(value):.1f}" for time_s, value in points)
         plot.append(f'<polyline class="line-{index}" points="{path}"/>')
         top = NAME_HEIGHT + HEIGHT - TOP - 10 + LINE_HEIGHT * index
         legend.append(f'<rect class="series-{index}" x="{LEFT}" y="{top}" width="10" height="10" rx="3"/>')

@@ -1,16 +1,15 @@
-"""Run vLLM engines one after the other and record the drafts of their proposers:
-`recorded_drafts.py JOBS.json OUT.pt`.
+"""Run vLLM engines one after the other and record their drafts: `recorded_drafts.py JOBS.json OUT.pt`.
 
-A job has `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer has the
-`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`, one per request and call of the
-proposer. A context has the position of the last known token, that token, the target's states one position before it,
-and the `drafts` by K. An engine without a drafter has no contexts.
+A job has `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its result has the
+`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`, one per request and call of vLLM's
+proposer (`runner.drafter`). A context has the position of the last known token, that token, the target's states one
+position earlier, and the `drafts` by K. An engine without a drafter has no contexts.
 
 With `sinks_in_bf16`, vLLM's kernel gets the attention sinks in bf16, the only dtype that it supports on CPUs.
-A job with `fails` is expected to raise; its answer is the `error`.
+A job with `fails` is expected to raise. Its result is the `error`.
 
-With `every_k`, the real `propose` drafts each context for every K up to the engine's. Smaller K come first, with a copy
-of the metadata that `propose` changes. The engine then continues with its own K. Before each call, the fields of a
+With `every_k`, the real `propose` drafts each context for every K up to the engine's K. Smaller K come first, with a
+copy of the metadata that `propose` changes. The engine then continues with its own K. Before each call, the fields of a
 parallel drafter that depend on K are set as its constructor sets them.
 """
 
@@ -24,7 +23,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer must be acces
 
 
 class Recorder:
-    """Wraps `runner.drafter.propose` and records each call."""
+    """Replaces `runner.drafter.propose`, calls the original, and records the drafts of each call."""
 
     def __init__(self, runner, *, every_k):
         self.contexts = []
@@ -42,16 +41,16 @@ class Recorder:
             )
         if drafts:
             self._set_k(own_k)
-        last = options["token_indices_to_sample"]
-        if last is None:
-            last = common_attn_metadata.query_start_loc[1:] - 1
+        last_indices = options["token_indices_to_sample"]
+        if last_indices is None:
+            last_indices = common_attn_metadata.query_start_loc[1:] - 1
         # `propose` changes these tensors.
-        last, positions = last.clone(), options["target_positions"].clone()
+        last_indices, positions = last_indices.clone(), options["target_positions"].clone()
         states = options["target_hidden_states"].clone()
         drafts[own_k] = self._propose(
             num_speculative_tokens=own_k, common_attn_metadata=common_attn_metadata, **options
         )
-        for row, (name, index) in enumerate(zip(self._runner.input_batch.req_ids, last.tolist(), strict=True)):
+        for row, (name, index) in enumerate(zip(self._runner.input_batch.req_ids, last_indices.tolist(), strict=True)):
             self.contexts.append(
                 {
                     "request": name,
@@ -91,7 +90,7 @@ def run(job):
     return {"tokens": tokens, "num_cached_tokens": cached, "contexts": contexts}
 
 
-def attempt(job):
+def run_or_fail(job):
     try:
         return run(job)
     except Exception as error:
@@ -104,7 +103,7 @@ def main():
     import torch
 
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    torch.save([attempt(job) for job in jobs], sys.argv[2])
+    torch.save([run_or_fail(job) for job in jobs], sys.argv[2])
 
 
 if __name__ == "__main__":

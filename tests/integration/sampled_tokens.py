@@ -1,12 +1,11 @@
-"""Run one vLLM engine and write tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
+"""Run a vLLM engine and write the tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
-The job has a drafter's `method`, `k`, whether the drafter also uses a `lookup`, a `prompt` (token ids), `sampling`
-parameters, `num_samples`, the number of `tokens` to compare per sample, and texts for `greedy` requests. Half of the
-samples are drawn without other requests (`separate`), half while the greedy requests run repeatedly (`concurrent`).
+The job has a drafter's `method`, `k`, `lookup` and `verify`; a `prompt` (token ids), `sampling` parameters,
+`num_samples`, the number of `tokens` per sample, and texts for `greedy` requests. Half of the samples are drawn without
+other requests (`separate`), half while the greedy requests run repeatedly (`concurrent`).
 
-The answer has the tokens of both halves; every answer to the greedy texts, of which the first ran without other
-requests; the number of accepted draft tokens (null without a drafter); and how many of those in sampled answers came
-from the lookup.
+The result has the tokens of both halves, and every answer to the greedy texts, the first without other requests. It
+also has the number of accepted draft tokens (null without a drafter), and the number of lookup tokens in samples.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-PER_REQUEST, NUM_CONCURRENT, NUM_GREEDY = 16, 2, 24
+SAMPLES_PER_REQUEST, NUM_CONCURRENT, NUM_GREEDY_TOKENS = 16, 2, 24
 GREEDY_SLOTS = 4  # without their own slots, greedy requests would wait for all samples
 
 
@@ -29,53 +28,53 @@ def main():
     from peagle.engine.vllm import start_engine
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    model, slots = resolve_model(job["model"]), PER_REQUEST * NUM_CONCURRENT + GREEDY_SLOTS
+    model, slots = resolve_model(job["model"]), SAMPLES_PER_REQUEST * NUM_CONCURRENT + GREEDY_SLOTS
     spec = EngineSpec(model=model.path, precision="float32", max_num_seqs=slots, max_model_len=128, enforce_eager=True)
     if job["method"] != "none":
         drafter = resolve_drafter(job["method"], model, 1, num_speculative_tokens=job["k"]).spec
         spec = replace(spec, drafter=replace(drafter, lookup=job["lookup"], verify=job["verify"]))
 
-    async def use(engine, _):
+    async def sample(engine, _):
         return await _sample(engine, job)
 
     out = Path(sys.argv[2])
-    out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), use)))
+    out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), sample)))
 
 
 async def _sample(engine, job):
     greedy = [await _greedy(engine, job)]
-    looked_up = []
-    separate = await _draw(engine, job, looked_up)
+    num_lookup_tokens = []
+    separate = await _draw_samples(engine, job, num_lookup_tokens)
     stop = asyncio.Event()
-    asking = asyncio.create_task(_keep_asking(engine, job, stop))
-    concurrent = await _draw(engine, job, looked_up)
+    greedy_task = asyncio.create_task(_repeat_greedy(engine, job, stop))
+    concurrent = await _draw_samples(engine, job, num_lookup_tokens)
     stop.set()
-    greedy += await asking
+    greedy += await greedy_task
     totals = engine.speculation_totals()
     return {
         "separate": separate,
         "concurrent": concurrent,
         "greedy": greedy,
         "num_accepted": totals and totals.num_accepted_tokens,
-        "num_looked_up": sum(looked_up),
+        "num_looked_up": sum(num_lookup_tokens),
     }
 
 
-async def _draw(engine, job, looked_up):
+async def _draw_samples(engine, job, num_lookup_tokens):
     # One more token than needed, because the last token of an answer is never drafted.
-    params = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
-    num_requests = job["num_samples"] // 2 // PER_REQUEST
-    turns = asyncio.Semaphore(NUM_CONCURRENT)
+    params = {**job["sampling"], "n": SAMPLES_PER_REQUEST, "max_tokens": job["tokens"] + 1}
+    num_requests = job["num_samples"] // 2 // SAMPLES_PER_REQUEST
+    slots = asyncio.Semaphore(NUM_CONCURRENT)
 
     async def ask():
-        async with turns:
-            return await _ask(engine, job["prompt"], params, looked_up)
+        async with slots:
+            return await _ask(engine, job["prompt"], params, num_lookup_tokens)
 
     answers = await asyncio.gather(*(ask() for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
 
 
-async def _keep_asking(engine, job, stop):
+async def _repeat_greedy(engine, job, stop):
     answers = []
     while not stop.is_set():
         answers.append(await _greedy(engine, job))
@@ -84,11 +83,11 @@ async def _keep_asking(engine, job, stop):
 
 async def _greedy(engine, job):
     prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
-    params = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
+    params = {"temperature": 0.0, "max_tokens": NUM_GREEDY_TOKENS}
     return await asyncio.gather(*(_ask(engine, prompt, params) for prompt in prompts))
 
 
-async def _ask(engine, prompt, sampling, looked_up=None):
+async def _ask(engine, prompt, sampling, num_lookup_tokens=None):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -98,8 +97,8 @@ async def _ask(engine, prompt, sampling, looked_up=None):
     params = SamplingParams(**sampling, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
     (last,) = [answer async for answer in answers]
-    if looked_up is not None:
-        looked_up += [drafts.num_lookup_tokens for output in last.outputs if (drafts := drafts_of(output))]
+    if num_lookup_tokens is not None:
+        num_lookup_tokens += [drafts.num_lookup_tokens for output in last.outputs if (drafts := drafts_of(output))]
     return [list(completion.token_ids) for completion in last.outputs]
 
 

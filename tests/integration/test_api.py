@@ -19,18 +19,20 @@ def test_generate_and_cost(tmp_path, write_jsonl, capsys):
     assert (frame["num_output_tokens"] <= 4).all()
     assert run.status().state == "finished"
     assert run.report["account"]["num_rows"] == 5
-    spent = peagle.cost([folder], by="tag:team")
-    assert spent["total"]["usd"]["total"] == pytest.approx(run.status().usd, abs=1e-9)
-    assert [row["tag:team"] for row in spent["rows"]] == ["search"]
-    again = peagle.generate(str(corpus), output=folder, max_tokens=4, tags={"team": "search"}, progress=False, **FAKE)
+    statement = peagle.cost([folder], by="tag:team")
+    assert statement["total"]["usd"]["total"] == pytest.approx(run.status().usd, abs=1e-9)
+    assert [row["tag:team"] for row in statement["rows"]] == ["search"]
+    second_run = peagle.generate(
+        str(corpus), output=folder, max_tokens=4, tags={"team": "search"}, progress=False, **FAKE
+    )
     assert capsys.readouterr().out == ""
-    assert again.report == run.report
+    assert second_run.report == run.report
 
 
-def test_wrong_options(tmp_path):
-    with pytest.raises(ConfigError, match="unknown option 'max_token'") as raised:
+def test_invalid_options_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="unknown option 'max_token'") as error:
         peagle.generate("prompts.jsonl", output=str(tmp_path / "run"), max_token=4)
-    assert raised.value.hint.startswith("did you mean max_tokens")
+    assert error.value.hint.startswith("did you mean max_tokens")
     with pytest.raises(ConfigError, match="--output is required"):
         peagle.generate("prompts.jsonl")
     with pytest.raises(ConfigError, match=r"temperature: .* not -1"):
@@ -38,7 +40,7 @@ def test_wrong_options(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_endpoint(tmp_path, monkeypatch):
+def test_endpoint_answers_and_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     with peagle.serve(name="parrot", heartbeat_s=1, drain_s=1, progress=False, **FAKE) as endpoint:
         response = endpoint.client().chat.completions.create(

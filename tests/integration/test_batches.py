@@ -26,7 +26,7 @@ from pipelines.online.ingress import install_error_handlers
 from tests.chaos.processes import command_line, descendants
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
-HERE = hardware.detect()
+HARDWARE = hardware.detect()
 MODEL = ServedModel(name="m", max_model_len=8192)
 WAIT_S = 120
 
@@ -38,7 +38,7 @@ class Endpoint:
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
         config = {"engine": "fake", "fake": {"token_s": 0.03}, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
         batch_model = BatchModel(
-            model=MODEL, config=config, neighbours=Neighbours(slot_group="test", hardware=HERE, placement=placement)
+            model=MODEL, config=config, neighbours=Neighbours(slot_group="test", hardware=HARDWARE, placement=placement)
         )
         self.settings = BatchSettings(
             folder=str(folder / "batches"), models={"m": batch_model}, at_once=1, max_output_tokens=None,
@@ -74,14 +74,15 @@ def keys(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, keys):
-    started = []
+    """Return a function that starts an endpoint, which is closed after the test."""
+    endpoints = []
 
     def start():
-        started.append(Endpoint(tmp_path, tmp_path / "keys.json"))
-        return started[-1]
+        endpoints.append(Endpoint(tmp_path, tmp_path / "keys.json"))
+        return endpoints[-1]
 
     yield start
-    for endpoint in started:
+    for endpoint in endpoints:
         endpoint.close()
 
 
@@ -90,7 +91,7 @@ def request(number, **changes):
     return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def order(client, requests):
+def create_batch(client, requests):
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     uploaded = client.files.create(file=("requests.jsonl", lines.encode()), purpose="batch")
     return client.batches.create(
@@ -110,42 +111,42 @@ def lines_of(client, file_id):
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
-def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
+def test_batch_continues_after_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     first = start()
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
-        batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
+        batch = create_batch(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
         assert (batch.status, batch.metadata) == ("validating", {"suite": "test"})
         wait(client, batch, lambda result: result.request_counts.completed > 0)
     first.close()
 
     second = start()
     with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
-        check_restarted(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
+        check_completed(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
         assert [listed.id for listed in client.batches.list()] == [cancelled.id, batch.id]
         check_prompts_are_deleted(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
         check_hidden(stranger, batch)
-    charged = RequestReader(tmp_path / "ledger").new()
-    assert {charge.request_id: charge.outcome for charge in charged} == {batch.id: "ok", cancelled.id: "cut"}
-    assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charged)
+    charges = RequestReader(tmp_path / "ledger").new()
+    assert {charge.request_id: charge.outcome for charge in charges} == {batch.id: "ok", cancelled.id: "cut"}
+    assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charges)
 
 
 def test_validations_share_one_process(start, keys):
-    before, seen = batch_actors(), set()
+    earlier_actors, actors = batch_actors(), set()
     with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
-            batch = order(client, [request(number, model="nobody")])
+            batch = create_batch(client, [request(number, model="nobody")])
             wait(client, batch, lambda result: result.status == "failed")
-            seen |= batch_actors()
-    assert len(seen - before) == 1
+            actors |= batch_actors()
+    assert len(actors - earlier_actors) == 1
 
 
 def batch_actors():
     return {pid for pid in descendants(os.getpid()) if "BatchActor" in command_line(pid)}
 
 
-def check_restarted(client, batch, run):
+def check_completed(client, batch, run):
     done = wait(client, batch, lambda result: result.status == "completed")
     assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (41, 40, 1)
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
@@ -166,18 +167,18 @@ def check_restarted(client, batch, run):
 
 
 def check_prompts_are_deleted(client, batches, folder):
-    """Delete the inputs; check that no prompt is left in runs or logs."""
+    """Delete the inputs, and check that no prompt is left in runs or logs."""
     for batch in batches:
         client.files.delete(batch.input_file_id)
         run = RunDirectory(folder / "batches" / "runs" / batch.id)
         assert run.exists
         assert not [*run.data.iterdir(), *run.failed.iterdir()]
-    left = [path for path in folder.rglob("*") if path.is_file() and b"say 17" in path.read_bytes()]
-    assert left == []
+    files_with_prompts = [path for path in folder.rglob("*") if path.is_file() and b"say 17" in path.read_bytes()]
+    assert files_with_prompts == []
 
 
 def check_cancelled(client):
-    batch = order(client, (request(n) for n in range(400)))
+    batch = create_batch(client, (request(n) for n in range(400)))
     wait(client, batch, lambda result: result.request_counts.completed > 0)
     with pytest.raises(openai.BadRequestError, match="has not ended"):
         client.files.delete(batch.input_file_id)
@@ -197,12 +198,12 @@ def check_cancelled(client):
 def check_hidden(stranger, batch):
     assert not stranger.batches.list().data
     assert not stranger.files.list().data
-    for ask in (stranger.batches.retrieve, stranger.batches.cancel):
+    for call in (stranger.batches.retrieve, stranger.batches.cancel):
         with pytest.raises(openai.NotFoundError):
-            ask(batch.id)
-    for ask in (stranger.files.retrieve, stranger.files.content, stranger.files.delete):
+            call(batch.id)
+    for call in (stranger.files.retrieve, stranger.files.content, stranger.files.delete):
         with pytest.raises(openai.NotFoundError):
-            ask(batch.input_file_id)
+            call(batch.input_file_id)
     with pytest.raises(openai.BadRequestError):
         stranger.batches.create(
             input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"

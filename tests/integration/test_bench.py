@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.soak  # starts two engines; tests/unit/bench tests the rest
+pytestmark = pytest.mark.soak  # because it starts two engines
 
 COMMAND = [
     "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",
@@ -13,12 +13,12 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def check(report):
+def check_report(report):
     none, drafted = report["cells"]
     for cell in (none, drafted):
         assert cell["num_responses"] == 8
         assert cell["num_refused"] == 0
-        assert cell["num_output_tokens"] == none["num_output_tokens"]  # greedy: the drafter does not change the text
+        assert cell["num_output_tokens"] == none["num_output_tokens"]  # greedy, so the drafter does not change the text
         assert 0 < cell["ttft_s"]["p50"] <= cell["ttft_s"]["p95"] <= cell["ttft_s"]["p99"]
         assert 0 < cell["tpot_s"]["p50"] < cell["step_s"] * 1.5
         assert cell["tokens_per_usd"] == pytest.approx(cell["output_tokens_per_s"] * 3600)
@@ -29,15 +29,15 @@ def check(report):
     assert len(drafted["acceptance_rates"]) == 3
 
 
-def test_bench_is_complete_and_not_repeated(peagle, embedded_target, tmp_path):
+def test_bench_measures_all_cells_once(peagle, embedded_target, tmp_path):
     reports = []
     for _ in range(2):
         process = peagle(*COMMAND, "--output", tmp_path / "out")
         stdout, _ = process.communicate()
         assert process.returncode == 0, stdout
         reports.append((stdout, json.loads((tmp_path / "out" / "report.json").read_text())))
-    (first, report), (second, again) = reports
-    check(report)
-    assert "starting the engine" in first
-    assert "starting the engine" not in second
-    assert again["cells"] == report["cells"]
+    (first_output, report), (second_output, second_report) = reports
+    check_report(report)
+    assert "starting the engine" in first_output
+    assert "starting the engine" not in second_output
+    assert second_report["cells"] == report["cells"]

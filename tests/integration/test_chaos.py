@@ -1,4 +1,4 @@
-"""Short versions of `make chaos`: kills of a node, an engine and the driver; drivers that pause and are replaced."""
+"""Short versions of `make chaos`: kills of a node, an engine and the driver, and drivers that pause."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.soak
-def test_run_survives_kills_of_node_engine_and_driver(tmp_path):
+def test_run_is_complete_after_kills_of_node_engine_and_driver(tmp_path):
     flags = ("--engines", "2", "--rows-per-unit", "4", "--max-num-seqs", "4")
     job = Job(folder=tmp_path / "job", num_rows=120, is_fake=True, flags=(*flags, "--heartbeat-s", "0.5"))
     kills = [Kill(kind=kind, after_units=1, wait_s=0.5, pick=0.0) for kind in ("node", "engine", "driver")]
@@ -36,7 +36,7 @@ def test_run_survives_kills_of_node_engine_and_driver(tmp_path):
     ],
 )
 def test_resumed_driver_does_not_disturb_its_replacement(tmp_path, scene, every):
-    found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
-    assert found["problems"] == []
-    assert all(plays["num_plays"] for plays in found["plays"])
-    assert all(plays["steps"] for plays in found["plays"])
+    result = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
+    assert result["problems"] == []
+    assert all(plays["num_plays"] for plays in result["plays"])
+    assert all(plays["steps"] for plays in result["plays"])

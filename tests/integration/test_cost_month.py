@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.economics.ledger import append_beat, write_session
-from tests.unit.economics.month import BULK, SERVING, a_request, a_unit, at, write_run
+from tests.unit.economics.month import BULK, SERVING, make_request_usage, make_unit_usage, timestamp, write_run
 
 NUM_REQUESTS, NUM_ENGINES, NUM_UNITS = 1_000_000, 4, 1000
 MONTH_S = 30 * 86_400
@@ -22,8 +22,10 @@ def write_month(root):
     """Write a ledger of four engines that run for all of November, and a bulk run."""
     ledger = root / "serve" / "ledger"
     ledger.mkdir(parents=True)
-    month_start, requests_per_engine = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
-    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json())
+    month_start, requests_per_engine = timestamp(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
+    record = json.loads(
+        make_request_usage("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json()
+    )
     for engine in range(NUM_ENGINES):
         name = f"engine{engine}"
         states = {"load_s": 600.0, "busy_s": 1.0 * requests_per_engine, "idle_s": MONTH_S - 600.0 - requests_per_engine}
@@ -41,7 +43,9 @@ def write_month(root):
                 record["usage"] |= {"started_at": finished_at - 1, "finished_at": finished_at}
                 file.write(json.dumps(record) + "\n")
     units = [
-        a_unit("bulk", busy_s=30.0, tokens=50_000, finished_at=at(11, 30, 20) + 3 * number, num_rows=500)
+        make_unit_usage(
+            "bulk", busy_s=30.0, tokens=50_000, finished_at=timestamp(11, 30, 20) + 3 * number, num_rows=500
+        )
         for number in range(NUM_UNITS)
     ]
     write_run(root / "bulk", [BULK], units)
@@ -58,7 +62,7 @@ def test_month_of_a_million_records(tmp_path):
         process = subprocess.Popen([*command, "--format", "json"], cwd=tmp_path, env=environment, stdout=out)
         _, status, used = os.wait4(process.pid, 0)
     took_s, peak_bytes = time.monotonic() - started_at_s, used.ru_maxrss * 1024
-    cpu_s = used.ru_utime + used.ru_stime  # unlike wall time, does not depend on other jobs on the machine
+    cpu_s = used.ru_utime + used.ru_stime  # unlike wall time, it does not depend on other jobs on the machine
     process.returncode = os.waitstatus_to_exitcode(status)
     print(f"{took_s:.1f} s, {cpu_s:.1f} s of CPU, {peak_bytes / 2**20:.0f} MiB")  # noqa: T201
     assert process.returncode == 0

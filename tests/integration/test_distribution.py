@@ -1,10 +1,9 @@
-"""Above temperature 0, text follows the target's own distribution, whatever the drafter.
+"""Above temperature 0, text follows the target's own distribution with every drafter.
 
-The drafters are P-EAGLE and EAGLE-3, with and without a prompt lookup, and none. A real engine in float32 draws
-several thousand samples of one prompt. The joint distribution of their first four tokens is compared with the
-distribution that the same target has in Transformers. The first token is never drafted; the others are drafted and
-verified. Half of the samples are drawn without other requests, half with concurrent greedy requests, whose answers must
-not change.
+The drafters are P-EAGLE and EAGLE-3, with and without a prompt lookup, and no drafter. A real engine in float32 draws
+several thousand samples for one prompt. The joint distribution of the first four tokens is compared with that of the
+same target in Transformers. The first token is never drafted. The other three are drafted and verified. Half of the
+samples are drawn without other requests, half with concurrent greedy requests, whose answers must not change.
 """
 
 import functools
@@ -16,15 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from chi_square import FEWEST, p_value, power, sharpened
+from chi_square import MIN_EXPECTED, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# The lookup matches the last tokens and drafts the continuation `, size`; the target may continue differently.
-REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
+# The lookup finds the last tokens earlier in the text and drafts the continuation `, size`.
+REPETITIVE_TEXT = (
+    "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
+)
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
-LEVEL = 1e-4  # significance level of each of thirty comparisons: one run in three hundred fails by chance
+LEVEL = 1e-4  # significance of each comparison; with thirty of them, one run in three hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -45,19 +46,19 @@ def tokens_of(embedded_target):
 
 @pytest.fixture(scope="module")
 def expected(target, tokens_of):
-    """Return a function that returns the probabilities of the sequences of four tokens.
+    """Return a function that returns the target's probabilities of sequences of four tokens.
 
-    It omits sequences that are too rare for the chi-square test.
+    Sequences that are too rare for the chi-square test are omitted.
     """
 
     @functools.cache
-    def of(text, top_p):
-        return joint(target, tokens_of(text), top_p, FEWEST / NUM_SAMPLES)
+    def probabilities(text, top_p):
+        return joint_probabilities(target, tokens_of(text), top_p, MIN_EXPECTED / NUM_SAMPLES)
 
-    return of
+    return probabilities
 
 
-def joint(target, prompt, top_p, min_probability):
+def joint_probabilities(target, prompt, top_p, min_probability):
     result = {(): 1.0}
     for _ in range(NUM_JOINT):
         batch = torch.tensor([[*prompt, *tokens] for tokens in result])
@@ -73,7 +74,7 @@ def joint(target, prompt, top_p, min_probability):
 
 
 def nucleus(row, top_p):
-    """Return the likeliest tokens up to `top_p` with their normalised probabilities, if these exceed 1e-4."""
+    """Return the tokens of top-p sampling with their normalised probabilities, without those below 1e-4."""
     values, tokens = row.sort(descending=True)
     is_likely = values.cumsum(0) - values < top_p
     values, tokens = values[is_likely] / values[is_likely].sum(), tokens[is_likely]
@@ -83,7 +84,7 @@ def nucleus(row, top_p):
 
 @pytest.fixture
 def sampled(tokens_of, tmp_path):
-    """Return a function that returns the answer of `sampled_tokens.py` for a drafter."""
+    """Return a function that runs `sampled_tokens.py` with a drafter and returns the result."""
 
     def run(method, text, top_p, *, lookup, verify):
         job = {
@@ -94,8 +95,8 @@ def sampled(tokens_of, tmp_path):
         paths = tmp_path / "job.json", tmp_path / "sampled.json"
         paths[0].write_text(json.dumps(job))
         command = [sys.executable, str(Path(__file__).with_name("sampled_tokens.py")), *map(str, paths)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(paths[1].read_text())
 
     return run
@@ -114,19 +115,19 @@ def sampled(tokens_of, tmp_path):
     ],
 )
 def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, sampled, expected):
-    text = REPEATS if lookup else TEXT
+    text = REPETITIVE_TEXT if lookup else TEXT
     result, probabilities = sampled(method, text, top_p, lookup=lookup, verify=verify), expected(text, top_p)
     assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
-    assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
+    assert (result["num_looked_up"] > 100) == lookup, "the lookup found too few drafts for a meaningful test"
     assert len(result["greedy"]) > 2
     assert len(set(map(str, result["greedy"]))) == 1, "concurrent sampled requests changed greedy answers"
     separate, concurrent = (Counter(map(tuple, result[half])) for half in ("separate", "concurrent"))
     assert separate.total() == concurrent.total() == NUM_SAMPLES // 2
-    values = [p_value(seen, probabilities) for seen in (separate, concurrent, separate + concurrent)]
+    values = [p_value(counts, probabilities) for counts in (separate, concurrent, separate + concurrent)]
     assert min(values) > LEVEL, (
         values,
         (separate + concurrent).most_common(10),
         sorted(probabilities.items(), key=lambda k: -k[1]),
     )
-    # Power: a sampler at a temperature of 0.8 is nearly always detected.
+    # The test would nearly always detect a sampler with temperature 0.8 instead of 1.
     assert power(probabilities, sharpened(probabilities, 0.8), NUM_SAMPLES, LEVEL) > 0.98

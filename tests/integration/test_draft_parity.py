@@ -1,14 +1,14 @@
-"""The drafter proposes the same tokens in serving as in training: our drafts equal vLLM's, token by token, in float32.
+"""In float32, vLLM drafts the same tokens in serving as the training code computes.
 
-vLLM's drafts come from real engines with the 135M-parameter target and a head folder. recorded_drafts.py records their
-proposers: in batches, with prefix-cache hits, with rejected drafts after the last accepted token. Our drafts come from
-the states that Transformers computes for the finished text (as in feature extraction, before rounding to bf16), the
-head that `load_head` loads, and the forward passes of training and of the offline estimate.
+vLLM's drafts come from real engines with the 135M-parameter target and a head folder. recorded_drafts.py records them:
+in batches, with prefix-cache hits, and with rejected drafts after the last accepted token. The training code's drafts
+come from the states that Transformers computes for the finished text (as in feature extraction, before rounding to
+bf16), the head that `load_head` loads, and the forward passes of training and of the offline estimate.
 
-In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K then
-check that they draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the
-prompt's last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row in the KV
-cache. Training has no such row, so the comparison imitates the proposer in this one respect.
+In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K check
+that they draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the prompt's
+last token instead of the token after the chunk (`prepare_next_token_ids_padded`), and keeps that position in the KV
+cache. Training has no such position, so the comparison imitates vLLM in this one respect.
 """
 
 import functools
@@ -29,33 +29,34 @@ from peagle.engine.environment import environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
 
 MAX_K = 10
-LONG_PROMPT = 320  # maximum tokens: two cache blocks, of which one is a cache hit when the prompt is repeated
+LONG_PROMPT = 320  # maximum tokens: more than one cache block, so that the repeated prompt has a cache hit
 CHUNK = 128  # tokens per step in the engines with a smaller K
 MAX_STATE_ERROR = 1e-4  # relative to the norm; the measured error is 3e-6
 MAX_NUM_SEQS = 4
-# Number of prompts for the engine that drafts every K. Five fill a batch of four; the last is then in the prefix cache.
-EVERY_K = {"peagle": 5, "eagle3": 5}
-EVERY_K_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
+# Number of prompts for the engine that drafts every K. Four prompts fill the batch, so the fifth runs later and is in
+# the prefix cache.
+NUM_PROMPTS = {"peagle": 5, "eagle3": 5}
+NUM_PROMPTS_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
 # Tokens of each answer. The shipped head needs more, because accepted drafts skip contexts: at 3.5 tokens a step, 25
 # prompts have 200 contexts.
 NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
-OWN_K = [("peagle", 4), ("eagle3", 1)]
-CASES = [*EVERY_K.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in EVERY_K_SOAK.items())]
+SMALLER_K = [("peagle", 4), ("eagle3", 1)]
+CASES = [*NUM_PROMPTS.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in NUM_PROMPTS_SOAK.items())]
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def prompts(embedded_target):
-    """A long prompt first and last (then from the prefix cache), with the shortest prompts of HumanEval between."""
+    """The shortest prompts of HumanEval, and a long prompt that is both first and last (then in the prefix cache)."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     chats = [[{"role": "user", "content": problem["prompt"]}] for problem in read_problems().values()]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     by_length = sorted((tokenizer.encode(text, add_special_tokens=False) for text in texts), key=len)
-    long = next(prompt for prompt in reversed(by_length) if len(prompt) <= LONG_PROMPT)
-    return [long, *by_length[: max(EVERY_K_SOAK.values()) - 2], long]
+    long_prompt = next(prompt for prompt in reversed(by_length) if len(prompt) <= LONG_PROMPT)
+    return [long_prompt, *by_length[: max(NUM_PROMPTS_SOAK.values()) - 2], long_prompt]
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,9 @@ def _add_noise(head):
 
 @pytest.fixture(scope="module")
 def recorded(embedded_target, heads, prompts, tmp_path_factory):
-    """Return a function that returns the answer of recorded_drafts.py for a head, a K and a number of prompts.
+    """Return a function that returns the result of recorded_drafts.py for a head, a K and a number of prompts.
 
-    The first call runs all engines of the default suite, or all others, in one process.
+    All engines of the default suite run in one process, and all engines of the soak tests in another.
     """
     here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
 
@@ -108,21 +109,21 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         engine = engine_args(spec_of(head, k), here)
         return {
             "engine": engine,
-            "prompts": _some(prompts, num_prompts),
+            "prompts": _select(prompts, num_prompts),
             "max_tokens": NUM_TOKENS[head],
             "every_k": k == MAX_K,
         }
 
-    in_default_suite = [(head, MAX_K, number) for head, number in EVERY_K.items()]
-    others = [(head, MAX_K, number) for head, number in EVERY_K_SOAK.items()] + [(*own, 3) for own in OWN_K]
+    default_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS.items()]
+    soak_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS_SOAK.items()] + [(*own, 3) for own in SMALLER_K]
 
     @functools.cache
     def run(is_default):
-        jobs = {key: job(*key) for key in (in_default_suite if is_default else others)}
+        jobs = {key: job(*key) for key in (default_keys if is_default else soak_keys)}
         answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), here), folder)
         return dict(zip(jobs, answers, strict=True))
 
-    return lambda *key: run(key in in_default_suite)[key]
+    return lambda *key: run(key in default_keys)[key]
 
 
 @pytest.fixture(scope="module")
@@ -135,24 +136,27 @@ def document_of(embedded_target):
 
 
 @pytest.fixture(scope="module")
-def own_heads(heads, embedded_target):
-    """The heads as training modules."""
+def training_heads(heads, embedded_target):
+    """The heads as modules of the training code."""
     return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
 
 
-def _some(prompts, number):
-    """Return `number` prompts: long, short ones, long. If at most three are needed, omit the first long one."""
+def _select(prompts, number):
+    """Return `number` prompts: the long prompt, short ones, and the long prompt again.
+
+    If `number` is at most three, the first long prompt is omitted.
+    """
     return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
 
 
-def _compare(name, k, number, recorded, prompts, own_heads, document_of):
-    lengths = [len(prompt) for prompt in _some(prompts, number)]
-    return compare(recorded(name, k, number), lengths, own_heads[name], document_of)
+def _compare(name, k, number, recorded, prompts, training_heads, document_of):
+    lengths = [len(prompt) for prompt in _select(prompts, number)]
+    return compare(recorded(name, k, number), lengths, training_heads[name], document_of)
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_heads, document_of, record_property):
-    result = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
+def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, training_heads, document_of, record_property):
+    result = _compare(name, MAX_K, number, recorded, prompts, training_heads, document_of)
     record_property(
         "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
     )
@@ -168,11 +172,11 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "k"), OWN_K)
+@pytest.mark.parametrize(("name", "k"), SMALLER_K)
 def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
-    name, k, recorded, prompts, own_heads, document_of, record_property
+    name, k, recorded, prompts, training_heads, document_of, record_property
 ):
-    result = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
+    result = _compare(name, k, 3, recorded, prompts, training_heads, document_of)
     record_property("compared", f"{len(result.contexts)} contexts, {result.num_chunks} chunks, {result.ties} ties")
     assert len(result.contexts) >= 15
     assert result.num_chunks > 0
@@ -180,10 +184,10 @@ def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_comparison_detects_shifted_states(name, number, recorded, prompts, own_heads, document_of):
+def test_comparison_detects_shifted_states(name, number, recorded, prompts, training_heads, document_of):
     def shifted(tokens, num_prompt_tokens):
         document = document_of(tokens, num_prompt_tokens)
         return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))
 
     with pytest.raises(AssertionError, match="apart"):
-        _compare(name, MAX_K, number, recorded, prompts, own_heads, shifted)
+        _compare(name, MAX_K, number, recorded, prompts, training_heads, shifted)

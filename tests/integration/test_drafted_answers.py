@@ -1,10 +1,10 @@
 """Every field of an answer is the same with and without a drafter, for each parameter that can end an answer.
 
-The engines are real and use float32, where greedy text has no ties. Not compared are times, request ids, drafts, and
-two fields in which vLLM's answers differ. `system_fingerprint` identifies the engine's settings. In streams with
-`stop`, `text_offset` of legacy completions counts the text sent so far; vLLM holds back text that may become a stop
-string, and how much depends on the tokens per step. `num_cached_tokens` is compared only for prompts that are not in
-the cache, since with a drafter, vLLM computes the last cached block again and reports fewer cached tokens.
+The engines are real and use float32, where greedy text has no ties. Times, request ids, drafts and two more fields are
+not compared. `system_fingerprint` identifies the engine's settings. In streams with `stop`, `text_offset` of legacy
+completions counts the text sent so far. vLLM holds back text that might become a stop string, and the amount depends on
+the tokens per step. `num_cached_tokens` is compared only for prompts that are not in the cache. With a drafter, vLLM
+computes the last cached block again and reports fewer cached tokens.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 
 pytestmark = pytest.mark.timeout(600)
 
-# For the first two prompts, nearly all drafts are accepted, several per step. The answer to the third ends with EOS.
+# For the first two prompts, nearly all drafts are accepted. The answer to the third prompt ends with EOS.
 PROMPTS = {
     "repeat": "Repeat: the cat sat on the mat.\nRepeat: the cat sat on the mat.\nRepeat: the cat sat",
     "count": "one two three four five one two three four five one two three",
@@ -35,10 +35,10 @@ PROMPTS = {
 CONTEXT, K = 512, 5
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 # vLLM cannot draft for these requests. They run in the same steps as requests with drafts.
-UNDRAFTED = {
+UNSUPPORTED_BY_DRAFTS = {
     "bias": {"logit_bias": {"253": 7.5, "28": -100.0, "198": -4.0}, "logprobs": 1},
     "forced token": {"logit_bias": {"253": 100.0}},
-    "min_p": {"temperature": 1.0, "min_p": 1.0},  # only the likeliest token remains, which equals greedy
+    "min_p": {"temperature": 1.0, "min_p": 1.0},  # only the likeliest token remains, as in greedy decoding
 }
 NOT_COMPARED = {"id", "created", "request_id", "ttft_s", "latency_s", "speculation", "metrics", "system_fingerprint"}
 
@@ -52,7 +52,7 @@ def tokenizer(embedded_target):
 
 def bulk_cases(tokenizer):
     the, five = (tokenizer.encode(word)[0] for word in (" the", " five"))
-    words = tokenizer.encode(PROMPTS["repeat"] + PROMPTS["count"])
+    prompt_tokens = tokenizer.encode(PROMPTS["repeat"] + PROMPTS["count"])
     ends = {
         "stop": {"stop": ["\n", "five"], "logprobs": 2},
         "stops": {"stop": ["five one", "mat.", "on the"]},
@@ -71,17 +71,17 @@ def bulk_cases(tokenizer):
         "regex": {"structured_outputs": {"regex": "the cat sat on the (mat|dog)\\."}, "stop": ["the mat"]},
         "bad_words": {"bad_words": ["mat", "five"], "stop": ["."]},
         "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 1},
-        "allowed_token_ids": {"allowed_token_ids": words, "logprobs": 1},
+        "allowed_token_ids": {"allowed_token_ids": prompt_tokens, "logprobs": 1},
         "special tokens": {"skip_special_tokens": False},
-        **UNDRAFTED,
+        **UNSUPPORTED_BY_DRAFTS,
     }
     cases = {
         f"{prompt}: {name}": (tokenizer.encode(text), {"temperature": 0.0, "max_tokens": 20, **sampling})
         for prompt, text in PROMPTS.items()
         for name, sampling in ends.items()
     }
-    long = tokenizer.encode("The quick brown fox. " * CONTEXT)[: CONTEXT - 17]
-    return cases | {"the context is full": (long, {"temperature": 0.0, "max_tokens": CONTEXT, "logprobs": 1})}
+    long_prompt = tokenizer.encode("The quick brown fox. " * CONTEXT)[: CONTEXT - 17]
+    return cases | {"the context is full": (long_prompt, {"temperature": 0.0, "max_tokens": CONTEXT, "logprobs": 1})}
 
 
 def online_cases():
@@ -112,38 +112,38 @@ def plain_engine(model):
 
 @pytest.fixture(scope="module")
 def answers(tokenizer, tmp_path_factory):
-    """The answers of an engine without a drafter, and of one with the shipped head and a lookup."""
+    """The answers of an engine without a drafter, and of an engine with the shipped head and a lookup."""
     here, model = hardware.detect(), resolve_model("smollm2-135m")
     plain = plain_engine(model.path)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
-    drafting = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
+    with_drafter = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
     cases = {"bulk": bulk_cases(tokenizer), "online": online_cases()}
-    return [_answers(spec, here, cases, tmp_path_factory.mktemp("answers")) for spec in (plain, drafting)]
+    return [_answers(spec, here, cases, tmp_path_factory.mktemp("answers")) for spec in (plain, with_drafter)]
 
 
 def _answers(spec, here, cases, folder):
     job, out = folder / "job.json", folder / "answers.json"
     job.write_text(json.dumps({"spec": spec.to_dict(), **cases}))
     script = Path(__file__).with_name("drafted_answers.py")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script), str(job), str(out)],
         env={**os.environ, **environment(spec, here)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(out.read_text())
 
 
 def test_every_field_is_equal_with_a_drafter(answers):
     plain, drafted = answers
     assert plain.keys() == drafted.keys()
-    result = {name: list(differences(_whole(plain[name]), _whole(drafted[name]))) for name in plain}
+    result = {name: list(differences(_joined(plain[name]), _joined(drafted[name]))) for name in plain}
     assert {name: different for name, different in result.items() if different} == {}
 
 
-def test_a_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
+def test_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
     """The head is random, so its drafts are rejected, and `verify="auto"` soon verifies fewer of them."""
     head = save_block_head(tmp_path / "head", embedded_target, verifier="smollm2-135m")
     drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="auto")
@@ -171,27 +171,27 @@ def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
 def test_requests_without_draft_support_are_not_drafted(answers):
     plain, drafted = answers
     for prompt in PROMPTS:
-        for name in UNDRAFTED:
+        for name in UNSUPPORTED_BY_DRAFTS:
             assert not (drafted[f"{prompt}: {name}"]["speculation"] or {}).get("num_drafts"), name
         assert plain[f"{prompt}: min_p"]["text"].startswith(plain[f"{prompt}: max_tokens 7"]["text"])
     assert len({plain[f"{prompt}: forced token"]["text"] for prompt in PROMPTS}) == 1
 
 
-def _whole(answer):
-    """Join a streamed answer, because events may be split differently."""
+def _joined(answer):
+    """Join the events of a stream, because text can be split into events differently."""
     if isinstance(answer, dict):
         return answer
     choices, usage = {}, None
     for event in answer:
         usage = event.get("usage") or usage
         for choice in event["choices"]:
-            whole = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "token_ids": []})
-            whole["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            whole["token_ids"] += choice.get("token_ids") or []
-            whole |= {key: choice[key] for key in ("finish_reason", "stop_reason") if choice.get(key) is not None}
+            joined = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "token_ids": []})
+            joined["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            joined["token_ids"] += choice.get("token_ids") or []
+            joined |= {key: choice[key] for key in ("finish_reason", "stop_reason") if choice.get(key) is not None}
             logprobs = choice.get("logprobs") or {}
             names = [name for name in ("tokens", "token_logprobs", "top_logprobs") if name in logprobs]
-            whole["logprobs"] += logprobs.get("content") or list(zip(*(logprobs[name] for name in names), strict=True))
+            joined["logprobs"] += logprobs.get("content") or list(zip(*(logprobs[name] for name in names), strict=True))
     return {"choices": choices, "usage": usage}
 
 

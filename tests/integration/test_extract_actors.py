@@ -1,4 +1,4 @@
-"""Ray Data actors extract the same features as one process, with the tiny target."""
+"""Ray Data actors extract the same features from the tiny target as a single process."""
 
 import json
 
@@ -44,24 +44,36 @@ def contents(folder):
 @pytest.mark.soak
 def test_two_actors_write_the_same_shards_as_one_process(job, target, tmp_path):
     extract_here(job(tmp_path / "one-process"), lambda done, total: None)
-    seen = []
-    together = job(tmp_path / "together")
-    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2, device="cpu")
+    progress = []
+    job_for_actors = job(tmp_path / "actors")
+    extract_on_actors(
+        job_for_actors,
+        lambda *done_and_total: progress.append(done_and_total),
+        reference=str(target),
+        workers=2,
+        device="cpu",
+    )
     expected = contents(tmp_path / "one-process")
     assert len(expected) > 5
-    assert contents(tmp_path / "together") == expected
-    assert seen == [(done, len(expected) - 1) for done in range(1, len(expected))]
-    assert len(FeatureStore(tmp_path / "together", verify=True)) == 30
+    assert contents(tmp_path / "actors") == expected
+    assert progress == [(done, len(expected) - 1) for done in range(1, len(expected))]
+    assert len(FeatureStore(tmp_path / "actors", verify=True)) == 30
 
-    index = json.loads((tmp_path / "together" / "index.json").read_text())
+    index = json.loads((tmp_path / "actors" / "index.json").read_text())
     del index["shards"]["shard-00002.safetensors"]  # as if killed before the rename
-    (tmp_path / "together" / "index.json").write_text(json.dumps(index))
-    (tmp_path / "together" / "shard-00002.0123.partial").write_bytes(b"cut off")
-    mtime_ns = (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns
-    extract_on_actors(together, lambda *news: seen.append(news), reference=str(target), workers=2, device="cpu")
-    assert contents(tmp_path / "together") == expected
-    assert len(seen) == len(expected)
-    assert (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns == mtime_ns
+    (tmp_path / "actors" / "index.json").write_text(json.dumps(index))
+    (tmp_path / "actors" / "shard-00002.0123.partial").write_bytes(b"cut off")
+    mtime_ns = (tmp_path / "actors" / "shard-00001.safetensors").stat().st_mtime_ns
+    extract_on_actors(
+        job_for_actors,
+        lambda *done_and_total: progress.append(done_and_total),
+        reference=str(target),
+        workers=2,
+        device="cpu",
+    )
+    assert contents(tmp_path / "actors") == expected
+    assert len(progress) == len(expected)
+    assert (tmp_path / "actors" / "shard-00001.safetensors").stat().st_mtime_ns == mtime_ns
 
 
 def test_too_many_actors_are_refused(job, target, tmp_path):

@@ -1,4 +1,4 @@
-"""Files through real Ray Serve: stalled downloads and concurrent uploads."""
+"""Uploads and downloads through real Ray Serve: concurrent uploads, and downloads that stall."""
 
 import socket
 import time
@@ -51,14 +51,16 @@ def upload(client):
 
 
 def memory_mib(process):
-    """Return the memory of ingress and proxy together; memory that they share counts twice."""
-    pids = [pid for pid in descendants(process.pid) if any(n in command_line(pid) for n in ("PeagleIngress", "Proxy"))]
+    """Return the total memory of ingress and proxy. Shared memory counts twice."""
+    pids = [
+        pid for pid in descendants(process.pid) if any(name in command_line(pid) for name in ("PeagleIngress", "Proxy"))
+    ]
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1024
 
 
-def stalled(port, key, path):
-    """Return a client that requests a file and does not read it."""
+def start_stalled_download(port, key, path):
+    """Return a client that requests a file and does not read the answer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
@@ -69,24 +71,24 @@ def stalled(port, key, path):
 def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
     process, port, keys = endpoint
     with client_of(port, keys["alice"]) as alice, client_of(port, keys["bob"]) as bob, ExitStack() as stack:
-        before = memory_mib(process)
+        before_mib = memory_mib(process)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            sent = [answer.raise_for_status().json()["id"] for answer in pool.map(upload, [alice] * NUM_CLIENTS)]
+            file_ids = [answer.raise_for_status().json()["id"] for answer in pool.map(upload, [alice] * NUM_CLIENTS)]
         # Each upload needs 2 MiB in transit and 1 MiB of its temporary file. Unlimited uploads need 12 x 48 MiB.
-        assert memory_mib(process) - before < 250
+        assert memory_mib(process) - before_mib < 250
 
-        mine, theirs = f"/files/{sent[0]}/content", f"/files/{upload(bob).json()['id']}/content"
-        assert bob.get(theirs).content == DATA
-        before = memory_mib(process)
+        file_of_alice, file_of_bob = f"/files/{file_ids[0]}/content", f"/files/{upload(bob).json()['id']}/content"
+        assert bob.get(file_of_bob).content == DATA
+        before_mib = memory_mib(process)
         for _ in range(NUM_CLIENTS):
-            stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
+            stack.enter_context(start_stalled_download(port, keys["alice"], f"/v1{file_of_alice}"))
         time.sleep(5)
-        assert memory_mib(process) - before < 200  # unlimited downloads need 2 x 12 x 48 MiB
-        part = bob.get(theirs, headers={"range": "bytes=1000-1999"})
+        assert memory_mib(process) - before_mib < 200  # unlimited downloads need 2 x 12 x 48 MiB
+        part = bob.get(file_of_bob, headers={"range": "bytes=1000-1999"})
         assert (part.status_code, part.content) == (206, DATA[1000:2000])
-        assert bob.get(theirs).content == DATA
+        assert bob.get(file_of_bob).content == DATA
         for _ in range(NUM_CLIENTS):  # beyond the key's limit
-            stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
+            stack.enter_context(start_stalled_download(port, keys["alice"], f"/v1{file_of_alice}"))
         time.sleep(2)
-        assert alice.get(mine).status_code == 429
-        assert bob.get(theirs).content == DATA
+        assert alice.get(file_of_alice).status_code == 429
+        assert bob.get(file_of_bob).content == DATA

@@ -1,4 +1,4 @@
-"""vLLM's drafter class loads an FP8 head in FP8 and computes with its values, on a CPU.
+"""On a CPU, vLLM's drafter class loads an FP8 head in FP8 and computes with its values.
 
 The test runs in a separate process, because vLLM's distributed state is global. It starts no engine.
 """
@@ -46,11 +46,12 @@ def test_fp8_head_in_vllm_equals_its_bf16_conversion(tmp_path, embedded_target, 
     quantize_head(shipped_head, tmp_path / "fp8")
     dequantize_head(tmp_path / "fp8", tmp_path / "values")
     folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", shipped_head)]
-    done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    result = json.loads(process.stdout.splitlines()[-1])
     assert result["dtypes"] == [["torch.bfloat16"], ["torch.bfloat16", "torch.float8_e4m3fn"], ["torch.bfloat16"]]
-    # The FP8 head also rounds activations; the shipped head's weights are not rounded. A lost scale would change more.
+    # Small distances are rounding: the FP8 head also rounds activations, the shipped head does not round weights.
+    # Without its scales, a head would differ much more.
     _, fp8_distance, shipped_distance = result["distances"]
     assert 0 < fp8_distance < 0.1
     assert 0 < shipped_distance < 0.1

@@ -1,6 +1,6 @@
-"""Fuzzing of every route from the OpenAPI schema, and slow, huge and broken requests.
+"""Fuzzing of every route from the OpenAPI schema, and slow, huge and invalid requests.
 
-The endpoint runs in this process (`tests/in_process.py`). It has a key without limits, and one that may not use any
+The endpoint runs in this process (`tests/in_process.py`). It has a key without limits, and a key that may not use any
 engine. `make soak` also sends the schema's cases to `peagle serve` with vLLM. The cases are the same in each run.
 """
 
@@ -20,7 +20,7 @@ from tests.in_process import Served, serve_in_process
 
 ALLOWED_5XX = (503, 504)
 NUM_CASES = {"positive": 25, "negative": 25}  # per route
-# The second key may not use any engine.
+# mallory may not use any engine: the only model allowed does not exist.
 KEYS = {
     "alice": {},
     "mallory": {"models": ["another"], "requests_per_min": 10_000, "output_tokens_per_min": 1, "budget_usd": 1e-9},
@@ -38,7 +38,7 @@ def endpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def vllm_endpoint(tmp_path_factory, embedded_target):
-    """`peagle serve` with a vLLM engine behind Ray Serve; the model has the same name as the fake one."""
+    """`peagle serve` with a vLLM engine behind Ray Serve. The model has the same name as the fake model."""
     folder = tmp_path_factory.mktemp("vllm")
     config = folder / "serve.yaml"
     config.write_text("models: [{model: smollm2-135m, name: m, max_model_len: 256}]")
@@ -69,7 +69,7 @@ def http(endpoint):
 FORM = "content-type: multipart/form-data; boundary=b"
 
 
-def head_of(endpoint, path, *headers):
+def encode_head(endpoint, path, *headers):
     key = f"authorization: Bearer {endpoint.keys['alice']}"
     return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", key, FORM, *headers, "", ""]).encode()
 
@@ -79,8 +79,8 @@ def connect(endpoint):
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def problem_of(response):
-    """Return None if the response is allowed, or what is wrong: a server error, or an error not in OpenAI's format."""
+def problem_with(response):
+    """Return None if the response is allowed, else the problem: a server error, or an error not in OpenAI's format."""
     status = response.status_code
     if status >= 500 and status not in ALLOWED_5XX:
         return f"{status} {response.content[:300]!r}"
@@ -123,13 +123,13 @@ def test_schema_cases_cause_no_server_error(served, mode):
             suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         )  # fmt: skip
         @given(case=route.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
-        def ask(case):
+        def send(case):
             for headers in (alice, mallory):
-                if problem := problem_of(case.call(base_url=served.url, headers=headers, timeout=30)):
+                if problem := problem_with(case.call(base_url=served.url, headers=headers, timeout=30)):
                     problems.append(f"{case.method} {case.path} {case.body!r:.200}: {problem}")
 
         with contextlib.suppress(Unsatisfiable):  # routes without input have no negative cases
-            ask()
+            send()
     assert not problems, "\n".join(problems)
     assert {request.key for request in served.answered()} <= {"alice"}
 
@@ -143,7 +143,7 @@ def test_schema_cases_cause_no_server_error(served, mode):
 )  # fmt: skip
 def test_invalid_bodies_are_refused(http, path, content):
     response = http.post(path, content=content, headers={"content-type": "application/json"})
-    assert problem_of(response) is None
+    assert problem_with(response) is None
     assert 400 <= response.status_code < 500
 
 
@@ -167,7 +167,7 @@ def test_fields_that_crash_vllms_validators_cause_no_server_error(served, change
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **changes}
     with served.client("alice") as http:
         response = http.post(CHAT_URL, content=json.dumps(body))
-    assert problem_of(response) is None
+    assert problem_with(response) is None
 
 
 @pytest.mark.parametrize("has_length", [True, False])
@@ -176,7 +176,7 @@ def test_endless_body_is_refused(endpoint, path, has_length):
     length = "content-length: 999999999999" if has_length else "transfer-encoding: chunked"
     chunk = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
     with connect(endpoint) as client:
-        client.sendall(head_of(endpoint, path, length))
+        client.sendall(encode_head(endpoint, path, length))
         with pytest.raises((ConnectionError, TimeoutError)):
             client.sendall(chunk * 1000)  # 64 MiB
     assert httpx.get(endpoint.url + "/health").status_code == 200
@@ -185,7 +185,7 @@ def test_endless_body_is_refused(endpoint, path, has_length):
 @pytest.mark.parametrize("path", [CHAT_URL, FILES_URL])
 def test_too_large_content_length_is_refused(endpoint, path):
     with connect(endpoint) as client:
-        client.sendall(head_of(endpoint, path, "content-length: 999999999999"))
+        client.sendall(encode_head(endpoint, path, "content-length: 999999999999"))
         answer = client.recv(65_536)
     assert b" 413 " in answer.splitlines()[0]
     assert b"body_too_large" in answer
@@ -195,14 +195,14 @@ def test_too_large_content_length_is_refused(endpoint, path):
 @pytest.mark.parametrize("path", [CHAT_URL, FILES_URL])
 def test_slow_sender_gets_408(endpoint, path):
     with connect(endpoint) as client:
-        client.sendall(head_of(endpoint, path, "content-length: 1000"))
+        client.sendall(encode_head(endpoint, path, "content-length: 1000"))
         client.settimeout(0.4)
-        answer, started = b"", time.monotonic()
-        while not answer and time.monotonic() - started < 15:
+        answer, started_at = b"", time.monotonic()
+        while not answer and time.monotonic() - started_at < 15:
             with contextlib.suppress(TimeoutError):
                 answer = client.recv(65_536)
             if path != FILES_URL and not answer:
-                client.sendall(b"x")  # the timeout of an upload is per piece; that of other bodies is in total
+                client.sendall(b"x")  # an upload has a timeout per piece, other bodies have a total timeout
     assert b" 408 " in answer.splitlines()[0]
     assert b"request_timeout" in answer
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started_at < 10

@@ -1,4 +1,4 @@
-"""Bulk runs on a real Ray cluster with the fake engine, which commit every row exactly once."""
+"""Bulk runs with the fake engine on a real Ray cluster."""
 
 import gzip
 import json
@@ -31,15 +31,15 @@ def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
     output, result = tmp_path / "run", tmp_path / "result.json"
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--json", str(result)) == 0
 
-    done = rows_of(output)
-    assert [row["row_id"] for row in done] == [f"{n:09d}" for n in range(20)]
-    assert [(row["prompt"], row["id"], row["tags"]) for row in done] == [
+    output_rows = rows_of(output)
+    assert [row["row_id"] for row in output_rows] == [f"{n:09d}" for n in range(20)]
+    assert [(row["prompt"], row["id"], row["tags"]) for row in output_rows] == [
         (row["prompt"], row["id"], row["tags"]) for row in rows
     ]
-    assert {*OUTPUT_SCHEMA.names, "row_id"} <= set(done[0])
-    assert {row["model"] for row in done} == {"fake"}
-    assert all(row["num_accepted_tokens"] == row["num_drafts"] for row in done)
-    assert all(row["finish_reason"] in ("stop", "length") and row["response"] for row in done)
+    assert {*OUTPUT_SCHEMA.names, "row_id"} <= set(output_rows[0])
+    assert {row["model"] for row in output_rows} == {"fake"}
+    assert all(row["num_accepted_tokens"] == row["num_drafts"] for row in output_rows)
+    assert all(row["finish_reason"] in ("stop", "length") and row["response"] for row in output_rows)
 
     dead_letters = sorted(RunDirectory(output).dead_letters(), key=lambda dead_letter: dead_letter["id"])
     assert [(dead_letter["id"], dead_letter["reason"]) for dead_letter in dead_letters] == [
@@ -52,7 +52,7 @@ def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
 
     report = json.loads(result.read_text())
     assert report == json.loads((output / "report.json").read_text())
-    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in done)
+    assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in output_rows)
     assert report["account"]["num_failed_rows"] == 3
     assert report["run"]["complete"] is True
     assert report["self_checks"] == {"passed": 1, "failed": 0, "skipped": 0, "unchecked": 0}
@@ -72,7 +72,7 @@ def test_engine_that_fails_its_self_check_commits_nothing(write_jsonl, tmp_path,
     assert generate(corpus, output, "--num-speculative-tokens", "3") == 0, "the run can be resumed"
 
 
-def test_parquet_folder_in_file_order(tmp_path, capsys):
+def test_parquet_folder_keeps_order_and_columns(tmp_path, capsys):
     corpus, output = tmp_path / "corpus", tmp_path / "run"
     corpus.mkdir()
     nested = [{"tags": [f"t{n}"], "score": n / 2} for n in range(7)]
@@ -85,19 +85,19 @@ def test_parquet_folder_in_file_order(tmp_path, capsys):
     note = f"input {corpus}: c.json ignored: unknown format"
     assert note in "".join(capsys.readouterr())
     assert any(item.startswith(note) for item in json.loads((output / "report.json").read_text())["notes"])
-    done = rows_of(output)
-    assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
+    output_rows = rows_of(output)
+    assert [{name: row[name] for name in table.column_names} for row in output_rows] == table.to_pylist()
 
 
 def test_finished_run_is_not_repeated(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
     assert generate(corpus, output) == 0
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
-    sessions = len(RunDirectory(output).sessions())
+    num_sessions = len(RunDirectory(output).sessions())
     assert generate(corpus, output) == 0
     assert "is already finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()} == before
-    assert len(RunDirectory(output).sessions()) == sessions
+    assert len(RunDirectory(output).sessions()) == num_sessions
 
 
 def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
@@ -110,8 +110,10 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
         run.unit_path(unit).unlink()
     (run.data / ".unit-00000002.parquet.0123.tmp").write_bytes(b"cut off")
     assert generate(corpus, output) == 0
-    stable = [name for name in expected[0] if not name.endswith("_s")]
-    assert [[row[n] for n in stable] for row in rows_of(output)] == [[row[n] for n in stable] for row in expected]
+    compared_columns = [name for name in expected[0] if not name.endswith("_s")]
+    assert [[row[name] for name in compared_columns] for row in rows_of(output)] == [
+        [row[name] for name in compared_columns] for row in expected
+    ]
     assert run.unit_path(0).stat().st_mtime_ns == mtime_ns
     assert not list(run.data.glob(".*"))
 
@@ -125,7 +127,7 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
         (["--prompt-template", "{{ prompt }}!"], "prompts.template"),
     ],
 )
-def test_other_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, difference):
+def test_run_with_another_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, difference):
     corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
     assert generate(corpus, output) == 0
     assert generate(corpus, output, *flags) == 2
@@ -142,7 +144,8 @@ def test_engines_scale_within_their_range(write_jsonl, tmp_path):
     assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
     assert all(session.ended for session in run.sessions())
     report = json.loads((output / "report.json").read_text())
-    assert report["run"]["num_engines"] in (1, 2)  # maximum concurrent engines: a removed engine may be replaced
+    # This is the maximum of concurrent engines. The ledger also has sessions of engines that were replaced.
+    assert report["run"]["num_engines"] in (1, 2)
     sizes = [unit.num_rows for unit in run.plan().units]
     assert sum(sizes) == 400
     assert min(sizes) == 1
@@ -161,8 +164,8 @@ def test_engines_share_the_units(write_jsonl, tmp_path):
 
 def test_openai_batch_has_openai_output_and_error_files(tmp_path, capsys):
     def request(custom_id, url="/v1/chat/completions", **body):
-        source = {"messages": [{"role": "user", "content": custom_id}]} if "chat" in url else {"prompt": custom_id}
-        return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "any", **source, **body}}
+        prompt = {"messages": [{"role": "user", "content": custom_id}]} if "chat" in url else {"prompt": custom_id}
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "any", **prompt, **body}}
 
     requests = [
         *(request(f"chat-{n}") for n in range(5)),
@@ -184,7 +187,11 @@ def test_openai_batch_has_openai_output_and_error_files(tmp_path, capsys):
 
     answers = {line["custom_id"]: line["response"]["body"] for line in lines("output.jsonl")}
     assert list(answers) == [r["custom_id"] for r in requests[:9]]
-    chats = {k: ChatCompletion.model_validate(body, strict=True) for k, body in answers.items() if k != "text"}
+    chats = {
+        custom_id: ChatCompletion.model_validate(body, strict=True)
+        for custom_id, body in answers.items()
+        if custom_id != "text"
+    }
     assert chats["short"].usage.completion_tokens == 1
     assert len(chats["several"].choices) == 2
     first = chats["several"].choices[0]
@@ -193,7 +200,7 @@ def test_openai_batch_has_openai_output_and_error_files(tmp_path, capsys):
     assert (text.object, len(text.choices[0].logprobs.tokens)) == ("text_completion", text.usage.completion_tokens)
 
     errors = {line["custom_id"]: line["response"]["body"]["error"] for line in lines("errors.jsonl")}
-    assert {k: error["code"] for k, error in errors.items()} == {
+    assert {custom_id: error["code"] for custom_id, error in errors.items()} == {
         "image": "invalid", "wrong": "invalid", "unknown": "invalid", "long": "prompt_too_long", None: "invalid_row",
     }  # fmt: skip
     assert "batch.jsonl.gz line 10: url must be" in errors["image"]["message"]

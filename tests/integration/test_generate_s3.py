@@ -1,4 +1,4 @@
-"""A run with its corpus and directory on a faulty S3 server is killed and resumed; every id occurs once."""
+"""A run with its corpus and directory on a faulty S3 server is killed and resumed. Every id occurs once."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def rows_of(run):
     return [row for table in tables for row in table.to_pylist()]
 
 
-def names(folder):
+def file_names(folder):
     return {path.name for path in folder.iterdir()}
 
 
@@ -47,8 +47,8 @@ def test_killed_run_on_faulty_s3_resumes_without_loss(s3, peagle, capsys):
     assert StatusReader(run).read().state == "running"
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
-    before = run.committed()
-    assert 3 <= len(before) < NUM_ROWS
+    committed_before = run.committed()
+    assert 3 <= len(committed_before) < NUM_ROWS
 
     s3.fail_often(0.1, seed=1)
     second = peagle(*arguments, "--fake", "{}")
@@ -58,10 +58,10 @@ def test_killed_run_on_faulty_s3_resumes_without_loss(s3, peagle, capsys):
     assert "report: s3://bucket/runs/first/report.html" in stdout
     assert [row["id"] for row in rows_of(run)] == [f"{n:09d}" for n in range(NUM_ROWS)]
     assert [letter["id"] for letter in run.dead_letters()] == [f"{NUM_ROWS:09d}"]
-    assert before <= run.committed()
-    assert not names(run.suspects)
-    assert len(names(run.failed)) == 1
-    logs = names(run.root / "logs")
+    assert committed_before <= run.committed()
+    assert not file_names(run.suspects)
+    assert len(file_names(run.failed)) == 1
+    logs = file_names(run.root / "logs")
     assert any(name.startswith("driver-") for name in logs)
     assert any(name.startswith("engine-") for name in logs)
 

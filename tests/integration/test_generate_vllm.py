@@ -1,4 +1,4 @@
-"""Bulk runs with the real engine, drafter and target: their rows and report, the audit, and resuming after kill -9."""
+"""Bulk runs with the real engine, drafter and target: rows, report, audit, and resuming after kill -9."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from peagle.runs.directory import RunDirectory
 
 K = 5
 NUM_ROWS = 12
-CHANGED = "000000000"
+CHANGED_ID = "000000000"
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,7 +34,7 @@ def arguments(tmp_path):
     ]  # fmt: skip
 
 
-def finished(process):
+def require_success(process):
     output, _ = process.communicate()
     assert process.returncode == 0, output
 
@@ -56,14 +56,14 @@ def check_rows(run, *, num_sessions):
 
 def test_audit_detects_a_changed_word(tmp_path, peagle, arguments, leftover_processes):
     run = RunDirectory(tmp_path / "run")
-    finished(peagle(*arguments))
+    require_success(peagle(*arguments))
     check_rows(run, num_sessions=1)
     assert not leftover_processes(run.root)
-    audit = audited(peagle, run)
+    audit = audit_changed_run(peagle, run)
     assert audit["findings"] == []
     assert audit["complete"]
-    assert {row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] != CHANGED} <= {"same", "tie"}
-    assert [row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] == CHANGED] == ["different"]
+    assert {row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] != CHANGED_ID} <= {"same", "tie"}
+    assert [row["outcome"] for row in audit["regenerated"]["rows"] if row["id"] == CHANGED_ID] == ["different"]
 
 
 @pytest.mark.soak
@@ -77,16 +77,16 @@ def test_killed_run_resumes_without_loss(tmp_path, peagle, arguments, leftover_p
         time.sleep(0.1)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    survived = run.committed()
-    assert 2 <= len(survived) < NUM_ROWS // 2
-    finished(peagle(*arguments))
-    assert survived <= run.committed()
+    committed_before = run.committed()
+    assert 2 <= len(committed_before) < NUM_ROWS // 2
+    require_success(peagle(*arguments))
+    assert committed_before <= run.committed()
     check_rows(run, num_sessions=2)
     assert not leftover_processes(run.root)
 
 
-def audited(peagle, run):
-    """Add a word to a response, then audit the run; return the audit's JSON."""
+def audit_changed_run(peagle, run):
+    """Add a word to a response, and return the JSON of the run's audit."""
     path = run.unit_path(0)
     table = pq.read_table(path)
     texts = table["response"].to_pylist()
@@ -101,8 +101,8 @@ def audited(peagle, run):
 
 
 @pytest.mark.soak
-def test_tool_calls_of_rows(tmp_path, peagle):
-    """Required and named tools constrain the output, so even this small model calls them. With "none", it answers."""
+def test_rows_can_require_or_forbid_tool_calls(tmp_path, peagle):
+    """Required and named tools constrain the output, so even this small model calls them."""
     parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     choices = {"required": "required", "named": {"type": "function", "function": {"name": "weather"}}, "none": "none"}
@@ -115,7 +115,7 @@ def test_tool_calls_of_rows(tmp_path, peagle):
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = tmp_path / "run"
     flags = ("--tool-call-parser", "hermes", "--enforce-eager", "--usd-per-hour", 1)
-    finished(peagle("generate", "--input", corpus, "--output", run, *flags))
+    require_success(peagle("generate", "--input", corpus, "--output", run, *flags))
     output = (run / "export" / "openai-batch" / "output.jsonl").read_text().splitlines()
     answers = {line["custom_id"]: line["response"]["body"]["choices"][0] for line in map(json.loads, output)}
     for name in ("required", "named"):
@@ -125,4 +125,4 @@ def test_tool_calls_of_rows(tmp_path, peagle):
     assert answers["required"]["finish_reason"] == "tool_calls"
     assert answers["none"]["message"]["content"]
     assert "tool_calls" not in answers["none"]["message"]
-    finished(peagle("audit", run, "--sample", 3))
+    require_success(peagle("audit", run, "--sample", 3))

@@ -1,6 +1,6 @@
-"""A stopped run of an earlier version can be resumed, and its ledger and an endpoint's ledger have the same cost.
+"""A run and two ledgers of an earlier version: the run can still be resumed, and the computed costs are unchanged.
 
-They were written on 2026-11-27 at commit c8525b2. The run is from `peagle generate --engine fake
+The files in tests/golden were written on 2026-11-27 at commit c8525b2. The run is from `peagle generate --engine fake
 --fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...` and was stopped after two of four units.
 The endpoint is from `peagle serve --engine fake` and answered three requests.
 """
@@ -42,9 +42,9 @@ def cost():
     return json.loads(Path("cost-now.json").read_text())["total"]
 
 
-def test_old_ledgers_cost_the_same(golden):
-    now, written = cost(), json.loads((golden / "cost.json").read_text())
-    assert {name: now[name] for name in written} == written
+def test_cost_of_old_ledgers_is_unchanged(golden):
+    current, recorded = cost(), json.loads((golden / "cost.json").read_text())
+    assert {name: current[name] for name in recorded} == recorded
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -1,4 +1,4 @@
-"""Attacks with a limited key: unprintable paths, bodies that are slow to parse, and long values that errors may quote.
+"""Attacks with limited keys: unprintable paths, bodies that are slow to parse, and long values for error messages.
 
 The endpoint runs in this process behind a real HTTP server (`tests/in_process.py`).
 """
@@ -99,21 +99,21 @@ def status_of(endpoint, name, target):
         return int(client.recv(65_536).split(b" ")[1])
 
 
-def repeated(unit, head, tail):
-    """Return a body of 1 MiB with as many units as possible."""
-    number = (MIB - len(head) - len(tail)) // (len(unit) + 1)
-    return (head + ",".join([unit] * number) + tail).encode()
+def repeated(item, head, tail):
+    """Return a body of 1 MiB with as many copies of `item` as possible."""
+    number = (MIB - len(head) - len(tail)) // (len(item) + 1)
+    return (head + ",".join([item] * number) + tail).encode()
 
 
-def padded(number, unit, head, tail, padding="p"):
-    """Return a body with this number of units, padded with text to 1 MiB."""
-    body = head + ",".join([unit] * number) + tail
+def padded(number, item, head, tail, padding="p"):
+    """Return a body with `number` copies of `item`, padded with text to 1 MiB."""
+    body = head + ",".join([item] * number) + tail
     return (body[:-1] + f', "{padding}": "{"x" * (MIB - len(body) - len(padding) - 8)}"}}').encode()
 
 
-# Beginnings of bodies.
+# Beginnings of bodies, and a valid message.
 MESSAGES = '{"model": "m", "max_tokens": 1, "messages": ['
-OK = '{"role": "user", "content": ""}'
+VALID_MESSAGE = '{"role": "user", "content": ""}'
 PARTS = '{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": ['
 CONTENT = '{"model": "m", "messages": [{"role": "user", "content": "'
 PROMPT = '{"model": "m", "max_tokens": 1, "prompt": ['
@@ -128,8 +128,8 @@ CHAT_BODIES = {
     "invalid messages": repeated("{}", MESSAGES, "]}"),
     "as many as allowed": padded(9_990, "{}", MESSAGES, "]}"),
     "numbers for messages": padded(249_000, "1", MESSAGES, "]}"),
-    "messages": padded(9_990, OK, MESSAGES, "]}"),
-    "an invalid message at the end": padded(9_990, OK, MESSAGES, ", {}]}"),
+    "messages": padded(9_990, VALID_MESSAGE, MESSAGES, "]}"),
+    "an invalid message at the end": padded(9_990, VALID_MESSAGE, MESSAGES, ", {}]}"),
     "invalid parts": padded(9_990, "{}", PARTS, "]}]}"),
     "texts for parts": padded(240_000, '""', PARTS, "]}]}"),
     "parts": padded(9_990, '{"type": "text", "text": ""}', PARTS, "]}]}"),
@@ -147,12 +147,14 @@ CHAT_BODIES = {
     "stops": padded(249_000, "1", '{"model": "m", "messages": [], "stop": [', "]}"),
     "token ids": padded(249_000, '""', '{"model": "m", "messages": [], "logprob_token_ids": [', "]}"),
     "choices": padded(
-        249_000, "1", '{"model": "m", "messages": [' + OK + '], "structured_outputs": {"choice": [', "]}}"
+        249_000, "1", '{"model": "m", "messages": [' + VALID_MESSAGE + '], "structured_outputs": {"choice": [', "]}}"
     ),
     "blanks in a repetition count": (
-        MESSAGES + OK + '], "structured_outputs": {"grammar": "a{1,' + " " * 65_000 + '"}}'
+        MESSAGES + VALID_MESSAGE + '], "structured_outputs": {"grammar": "a{1,' + " " * 65_000 + '"}}'
     ).encode(),
-    "a small tag that takes minutes": (MESSAGES + OK + '], "response_format": ' + json.dumps(TAG) + "}").encode(),
+    "a small tag that takes minutes": (
+        MESSAGES + VALID_MESSAGE + '], "response_format": ' + json.dumps(TAG) + "}"
+    ).encode(),
     "fields": b'{"model": "m", ' + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}",
     "fractions": repeated("1e1", '{"model": "m", "messages": [], "x": [', "]}"),
     "empty lists": repeated("[]", '{"model": "m", "messages": [], "x": [', "]}"),
@@ -183,14 +185,14 @@ BATCH_BODIES = {
     "metadata": b'{"metadata": {' + b",".join(b'"%x": 1' % number for number in range(80_000)) + b"}}",
     "lists": repeated("[]", '{"metadata": [', "]}"),
 }
-HEAVY = [
+HEAVY_BODIES = [
     pytest.param(path, body, id=f"{path}: {name}")
     for path, bodies in {CHAT_URL: CHAT_BODIES, COMPLETIONS_URL: COMPLETION_BODIES, BATCHES_URL: BATCH_BODIES}.items()
     for name, body in bodies.items()
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), HEAVY)
+@pytest.mark.parametrize(("path", "body"), HEAVY_BODIES)
 def test_no_body_blocks_the_event_loop(endpoint, path, body):
     def lag_s():
         with endpoint.client("alice") as http, endpoint.lag() as lag:
@@ -199,11 +201,11 @@ def test_no_body_blocks_the_event_loop(endpoint, path, body):
         assert len(answer.content) < 16_000
         return lag()
 
-    require_short(lag_s)
+    require_short_lag(lag_s)
 
 
-def require_short(lag_s):
-    """Require a short lag in one of three attempts, because other load on the machine may also block the loop."""
+def require_short_lag(lag_s):
+    """Require a short lag in one of three attempts, because other load on the machine can also block the loop."""
     results = []
     while len(results) < 3:
         results.append(lag_s())
@@ -213,7 +215,7 @@ def require_short(lag_s):
 
 
 def test_heavy_bodies_leave_room_for_other_keys(endpoint):
-    body = padded(9_990, OK, MESSAGES, "]}")
+    body = padded(9_990, VALID_MESSAGE, MESSAGES, "]}")
 
     def send(_):
         with endpoint.client("broke") as http:
@@ -221,37 +223,37 @@ def test_heavy_bodies_leave_room_for_other_keys(endpoint):
 
     def lag_s():
         with ThreadPoolExecutor(8) as pool, endpoint.lag() as lag, endpoint.client("alice") as http:
-            sent = pool.map(send, range(16))
-            took_s = []
+            statuses = pool.map(send, range(16))
+            durations_s = []
             for _ in range(20):
-                started = time.monotonic()
+                started_at = time.monotonic()
                 assert http.post(CHAT_URL, json=REQUEST).status_code == 200
-                took_s.append(time.monotonic() - started)
-            assert set(sent) <= {200, 400, 429}
-        assert sorted(took_s)[10] < 1
+                durations_s.append(time.monotonic() - started_at)
+            assert set(statuses) <= {200, 400, 429}
+        assert sorted(durations_s)[10] < 1
         return lag()
 
-    require_short(lag_s)
+    require_short_lag(lag_s)
 
 
-LONG = "\U0001f600" * (MIB // 16)
+LONG_TEXT = "\U0001f600" * (MIB // 16)
 
 
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        (CHAT_URL, {"model": LONG}), (CHAT_URL, {LONG: 1}), (CHAT_URL, {"max_tokens": LONG}),
-        (CHAT_URL, {"temperature": LONG}), (CHAT_URL, {"messages": [{"role": LONG}]}),
-        (CHAT_URL, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
-        (CHAT_URL, {"response_format": {"type": LONG}}), (CHAT_URL, {"tool_choice": LONG}),
-        (CHAT_URL, {"logit_bias": {LONG: 1}}), (CHAT_URL, {"structured_outputs": {LONG: 1}}),
-        (CHAT_URL, {"stream_options": {LONG: LONG}}), (CHAT_URL, {"logprobs": LONG}),
-        (CHAT_URL, {"tools": [{"type": LONG}]}), (COMPLETIONS_URL, {"prompt": LONG, "suffix": LONG}),
-        (BATCHES_URL, {"input_file_id": LONG, "endpoint": CHAT_URL, "completion_window": "24h"}),
-        (BATCHES_URL, {LONG: 1}),
-        (BATCHES_URL, {"input_file_id": "x", "endpoint": LONG, "completion_window": LONG}),
+        (CHAT_URL, {"model": LONG_TEXT}), (CHAT_URL, {LONG_TEXT: 1}), (CHAT_URL, {"max_tokens": LONG_TEXT}),
+        (CHAT_URL, {"temperature": LONG_TEXT}), (CHAT_URL, {"messages": [{"role": LONG_TEXT}]}),
+        (CHAT_URL, {"messages": [{"role": "user", "content": [{"type": LONG_TEXT}]}]}),
+        (CHAT_URL, {"response_format": {"type": LONG_TEXT}}), (CHAT_URL, {"tool_choice": LONG_TEXT}),
+        (CHAT_URL, {"logit_bias": {LONG_TEXT: 1}}), (CHAT_URL, {"structured_outputs": {LONG_TEXT: 1}}),
+        (CHAT_URL, {"stream_options": {LONG_TEXT: LONG_TEXT}}), (CHAT_URL, {"logprobs": LONG_TEXT}),
+        (CHAT_URL, {"tools": [{"type": LONG_TEXT}]}), (COMPLETIONS_URL, {"prompt": LONG_TEXT, "suffix": LONG_TEXT}),
+        (BATCHES_URL, {"input_file_id": LONG_TEXT, "endpoint": CHAT_URL, "completion_window": "24h"}),
+        (BATCHES_URL, {LONG_TEXT: 1}),
+        (BATCHES_URL, {"input_file_id": "x", "endpoint": LONG_TEXT, "completion_window": LONG_TEXT}),
         (BATCHES_URL,
-         {"input_file_id": "x", "endpoint": CHAT_URL, "completion_window": "24h", "metadata": {LONG: LONG}}),
+         {"input_file_id": "x", "endpoint": CHAT_URL, "completion_window": "24h", "metadata": {LONG_TEXT: LONG_TEXT}}),
     ],
     ids=range(18),
 )  # fmt: skip

@@ -29,7 +29,7 @@ def lines():
         yield json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
 
 
-def order(client):
+def create_batch(client):
     uploaded = client.files.create(file=("rows.jsonl", "\n".join(lines()).encode()), purpose="batch")
     return client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
 
@@ -42,8 +42,8 @@ def wait(client, batch, condition):
     return result
 
 
-async def ask_during_batch(endpoint, client, batch):
-    """Send interactive requests during the batch, and kill the engine once."""
+async def run_clients_during_batch(endpoint, client, batch):
+    """Send interactive requests during the batch, kill the engine once, and return the outcomes of the requests."""
     clients = Clients(endpoint.url, 3, SIZE.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
@@ -53,21 +53,25 @@ async def ask_during_batch(endpoint, client, batch):
     return clients.tally.outcomes()
 
 
-def test_batch_in_idle_slots(tmp_path):
+def test_batch_in_idle_slots_is_complete_and_paid_once(tmp_path):
     flags = [*SIZE.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
     with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-            batch = order(client)
+            batch = create_batch(client)
             wait(client, batch, lambda result: result.request_counts.completed > 0)
             assert endpoint.load()["num_running_replicas"] == 1, "rows of a batch must not start engines"
-            outcomes = asyncio.run(ask_during_batch(endpoint, client, batch))
-            done = wait(client, batch, lambda result: result.status in ("completed", "failed"))
-            answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+            outcomes = asyncio.run(run_clients_during_batch(endpoint, client, batch))
+            finished = wait(client, batch, lambda result: result.status in ("completed", "failed"))
+            answers = [json.loads(line) for line in client.files.content(finished.output_file_id).text.splitlines()]
         cost = httpx.get(f"{endpoint.url}/v1/cost", timeout=60).raise_for_status().json()
-    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", NUM_ROWS, 0)
+    assert (finished.status, finished.request_counts.completed, finished.request_counts.failed) == (
+        "completed",
+        NUM_ROWS,
+        0,
+    )
     assert [answer["custom_id"] for answer in answers] == [f"r{number}" for number in range(NUM_ROWS)]
     assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {ROW_TOKENS}
-    assert done.usage.output_tokens == NUM_ROWS * ROW_TOKENS
+    assert finished.usage.output_tokens == NUM_ROWS * ROW_TOKENS
     assert outcomes["answered"] > 0
     assert outcomes["other"] == 0
     run = RunDirectory(tmp_path / "batches" / "runs" / batch.id)

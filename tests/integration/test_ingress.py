@@ -1,4 +1,4 @@
-"""The ingress on real Ray Serve, with a deployment that answers only when the test lets it."""
+"""The ingress on real Ray Serve, with an engine that answers once the test creates a file."""
 
 import asyncio
 import threading
@@ -23,7 +23,10 @@ CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_request
 
 @serve.deployment(max_ongoing_requests=1)
 class WaitingEngine:
-    """Answers once a file exists; a stream sends its first event immediately. Creates a file per cancelled request."""
+    """Answers once the file at `path` exists. A stream sends its first event immediately.
+
+    A cancelled request creates a file next to `path`.
+    """
 
     def __init__(self, path):
         self._path = Path(path)
@@ -67,13 +70,13 @@ def url(ray_cluster, folder):
     url = f"http://127.0.0.1:{port}"
     (folder / "go").touch()
     while httpx.post(url + CHAT_URL, json=BODY | {"stream": True}, timeout=60).status_code != 200:
-        pass  # the first call of a handle takes seconds
+        pass  # until the handle works: its first call takes seconds
     (folder / "go").unlink()
     yield url
     serve.shutdown()
 
 
-def test_page_and_live_load(url, folder):
+def test_page_models_and_live_load(url, folder):
     with httpx.Client(base_url=url, timeout=60) as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
@@ -84,10 +87,10 @@ def test_page_and_live_load(url, folder):
         for window in (0, 61, 960, "x"):
             answer = http.get("/v1/live", params={"window_s": window})
             assert answer.status_code == (422 if window == "x" else 400)
-        senders = [threading.Thread(target=ask, args=(url,)) for _ in range(3)]
+        senders = [threading.Thread(target=send_stream, args=(url,)) for _ in range(3)]
         for sender in senders:
             sender.start()
-        assert wait_for(http, num_requests_under_way=3) == {
+        assert wait_for_load(http, num_requests_under_way=3) == {
             "num_running_replicas": 1,
             "num_starting_replicas": 0,
             "num_stopping_replicas": 0,
@@ -98,7 +101,7 @@ def test_page_and_live_load(url, folder):
         (folder / "go").touch()
         for sender in senders:
             sender.join()
-        assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
+        assert wait_for_load(http, num_requests_under_way=0)["num_requests_waiting"] == 0
 
 
 def test_timed_out_request_is_cancelled_in_its_engine(url, folder):
@@ -115,11 +118,11 @@ def test_timed_out_request_is_cancelled_in_its_engine(url, folder):
                 time.sleep(0.05)
 
 
-def ask(url):
+def send_stream(url):
     httpx.post(url + CHAT_URL, json=BODY | {"stream": True}, timeout=60).raise_for_status()
 
 
-def wait_for(http, *, num_requests_under_way):
+def wait_for_load(http, *, num_requests_under_way):
     until = time.monotonic() + 30
     while time.monotonic() < until:
         load = http.get("/v1/live").raise_for_status().json()["load"]["m"]

@@ -1,4 +1,4 @@
-"""An INT8 target in vLLM's model classes, on a CPU: which layers are loaded in INT8, and what the kernels compute.
+"""On a CPU, which layers of an INT8 target vLLM loads in INT8, and what the kernels compute.
 
 The tests run vLLM in a separate process, because its distributed state is global. They start no engine.
 """
@@ -50,26 +50,26 @@ print(json.dumps({"schemes": schemes, "distance": distance, "product": product.m
 
 
 @pytest.fixture(scope="module")
-def loaded(target, tmp_path_factory):
+def probe_result(target, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PEAGLE_HOME", str(tmp_path_factory.mktemp("home")))
         folders = [str(target), str(ensure_int8(str(target)))]
-    done = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run([sys.executable, "-c", PROBE, *folders], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_only_linear_layers_are_loaded_in_int8(loaded):
-    assert loaded["schemes"] == [["NoneType"] * 5, ["CompressedTensorsW8A8Int8"] * 4 + ["NoneType"]]
+def test_only_linear_layers_are_loaded_in_int8(probe_result):
+    assert probe_result["schemes"] == [["NoneType"] * 5, ["CompressedTensorsW8A8Int8"] * 4 + ["NoneType"]]
 
 
 @pytest.mark.skipif(not detect().supports_int8, reason="the CPU has no VNNI (avx512_vnni, avx_vnni)")
-def test_int8_outputs_are_close_to_the_target(loaded):
-    assert 0 < loaded["distance"] < 0.05
-    assert loaded["product"] == pytest.approx(64)
+def test_int8_outputs_are_close_to_the_target(probe_result):
+    assert 0 < probe_result["distance"] < 0.05
+    assert probe_result["product"] == pytest.approx(64)
 
 
 @pytest.mark.skipif(detect().supports_int8, reason="the CPU has VNNI")
-def test_int8_products_are_wrong_without_vnni(loaded):
-    """If this fails, CPUs without VNNI can be supported; see decision 0016."""
-    assert loaded["product"] != pytest.approx(64, rel=0.05)
+def test_int8_products_are_wrong_without_vnni(probe_result):
+    """If this fails, CPUs without VNNI can be supported. See decision 0016."""
+    assert probe_result["product"] != pytest.approx(64, rel=0.05)

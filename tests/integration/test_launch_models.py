@@ -1,9 +1,9 @@
-"""The models for which P-EAGLE was announced, in vLLM's CPU engine, with tiny random weights.
+"""The model architectures for which P-EAGLE was announced, in vLLM's CPU engine, with tiny random weights.
 
 Targets have the real architectures of tests/rehearsal/shapes.py in small sizes. They cover the experts of Qwen3-Coder;
-the sinks, windows, biases, experts and YaRN of gpt-oss; the two head sizes, windows, and shared keys and values of
-Gemma 4; and Llama. Heads have the published layout: `ptd_token_id`, and their own embeddings and lm_head for the whole
-vocabulary.
+the attention sinks, sliding windows, biases, experts and YaRN of gpt-oss; the two head sizes, sliding windows, and
+shared keys and values of Gemma 4; and Llama. Heads have the published layout: `ptd_token_id`, and their own embeddings
+and lm_head for the whole vocabulary.
 
 Everything is compared with Transformers in float32. The targets make a few tokens far likelier than the others, so that
 some drafts of an untrained head are accepted.
@@ -30,8 +30,8 @@ from peagle.engine.environment import environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from tests.rehearsal.shapes import head_config, target_config, write_json
 
-SINKS, GEMMA = "gpt-oss-20b", "gemma-4-31b-it"
-MODELS = ("qwen3-coder-30b-a3b-instruct", SINKS, GEMMA, "llama")
+GPT_OSS, GEMMA_4 = "gpt-oss-20b", "gemma-4-31b-it"
+MODELS = ("qwen3-coder-30b-a3b-instruct", GPT_OSS, GEMMA_4, "llama")
 VOCABULARY, NUM_LAYERS, K, NUM_TOKENS = 320, 12, 4, 32
 AUX_LAYERS = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
 STD = 0.5  # of the weights: sharp attention makes texts and drafts vary
@@ -87,14 +87,14 @@ def _write_target(config, folder):
         if name.endswith("layer_scalar"):
             scale.uniform_(0.5, 1.5)
     for parameter in target.parameters():
-        parameter.copy_(parameter.bfloat16())  # bf16 values, like published checkpoints
+        parameter.copy_(parameter.bfloat16())  # round to bf16, like published checkpoints
     target.save_pretrained(folder)
     return target.eval()
 
 
 @torch.no_grad()
 def _write_head(config, target, folder):
-    """Write a random head in the published layout; return it as the training module."""
+    """Write a random head in the published layout. Return it as a module of the training code."""
     published = head_config("peagle", config, in_speculators=False)
     shape = HeadSpec(
         aux_layers=AUX_LAYERS,
@@ -111,7 +111,7 @@ def _write_head(config, target, folder):
     for name, parameter in head.named_parameters():
         if name.startswith(("layers.", "fc.", "norm.", "mask_hidden")):
             parameter.normal_(std=STD, generator=generator)
-        parameter.copy_(parameter.bfloat16())  # bf16 values, as they are saved
+        parameter.copy_(parameter.bfloat16())  # round to bf16, as heads are saved
     save_head(head, folder, verifier="the target")
     layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
     tiny = {
@@ -142,10 +142,10 @@ def _job(target, head, **options):
 
 
 @dataclass(kw_only=True)
-class Served:
-    """A transformers target, its head as a training module, and the output of recorded_drafts.py.
+class ModelResults:
+    """A transformers target, its head as a module of the training code, and the results of recorded_drafts.py.
 
-    `drafted` was generated with the head, `plain` without. `failed` has the error of an engine that passes float32
+    `drafted` was generated with the head, `plain` without it. `failed` has the error of an engine that passes float32
     sinks to vLLM's kernel.
     """
 
@@ -157,8 +157,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A `Served` for each model name."""
+def results(tmp_path_factory):
+    """The `ModelResults` by model name."""
     folder = tmp_path_factory.mktemp("launch")
     modules, jobs = {}, {}
     for name in MODELS:
@@ -167,11 +167,13 @@ def served(tmp_path_factory):
         check_weights(read_shapes(head), check_fit(json.loads((head / "config.json").read_text()), config))
         jobs[name, "drafted"] = _job(target, head, sinks_in_bf16=True)
         jobs[name, "plain"] = _job(target, None, sinks_in_bf16=True)
-    jobs[SINKS, "failed"] = _job(folder / SINKS / "target", None, fails=True)
+    jobs[GPT_OSS, "failed"] = _job(folder / GPT_OSS / "target", None, fails=True)
     variables = environment(_spec(target, head), hardware.detect())
     answers = dict(zip(jobs, run_jobs(list(jobs.values()), variables, folder), strict=True))
     return {
-        name: Served(**modules[name], **{kind: answers.get((name, kind)) for kind in ("drafted", "plain", "failed")})
+        name: ModelResults(
+            **modules[name], **{kind: answers.get((name, kind)) for kind in ("drafted", "plain", "failed")}
+        )
         for name in MODELS
     }
 
@@ -184,8 +186,8 @@ def _assert_greedy(texts, target):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_equals_the_targets_with_and_without_drafter(name, served):
-    model = served[name]
+def test_greedy_text_equals_that_of_the_target_with_and_without_drafter(name, results):
+    model = results[name]
     texts = model.drafted["tokens"]
     assert texts == model.plain["tokens"]
     _assert_greedy(texts, model.target)
@@ -194,8 +196,8 @@ def test_greedy_text_equals_the_targets_with_and_without_drafter(name, served):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_head_reads_inputs_of_aux_layers_and_drafts_as_in_training(name, served, record_property):
-    model = served[name]
+def test_head_reads_the_inputs_of_its_aux_layers_and_drafts_as_in_training(name, results, record_property):
+    model = results[name]
     result = compare(model.drafted, PROMPT_LENGTHS, model.head, document_reader(model.target, AUX_LAYERS))
     record_property(
         "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
@@ -207,8 +209,8 @@ def test_head_reads_inputs_of_aux_layers_and_drafts_as_in_training(name, served,
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_off_by_one_aux_layers_are_detected(name, served):
-    model = served[name]
+def test_off_by_one_aux_layers_are_detected(name, results):
+    model = results[name]
     with pytest.raises(AssertionError, match="apart"):
         compare(
             model.drafted,
@@ -218,14 +220,14 @@ def test_off_by_one_aux_layers_are_detected(name, served):
         )
 
 
-def test_vllm_still_requires_bf16_sinks(served):
+def test_vllm_still_requires_bf16_sinks(results):
     """Once this fails, gpt-oss can run in float32 on CPUs, and `sinks_in_bf16` can be removed."""
-    error = served[SINKS].failed["error"]
+    error = results[GPT_OSS].failed["error"]
     assert error == "expected scalar type BFloat16 but found Float"
-    assert error in load_catalog().get(SINKS).precision.source
+    assert error in load_catalog().get(GPT_OSS).precision.source
 
 
-# A stub from which Transformers can import any name. Requests with only text call none of them.
+# A stub of torchvision from which Transformers can import any name. Requests with only text use none of these names.
 _TORCHVISION = """
 __version__ = "0.28.0"
 
@@ -266,8 +268,8 @@ def _write_target_with_images(folder, text):
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, as on GPUs")
 def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
-    """Without torchvision, vLLM cannot load the class; for text, a stub of torchvision is enough."""
-    config, folders = _tiny(GEMMA), {name: tmp_path / name for name in ("text", "target", "head", "stub")}
+    """vLLM cannot load the class without torchvision. For text, a stub of torchvision is sufficient."""
+    config, folders = _tiny(GEMMA_4), {name: tmp_path / name for name in ("text", "target", "head", "stub")}
     text = _write_target(config, folders["text"])
     head = _write_head(config, folders["text"], folders["head"])
     target = _write_target_with_images(folders["target"], text)
@@ -276,7 +278,7 @@ def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
     error = run_jobs([job | {"fails": True}], variables, tmp_path)[0]["error"]
     message = "Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected"
     assert message in error
-    assert message in load_catalog().get(GEMMA).heads["peagle"].note
+    assert message in load_catalog().get(GEMMA_4).heads["peagle"].note
 
     for module in (
         "__init__",

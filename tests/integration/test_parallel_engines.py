@@ -42,7 +42,7 @@ def expected_answers(chat_target):
 
 @pytest.fixture
 def generate(peagle, chat_target, write_jsonl, tmp_path):
-    """Return a function that starts a run with copies of the prompts; it returns the process and the directory."""
+    """Return a function that starts a run with copies of the prompts, and returns its process and directory."""
 
     def start(*flags, repeats=1):
         corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * repeats), tmp_path / "run"
@@ -65,7 +65,7 @@ def require_answers(run, output, expected):
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_answer_like_the_target(generate, expected_answers, flags):
+def test_answers_of_two_ranks_equal_those_of_the_target(generate, expected_answers, flags):
     require_answers(*generate(*flags), expected_answers)
 
 
@@ -79,12 +79,12 @@ def two_nodes(tmp_path_factory):
         yield nodes
 
 
-def followers(output):
+def follower_processes(output):
     """Return the follower processes of an engine on several nodes."""
     return [pid for pid in processes.actors(output) if "-node-1.log" in str(Path(f"/proc/{pid}/fd/1").readlink())]
 
 
-def require_end_of_engines(output):
+def wait_until_engines_end(output):
     deadline = time.monotonic() + 60
     while remaining := processes.engine_processes(output):
         assert time.monotonic() < deadline, [processes.command_line(pid) for pid in remaining]
@@ -92,11 +92,11 @@ def require_end_of_engines(output):
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_on_two_nodes_answer_like_the_target(two_nodes, generate, expected_answers, flags):
+def test_answers_of_two_ranks_on_two_nodes_equal_those_of_the_target(two_nodes, generate, expected_answers, flags):
     run, output = generate("--nodes-per-engine", 2, *flags)
     require_answers(run, output, expected_answers)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 1
-    require_end_of_engines(output)
+    wait_until_engines_end(output)
 
 
 def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes, generate, expected_answers):
@@ -105,8 +105,8 @@ def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes
     while not list((output / "data").glob("*.parquet")):
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.1)
-    (follower,) = followers(output)
+    (follower,) = follower_processes(output)
     assert processes.kill(follower)
     require_answers(run, output, expected_answers * 20)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 2
-    require_end_of_engines(output)
+    wait_until_engines_end(output)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def shared_tmp(tmp_path, monkeypatch):
-    """Clear the umask, use a home without a token, and yield a world-writable temporary folder."""
+    """Clear the umask, check_requests a home without a token, and yield a temporary folder that is world-writable."""
     shared = Path("/tmp") / f"shared-{os.getpid()}"  # short, because paths of Ray's sockets have a maximum length
     shared.mkdir()
     shared.chmod(0o1777)
@@ -43,7 +43,7 @@ def shared_tmp(tmp_path, monkeypatch):
 
 
 def accessible_to_others(folder):
-    """Return files and folders that others can access, except those inside private folders."""
+    """Return the files and folders that other users can access, except those inside private folders."""
     results = []
     for path in folder.iterdir():
         mode = path.lstat().st_mode
@@ -62,8 +62,8 @@ def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
         sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", parent / "run",
         "--rows-per-unit", "2", "--output-format", "jsonl",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert {path.name for path in (parent / "run").iterdir()} >= {
         "data",
         "failed",
@@ -79,7 +79,7 @@ def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
 
 @pytest.fixture
 def certificate(tmp_path):
-    """A certificate of this machine's address, and its key."""
+    """A certificate for this machine's address, and its private key."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ("-days", "2", "-subj", "/CN=peagle", "-addext", f"subjectAltName=IP:{own_address()}")
@@ -100,10 +100,10 @@ def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
     endpoint.url = f"https://0.0.0.0:{port}"
     try:
         endpoint.wait_until_up(START_S)
-        use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
-        others = reachable(endpoint.process.pid) - {port}
+        check_requests(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
+        other_ports = reachable_ports(endpoint.process.pid) - {port}
         # Serve's replicas listen on all addresses, but must require Ray's token.
-        assert {port_protection(own_address(), other) for other in others} <= {"token"}
+        assert {port_protection(own_address(), other_port) for other_port in other_ports} <= {"token"}
     finally:
         endpoint.stop()
     (folder / "serve.log").chmod(0o600)  # created by this test, not by the endpoint
@@ -112,8 +112,8 @@ def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
     check_shared_folders_are_private(shared_tmp)
 
 
-def use(url, key, trusted):
-    """Send a request, a stream and a batch with the SSL context `trusted`, which trusts the certificate."""
+def check_requests(url, key, trusted):
+    """Send a request, a stream and a batch. `trusted` is an SSL context that trusts the certificate."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"{url}/health")  # the default trust store does not have the certificate
@@ -152,14 +152,18 @@ def own_address():
     return next((address.address for address in addresses if not address.address.startswith("127.")), "127.0.0.1")
 
 
-def reachable(pid):
+def reachable_ports(pid):
     """Return the ports of a process and its children that other machines can reach."""
     sockets = []
     for child in [pid, *descendants(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
             sockets += psutil.Process(child).net_connections("tcp")
     listening = [socket.laddr for socket in sockets if socket.status == "LISTEN"]
-    return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
+    return {
+        address.port
+        for address in listening
+        if not address.ip.removeprefix("::ffff:").startswith("127.") and address.ip != "::1"
+    }
 
 
 def check_shared_folders_are_private(shared):

@@ -1,6 +1,6 @@
 """A real Prometheus server scrapes an endpoint and a bulk run with real engines.
 
-It needs Debian's package `prometheus`. With WRITE_DOCS=1, the test also draws the dashboard's panels for the docs.
+The test needs Debian's package `prometheus`. With WRITE_DOCS=1, it also draws the dashboard's panels for the docs.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import yaml
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
-from tests.integration.panels import drawn, rows_of
+from tests.integration.panels import draw_svg, rows_of
 from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RULES, names_in
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ ENGINE = [
     *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16"),
     *("--max-num-seqs", 2, "--max-model-len", 512),
 ]
-PRICE = ["--usd-per-hour", 0.10264]  # of a c7a.large: two vCPUs in the packaged price table
+PRICE = ["--usd-per-hour", 0.10264]  # the packaged price of a c7a.large, which has two vCPUs
 
 pytestmark = [
     pytest.mark.soak,
@@ -46,18 +46,21 @@ pytestmark = [
 @pytest.fixture
 def start(tmp_path):
     """Return a function that starts a command and waits for a text in its output."""
-    started = []
+    processes = []
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
-    documented = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    documented_variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    test_variables = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
     def run(*command, until, **variables):
-        log = tmp_path / f"{len(started)}.log"
+        log = tmp_path / f"{len(processes)}.log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                list(map(str, command)), env={**os.environ, **documented, **own, **variables}, stdout=sink, stderr=sink
+                list(map(str, command)),
+                env={**os.environ, **documented_variables, **test_variables, **variables},
+                stdout=sink,
+                stderr=sink,
             )
-        started.append(process)
+        processes.append(process)
         deadline = time.monotonic() + START_S
         while until not in (output := log.read_text(errors="replace")):
             assert process.poll() is None, output[-3000:]
@@ -65,13 +68,13 @@ def start(tmp_path):
             time.sleep(0.2)
 
     yield run
-    for process in reversed(started):
+    for process in reversed(processes):
         kill(*descendants(process.pid), process.pid)  # Ray needs half a minute to stop gracefully
         process.wait()
 
 
 class PrometheusApi:
-    """A client of Prometheus's HTTP API; errors fail the test."""
+    """A client of Prometheus's HTTP API. Errors fail the test."""
 
     def __init__(self, port):
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30)
@@ -80,9 +83,9 @@ class PrometheusApi:
         series = self._get("query", query=expression)["result"]
         return any(math.isfinite(float(sample["value"][1])) for sample in series)
 
-    def during(self, expression, begin):
+    def query_range(self, expression, begin_s):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
-        params = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
+        params = {"query": expression, "start": begin_s, "end": time.time(), "step": SCRAPE_S}
         return self._get("query_range", **params)["result"]
 
     def rules(self):
@@ -98,14 +101,16 @@ def test_dashboard_and_alerts_have_data(start, tmp_path):
     ray_port, metrics_port = free_port(), free_port()
     start_ray(start, ray_port, metrics_port)
     prometheus = start_prometheus(start, tmp_path, metrics_port)
-    begin, address = time.time(), f"127.0.0.1:{ray_port}"
-    with requesting(*start_endpoint(start, tmp_path, address)):
+    begin_s, address = time.time(), f"127.0.0.1:{ray_port}"
+    with interactive_clients(*start_endpoint(start, tmp_path, address)):
         start_bulk_run(start, tmp_path, address)
         wait_for_data(prometheus)
         if os.environ.get("WRITE_DOCS"):
             for title, panels in rows_of(DASHBOARD):
                 image = IMAGES / f"metrics-{title.lower().replace(' ', '-')}.svg"
-                image.write_text(drawn(panels, lambda expression: prometheus.during(expression, begin), begin))
+                image.write_text(
+                    draw_svg(panels, lambda expression: prometheus.query_range(expression, begin_s), begin_s)
+                )
     assert {rule["health"] for rule in prometheus.rules()} == {"ok"}
     assert len(prometheus.rules()) == len(RULES)
 
@@ -121,7 +126,7 @@ def start_ray(start, port, metrics_port):
 
 
 def start_prometheus(start, folder, metrics_port):
-    """Start Prometheus with our configuration, but another port and scrape interval."""
+    """Start Prometheus with the configuration in the repository, but another port and scrape interval."""
     port, config = free_port(), yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(PROMETHEUS / "rules.yml")]
@@ -136,7 +141,7 @@ def start_prometheus(start, folder, metrics_port):
 
 
 def start_endpoint(start, folder, address):
-    """Start an endpoint; return its URL and a key with a budget."""
+    """Start an endpoint. Return its URL and a key with a budget."""
     port, keys = free_port(), folder / "keys.json"
     peagle = [sys.executable, "-m", "jobs.cli", "serve"]
     add_key = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
@@ -150,7 +155,7 @@ def start_endpoint(start, folder, address):
 
 
 def start_bulk_run(start, folder, address):
-    """Start a run that outlasts the test; one row in forty is a dead letter."""
+    """Start a run that takes longer than the test. One row in forty is a dead letter."""
     rows = folder / "rows.jsonl"
     prompts = itertools.islice(itertools.cycle(read_humaneval()), 4000)
     rows.write_text(
@@ -171,7 +176,7 @@ def question(problem):
 
 
 @contextlib.contextmanager
-def requesting(url, key):
+def interactive_clients(url, key):
     """Run two streaming clients until the test ends."""
     stop = threading.Event()
 
@@ -206,8 +211,8 @@ def wait_for_data(prometheus):
     An alert's own expression has data only while the alert fires; `rules_test.yml` tests these expressions.
     """
     alerts = {f"rule {number}" for number, rule in enumerate(RULES) if "alert" in rule}
-    missing = {expression for where, expression in EXPRESSIONS.items() if where not in alerts}
-    missing |= {name for where in alerts for name in names_in(EXPRESSIONS[where])}
+    missing = {expression for place, expression in EXPRESSIONS.items() if place not in alerts}
+    missing |= {name for place in alerts for name in names_in(EXPRESSIONS[place])}
     deadline = time.monotonic() + DATA_S
     while missing := {expression for expression in missing if not prometheus.has_number(expression)}:
         assert time.monotonic() < deadline, missing

@@ -19,7 +19,7 @@ from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
 from tests.ray_jobs import RAY, ROOT, RayJobs
 
-# Ray 2.60 requires a token by default; head, client and job need the same one.
+# Ray 2.60 requires a token by default. Head, client and job need the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,7 +39,7 @@ def is_up(url):
 def job_server():
     """The job server of a separate cluster.
 
-    Its ports are not Ray's defaults, which the agent of the `ray_cluster` fixture may use.
+    Its ports are not Ray's defaults, because the cluster of the `ray_cluster` fixture might use those.
     """
     port, dashboard, agent = free_port(), free_port(), free_port()
     head = subprocess.Popen(
@@ -90,12 +90,12 @@ def test_submitted_training_runs_on_the_cluster(job_server, chat_target, write_j
 def kuberay_job(job_server, write_jsonl, tmp_path):
     """Return a function that submits a run like KubeRay, with the files of `peagle deploy kuberay` in the head's pod.
 
-    It returns a function that waits for the job's end.
+    The function returns a function that waits until the job ends, and returns its output.
     """
     options = PodOptions(image="i", claim="c", env_secrets=[], service_account=None, token_secret="t")
     corpus = write_jsonl([{"prompt": str(n)} for n in range(40)])
     path = tmp_path / "run.yaml"
-    # A pod's workload cannot have paths of this machine.
+    # `peagle deploy kuberay` refuses local paths, so the real ones are in job.yaml below.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
     config, _ = manifests(
         read_workload(path, None, max_name_length=MAX_NAME_LENGTH), KubeRayOptions(pods=options, env={})
@@ -106,21 +106,21 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
         "http://127.0.0.1:8265": job_server.environment["RAY_API_SERVER_ADDRESS"],
     }
 
-    def submitted(name, **keys):
+    def submit(name, **run_options):
         for script in ("run.sh", "stop.sh"):
             # KubeRay's cluster has one job with a fixed name, but this cluster has several.
             text = config["data"][script].replace("peagle-run", name)
-            for in_pod, here in replacements.items():
-                text = text.replace(in_pod, str(here))
+            for in_pod, on_this_machine in replacements.items():
+                text = text.replace(in_pod, str(on_this_machine))
             (tmp_path / script).write_text(text)
-        values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
+        values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **run_options}
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
         variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
         job_server.submit("--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
         return lambda: job_server.wait_until_ended(name)
 
-    return submitted
+    return submit
 
 
 def test_bad_configuration_stops_the_kuberay_job(kuberay_job, tmp_path):
@@ -130,12 +130,12 @@ def test_bad_configuration_stops_the_kuberay_job(kuberay_job, tmp_path):
 
 @pytest.mark.soak
 def test_run_of_an_evicted_pod_commits_units_and_is_retried(kuberay_job, tmp_path):
-    ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
+    wait_until_ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
     run = RunDirectory(tmp_path / "run")
     while not (run.exists and run.committed()):
         time.sleep(0.5)
     subprocess.run(["sh", str(tmp_path / "stop.sh")], check=True, timeout=60)
-    message = ended()
+    message = wait_until_ended()
     assert "Job 'evicted' failed" in message
     assert "exit code 3" in message
     assert 0 < len(run.committed()) < 40

@@ -1,4 +1,4 @@
-"""Jobs on a cluster of several nodes on this machine: runs stop, nodes leave and join, and the head is replaced.
+"""Jobs on a cluster of several nodes on this machine. Runs stop, nodes leave and join, and the head is replaced.
 
 Each node has its own loopback address. Bulk runs use fake engines; the training and the benchmark use real ones.
 """
@@ -40,7 +40,7 @@ def cluster(tmp_path):
 
 
 @pytest.fixture
-def bulk(tmp_path):
+def bulk_job(tmp_path):
     """A run of the fake engine for about two minutes, with an engine on each node."""
     flags = (
         f"--engines 2 --rows-per-unit {NUM_ROWS // NUM_UNITS} --max-num-seqs 4 --heartbeat-s 0.5 --grace-s {GRACE_S}"
@@ -50,13 +50,13 @@ def bulk(tmp_path):
     return job
 
 
-def wait_for(what, condition, *, limit_s=180):
-    """Wait until a condition holds, and return the seconds; `what` describes the failure."""
-    began = time.monotonic()
+def wait_for(failure, condition, *, limit_s=180):
+    """Wait until a condition holds, and return the seconds that this took. `failure` is the message of a timeout."""
+    started_at = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < limit_s, what
+        assert time.monotonic() - started_at < limit_s, failure
         time.sleep(0.2)
-    return time.monotonic() - began
+    return time.monotonic() - started_at
 
 
 def start(jobs, name, job, *flags, num_units=8):
@@ -64,8 +64,8 @@ def start(jobs, name, job, *flags, num_units=8):
     run = RunDirectory(job.output)
     before = len(run.committed()) if run.exists else 0
     jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
-    took = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + num_units)
-    _log.info(f"{name}: {num_units} units after {took:.1f} s")
+    took_s = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + num_units)
+    _log.info(f"{name}: {num_units} units after {took_s:.1f} s")
     return run
 
 
@@ -75,61 +75,61 @@ def require_complete(job):
     assert result.num_rows == job.num_rows
 
 
-def test_stopped_job_can_be_continued(cluster, bulk):
+def test_stopped_job_can_be_continued(cluster, bulk_job):
     _, jobs = cluster
-    run = start(jobs, "stopped", bulk)
-    began = time.monotonic()
+    run = start(jobs, "stopped", bulk_job)
+    started_at = time.monotonic()
     jobs.call("stop", "stopped")
-    _log.info(f"`ray job stop` returned after {time.monotonic() - began:.1f} s")
+    _log.info(f"`ray job stop` returned after {time.monotonic() - started_at:.1f} s")
     assert "Job 'stopped' was stopped" in jobs.wait_until_ended("stopped")
     output = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
-    assert 0 < rows < bulk.num_rows
+    assert 0 < rows < bulk_job.num_rows
     assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in output
-    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in output
+    assert f"{bulk_job.num_rows - rows} of {bulk_job.num_rows} rows are left" in output
     _log.info("\n".join(output.strip().splitlines()[-6:]))
-    wait_for("engines are left", lambda: not processes.engine_processes(bulk.output))
-    jobs.submit("--submission-id", "continued", "--", *bulk.command())
-    require_complete(bulk)
+    wait_for("engines are left", lambda: not processes.engine_processes(bulk_job.output))
+    jobs.submit("--submission-id", "continued", "--", *bulk_job.command())
+    require_complete(bulk_job)
 
 
-def test_nodes_can_leave_and_join(cluster, bulk):
+def test_nodes_can_leave_and_join(cluster, bulk_job):
     nodes, jobs = cluster
-    run = start(jobs, "moved", bulk)
-    wait_for("a node has no engine", lambda: nodes.node_numbers_of(processes.actors(bulk.output)) == [0, 1])
+    run = start(jobs, "moved", bulk_job)
+    wait_for("a node has no engine", lambda: nodes.node_numbers_of(processes.actors(bulk_job.output)) == [0, 1])
     nodes.kill_node(0)
     num_committed = len(run.committed())
-    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
-    _log.info(f"the other node: 4 units {took:.1f} s after the loss")
+    took_s = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
+    _log.info(f"the other node: 4 units {took_s:.1f} s after the loss")
     nodes.add()
     nodes.kill_node(1)  # from now on, all engines are on the node that joined
     num_committed = len(run.committed())
-    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
-    _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
-    assert nodes.node_numbers_of(processes.actors(bulk.output)) == [2]
+    took_s = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
+    _log.info(f"the node that joined: 4 units {took_s:.1f} s after it was alone")
+    assert nodes.node_numbers_of(processes.actors(bulk_job.output)) == [2]
     assert "Job 'moved' succeeded" in jobs.wait_until_ended("moved")
-    require_complete(bulk)
+    require_complete(bulk_job)
 
 
-def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
+def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk_job):
     nodes, jobs = cluster
-    run = start(jobs, "lost", bulk)
+    run = start(jobs, "lost", bulk_job)
     nodes.replace_head()
-    took = wait_for("nodes did not end with their head", lambda: not nodes.num_running())
-    _log.info(f"the nodes had ended {took:.1f} s after the new head was up")
+    took_s = wait_for("nodes did not end with their head", lambda: not nodes.num_running())
+    _log.info(f"the nodes had ended {took_s:.1f} s after the new head was up")
     assert "does not exist" in jobs.call("status", "lost").stderr
     nodes.replace_lost()
     assert len(run.committed()) < NUM_UNITS
-    assert "succeeded" in jobs.submit("--submission-id", "again", "--", *bulk.command())
-    require_complete(bulk)
+    assert "succeeded" in jobs.submit("--submission-id", "again", "--", *bulk_job.command())
+    require_complete(bulk_job)
 
 
-def submit_timed(jobs, name, *arguments):
-    """Run a job to its end; return its output."""
-    began = time.monotonic()
+def run_job(jobs, name, *arguments):
+    """Run a job to its end, and return its output."""
+    started_at = time.monotonic()
     job_output = jobs.submit("--submission-id", name, *arguments)
     assert "succeeded" in job_output, job_output[-3000:]
-    _log.info(f"{name}: {time.monotonic() - began:.0f} s")
+    _log.info(f"{name}: {time.monotonic() - started_at:.0f} s")
     return job_output
 
 
@@ -148,7 +148,7 @@ def test_training_runs_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_p
         "held_out": 0, "device": "cpu", "workers": 2,
     }  # fmt: skip
     config = write_config(tmp_path / "train.yaml", settings)
-    job_output = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
+    job_output = run_job(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
     assert f"head: {output / 'head'}" in job_output
     assert (output / "head" / "model.safetensors").is_file()
     assert json.loads((output / "run.json").read_text())["documents"] == 16
@@ -163,9 +163,9 @@ def test_benchmark_runs_on_a_node_with_cpus(cluster, embedded_target, tmp_path):
         "output": str(output),
     }  # fmt: skip
     config = write_config(tmp_path / "bench.yaml", settings)
-    # Otherwise the engine would run in the driver on the head, which has no CPUs.
+    # Without it, the driver and its engine would run on the head, which has no CPUs.
     command = ["--entrypoint-num-cpus", "1", "--", sys.executable, "-m", "jobs.bench", "--config", config]
-    submit_timed(jobs, "bench", *command)
+    run_job(jobs, "bench", *command)
     none, drafted = json.loads((output / "report.json").read_text())["cells"]
     assert none["num_responses"] == drafted["num_responses"] == 2
     assert drafted["acceptance_length"] > 1

@@ -1,4 +1,4 @@
-"""Which ports Ray opens when started as documented, and what they expose without the token."""
+"""The ports that Ray opens if it is started as documented, and what is accessible without the token."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ PROCESSES = {
 
 
 def environment_of(home, *, with_token=True):
-    """Return this process's environment with another home and no Ray variables, or with tokens disabled."""
+    """Return this process's environment with another home, and without Ray's variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**environment, "HOME": str(home), "PATH": f"{BIN}:{environment['PATH']}", "PYTHONPATH": str(ROOT)} | (
         {} if with_token else {"RAY_AUTH_MODE": "disabled"}
@@ -56,12 +56,12 @@ class Node:
         create_token, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
         if not with_token:
             create_token, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
-        own = (
+        options = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
             f" --dashboard-agent-listen-port={self.ports['agent']} --ray-client-server-port={self.ports['client']}"
             " --min-worker-port=0 --max-worker-port=0 --object-store-memory=100000000 --disable-usage-stats"
         )
-        script = f"{create_token.split('#')[0]} && {start} {own}"
+        script = f"{create_token.split('#')[0]} && {start} {options}"
         self._log = home / "ray.log"
         with self._log.open("wb") as sink:
             self._shell = subprocess.Popen(
@@ -127,7 +127,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def started(home, *, with_token=True):
+def start_node(home, *, with_token=True):
     node = Node(home, with_token=with_token)
     try:
         yield node.wait()
@@ -137,19 +137,19 @@ def started(home, *, with_token=True):
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory):
-    with started(tmp_path_factory.mktemp("home")) as node:
+    with start_node(tmp_path_factory.mktemp("home")) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def open_node(tmp_path_factory):
     """A node without a token."""
-    with started(tmp_path_factory.mktemp("open"), with_token=False) as node:
+    with start_node(tmp_path_factory.mktemp("open"), with_token=False) as node:
         yield node
 
 
-def documented():
-    """Return {process: {(address, protection of the port)}} from the table in docs/security.md."""
+def documented_ports():
+    """Return, for each process, the pairs (address, protection of the port) in the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
     result = {}
@@ -170,7 +170,7 @@ def test_listening_ports_are_documented_and_need_the_token(node):
     for process, ip, port in node.sockets():
         host = "127.0.0.1" if address(ip) == "loopback" else node.host
         result.setdefault(process, set()).add((address(ip), port_protection(host, port)))
-    table = documented()
+    table = documented_ports()
     assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
     assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {
         process: set() for process in result
@@ -187,7 +187,7 @@ def test_commands_need_the_token(node, tmp_path):
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """This shows that the previous test can fail."""
+    """The previous test is meaningful, because the same calls succeed without a token."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60
@@ -239,7 +239,7 @@ with ray_cluster():
 
 
 def test_local_ray_listens_only_on_this_machine(tmp_path):
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LOCAL],
         cwd=ROOT,
         env=environment_of(tmp_path),
@@ -247,4 +247,4 @@ def test_local_ray_listens_only_on_this_machine(tmp_path):
         text=True,
         check=True,
     )
-    assert {ip.removeprefix("::ffff:") for ip in json.loads(done.stdout.splitlines()[-1])} == {"127.0.0.1"}
+    assert {ip.removeprefix("::ffff:") for ip in json.loads(result.stdout.splitlines()[-1])} == {"127.0.0.1"}

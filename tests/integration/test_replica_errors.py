@@ -37,8 +37,8 @@ def replica(tmp_path):
 
 
 @pytest.fixture
-def ask(replica, monkeypatch):
-    """Return a function that appends the replica's answer to a list, if vLLM yields `items` and then raises `error`."""
+def collect_answer(replica, monkeypatch):
+    """Return a function that appends the replica's answer to a list. vLLM yields `items`, then raises `error`."""
 
     def read(answer, *items, error=None, health_error=None):
         yielded = []
@@ -68,12 +68,12 @@ def ask(replica, monkeypatch):
     return read
 
 
-def test_stream_breaks_off_unbilled_if_the_engine_dies(ask, tmp_path):
+def test_stream_is_interrupted_and_free_if_the_engine_dies(collect_answer, tmp_path):
     from vllm.v1.engine.exceptions import EngineDeadError
 
     answer, failure = [], [f"data: {json.dumps({'error': {'message': 'secret', 'code': 500}})}\n\n", "data: [DONE]\n\n"]
     with pytest.raises(EngineDeadError):
-        ask(answer, TOKEN, failure, health_error=EngineDeadError())
+        collect_answer(answer, TOKEN, failure, health_error=EngineDeadError())
     [[text]] = answer
     assert next(events(text))["choices"]
     assert RequestReader(tmp_path / "ledger").new() == []
@@ -87,8 +87,8 @@ def test_stream_breaks_off_unbilled_if_the_engine_dies(ask, tmp_path):
         (NotImplementedError("no such sampling"), 501, "NotImplementedError"),
     ],
 )
-def test_python_errors_have_vllms_status_without_their_text(ask, tmp_path, error, code, kind):
-    ask(answer := [], error=error)
+def test_python_errors_have_vllms_status_without_their_text(collect_answer, tmp_path, error, code, kind):
+    collect_answer(answer := [], error=error)
     end, refusal = answer
     assert (end.text, end.reported["usage"]["completion_tokens"]) == ("", 0)
     assert (refusal.error.code, refusal.error.type, refusal.error.message) == (code, kind, HIDDEN)
@@ -98,6 +98,6 @@ def test_python_errors_have_vllms_status_without_their_text(ask, tmp_path, error
 
 
 @pytest.mark.parametrize(("items", "error"), [([], RuntimeError("boom")), ([TOKEN], TypeError("late"))])
-def test_other_errors_are_raised(ask, items, error):
+def test_other_errors_are_raised(collect_answer, items, error):
     with pytest.raises(type(error)):
-        ask([], *items, error=error)
+        collect_answer([], *items, error=error)

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 def test_wrong_kernel_is_detected(drafter, fault, num_tokens, embedded_target, tmp_path):
     script, out = Path(__file__).with_name("wrong_kernels.py"), tmp_path / "checks.json"
     command = [sys.executable, str(script), drafter, fault, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, again, wrong = json.loads(out.read_text())
-    assert [check["outcome"] for check in (first, again)] == ["passed", "passed"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, repeated, with_fault = json.loads(out.read_text())
+    assert [check["outcome"] for check in (first, repeated)] == ["passed", "passed"]
     assert first["num_tokens"] == num_tokens
-    assert wrong["outcome"] == "failed"
-    assert "of the greedy answer is" in wrong["seen"]
+    assert with_fault["outcome"] == "failed"
+    assert "of the greedy answer is" in with_fault["seen"]

@@ -1,4 +1,4 @@
-"""`peagle serve` on real Ray Serve with a real vLLM engine, used through OpenAI's own client."""
+"""`peagle serve` on real Ray Serve with a real vLLM engine, used through OpenAI's client."""
 
 import json
 import math
@@ -25,7 +25,8 @@ MODEL = "smollm2-135m"
 START_S = 240
 NUM_SAMPLED = 8
 NUM_IN_BATCH = 32
-# Answered requests: seven before check_sampling, eight and the sampled ones in it, four in check_cache.
+# Answered requests: seven before check_sampling, four in check_cache. In check_sampling, seven for `next_tokens`, one
+# greedy request, and pairs of a sampled and a greedy request.
 NUM_ANSWERED = 7 + 7 + 1 + 2 * NUM_SAMPLED + 4
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 # After this prompt, and after its two likeliest next tokens, the third likeliest token is far behind the second.
@@ -35,8 +36,8 @@ SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_tok
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 
-def test_official_client(peagle, embedded_target, tmp_path):
-    process, url, metrics, key, other_key = served(peagle, tmp_path)
+def test_endpoint_works_with_openais_client(peagle, embedded_target, tmp_path):
+    process, url, metrics_url, key, other_key = start_endpoint(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         check_models(client)
         check_whole_answers(client)
@@ -48,22 +49,25 @@ def test_official_client(peagle, embedded_target, tmp_path):
         check_constraints(client)
         check_cost(client)
         check_page(client, url)
-        check_metrics(client, metrics)
+        check_metrics(client, metrics_url)
     stop(process)
     check_ledger(tmp_path / "state" / "ledger")
 
 
 @pytest.mark.soak
-def test_batch_has_the_tokens_of_the_endpoint(peagle, embedded_target, tmp_path):
-    process, url, _, key, _ = served(peagle, tmp_path, is_eager=False)
+def test_batch_generates_the_same_tokens_as_the_endpoint(peagle, embedded_target, tmp_path):
+    process, url, _, key, _ = start_endpoint(peagle, tmp_path, is_eager=False)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        in_bulk = check_batch(client)
+        batch_answers = check_batch(client)
         check_cost(client)
         check_ledger_of_batch(tmp_path / "state" / "ledger")
         with ThreadPoolExecutor(4) as pool:
-            online = list(pool.map(lambda body: client.chat.completions.create(**body), bodies()))
+            online_answers = list(pool.map(lambda body: client.chat.completions.create(**body), bodies()))
     stop(process)
-    outcomes = Counter(compared(bulk, answer.model_dump()) for bulk, answer in zip(in_bulk, online, strict=True))
+    outcomes = Counter(
+        compare(from_batch, online.model_dump())
+        for from_batch, online in zip(batch_answers, online_answers, strict=True)
+    )
     assert outcomes["same"] + outcomes["tie"] == NUM_IN_BATCH, outcomes
     assert outcomes["same"] >= 0.75 * NUM_IN_BATCH, outcomes
 
@@ -76,25 +80,25 @@ def bodies():
     return [{**params, "messages": chat} for chat in chats]
 
 
-def compared(bulk, online):
-    """Return whether two answers are the same, differ first at a tie, or are different.
+def compare(from_batch, online):
+    """Return "same"; "tie" if the answers first differ at a tie; or "different".
 
-    Ties in bf16 may be broken differently, since the two requests ran in different steps.
+    Ties in bf16 can be broken differently, because the two requests ran in different steps.
     """
-    choices = [answer["choices"][0] for answer in (bulk, online)]
-    both = [choice["logprobs"]["content"] for choice in choices]
-    assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
-    for position, other in zip(*both, strict=False):
-        if position["token"] != other["token"]:
-            other_logprobs = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
-            margin = other["logprob"] - other_logprobs.get(position["token"], -math.inf)
+    choices = [answer["choices"][0] for answer in (from_batch, online)]
+    tokens = [choice["logprobs"]["content"] for choice in choices]
+    assert from_batch["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
+    for batch_token, online_token in zip(*tokens, strict=False):
+        if batch_token["token"] != online_token["token"]:
+            online_logprobs = {top["token"]: top["logprob"] for top in online_token["top_logprobs"]}
+            margin = online_token["logprob"] - online_logprobs.get(batch_token["token"], -math.inf)
             return "tie" if margin <= tie_margin(Precision(dtype="bfloat16")) else "different"
-    is_same = choices[0]["finish_reason"] == choices[1]["finish_reason"] and len(both[0]) == len(both[1])
+    is_same = choices[0]["finish_reason"] == choices[1]["finish_reason"] and len(tokens[0]) == len(tokens[1])
     return "same" if is_same else "different"
 
 
 def check_ledger_of_batch(folder):
-    """Check the batch's record; the endpoint's own engine has not answered anything yet."""
+    """Check the batch's record. The endpoint's own engine has not answered any request yet."""
     (batch,) = RequestReader(folder).new()
     assert (batch.outcome, batch.key, batch.model) == ("ok", "alice", MODEL)
     (session,) = read_sessions(folder)
@@ -104,32 +108,32 @@ def check_ledger_of_batch(folder):
 
 @pytest.mark.soak
 def test_killed_vllm_engine_is_replaced(peagle, embedded_target, tmp_path):
-    process, url, _, key, _ = served(peagle, tmp_path)
+    process, url, _, key, _ = start_endpoint(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client, ThreadPoolExecutor(1) as pool:
-        long = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-        stream = client.chat.completions.create(**long, stream=True)
-        whole = pool.submit(client.chat.completions.create, **long)
-        seen = [next(stream) for _ in range(5)]
+        long_request = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        stream = client.chat.completions.create(**long_request, stream=True)
+        whole = pool.submit(client.chat.completions.create, **long_request)
+        chunks = [next(stream) for _ in range(5)]
         (engine,) = [pid for pid in descendants(process.pid) if "EngineCore" in command_line(pid)]
         kill(engine)
         with pytest.raises(openai.APIError) as broken:
-            seen.extend(stream)
+            chunks.extend(stream)
         assert broken.value.code == "overloaded", broken.value
-        assert all(chunk.choices[0].finish_reason is None for chunk in seen)
+        assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
         assert whole.exception(START_S) is None or whole.exception().status_code == 503, whole.exception()
-        patient = client.with_options(max_retries=START_S // 5)  # 503 has Retry-After: 5
-        answer = patient.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+        retrying_client = client.with_options(max_retries=START_S // 5)  # 503 has Retry-After: 5
+        answer = retrying_client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
         assert "Paris" in answer.choices[0].message.content
     stop(process)
     bills = Counter(request.request_id for request in RequestReader(tmp_path / "state" / "ledger").new())
     assert len(bills) == 1 + (whole.exception() is None), bills  # the interrupted stream is free
     assert set(bills.values()) == {1}
-    killed, again = read_sessions(tmp_path / "state" / "ledger")
-    assert killed.session_id != again.session_id
+    killed, replacement = read_sessions(tmp_path / "state" / "ledger")
+    assert killed.session_id != replacement.session_id
 
 
-def served(peagle, folder, *, is_eager=True):
-    """Start an endpoint; return its process, the URLs of the API and of the Prometheus exporter, and two keys."""
+def start_endpoint(peagle, folder, *, is_eager=True):
+    """Start an endpoint. Return its process, the URLs of the API and of the Prometheus exporter, and two keys."""
     (key, alice), (other_key, bob) = new_key("alice", is_operator=True), new_key("bob")
     write_keys(folder / "keys.json", [alice, bob])
     port = free_port()
@@ -139,9 +143,9 @@ def served(peagle, folder, *, is_eager=True):
         *("--tool-call-parser", "hermes", "--usd-per-hour", 1, "--drain-s", 5),
         *("--batches", folder / "batches", *["--enforce-eager"] * is_eager),
     )
-    url, metrics = wait_until_up(process)
+    url, metrics_url = wait_until_up(process)
     assert url == f"http://127.0.0.1:{port}/v1"
-    return process, url, metrics, key, other_key
+    return process, url, metrics_url, key, other_key
 
 
 def stop(process):
@@ -150,7 +154,7 @@ def stop(process):
 
 
 def wait_until_up(process):
-    """Wait until the endpoint is up; return the URLs of the API and of the Prometheus exporter."""
+    """Wait until the endpoint is up. Return the URLs of the API and of the Prometheus exporter."""
     messages = []
     for line in process.stdout:
         messages.append(line)
@@ -190,7 +194,7 @@ def check_streams(client):
     assert texts[0] == texts[1]
     assert "Paris" in texts[0]
     with client.chat.completions.create(**{**params, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
-        next(iter(stream))  # and disconnect
+        next(iter(stream))  # then disconnect
 
 
 def check_formats(client):
@@ -233,11 +237,12 @@ def check_sampling(client, tokenizer):
             for _ in range(NUM_SAMPLED)
         ]
     assert {concurrent.result().choices[0].message.content for _, concurrent in calls} == {expected}
-    seen = Counter(token_ids(choice) for answer, _ in calls for choice in answer.result().choices)
-    assert sum(seen[tokens] for tokens in probabilities) > 0.95 * seen.total(), (seen, probabilities)
+    counts = Counter(token_ids(choice) for answer, _ in calls for choice in answer.result().choices)
+    total = counts.total()
+    assert sum(counts[tokens] for tokens in probabilities) > 0.95 * total, (counts, probabilities)
     for tokens, p in probabilities.items():  # tolerance: five standard deviations, and 0.05 for the rounding of bf16
-        expected, deviation = seen.total() * p, math.sqrt(seen.total() * p * (1 - p))
-        assert seen[tokens] == pytest.approx(expected, abs=5 * deviation + 0.05 * seen.total()), (seen, probabilities)
+        deviation = math.sqrt(total * p * (1 - p))
+        assert counts[tokens] == pytest.approx(total * p, abs=5 * deviation + 0.05 * total), (counts, probabilities)
 
 
 def next_tokens(client, prompt):
@@ -289,7 +294,7 @@ def check_constraints(client):
     lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
     repeated = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
     tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
-    # The fast ones come first, because after 10 s of slow compilations a key gets 429.
+    # Constraints that are refused immediately come first, because a key gets 429 after 10 s of slow compilations.
     attacks = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
         {"extra_body": {"structured_outputs": {"grammar": 'root ::= root "a"'}}},
@@ -316,7 +321,7 @@ def check_constraints(client):
 
 
 def check_batch(client):
-    """Run a batch on its own engine; return the answers in the order of `bodies`."""
+    """Run a batch on an engine of its own. Return the answers in the order of `bodies`."""
     lines = [
         json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body})
         for n, body in enumerate(bodies())
@@ -356,27 +361,27 @@ def check_page(client, url):
 
 
 def check_metrics(client, url):
-    """Check that, after a while, the Prometheus exporter has the ledger's totals, and also vLLM's metrics."""
+    """Check that the Prometheus exporter soon has the ledger's totals, and vLLM's metrics."""
     headers = {"authorization": f"Bearer {client.api_key}"}
     deadline = time.monotonic() + 60
     while True:
-        # The metrics lag behind by up to 15 s: a heartbeat and a report of Ray.
-        counted = samples(url)
+        # The metrics are up to 15 s old: the intervals of heartbeats and of Ray's reports add up.
+        metrics = sum_metrics(url)
         report = httpx.get(f"{client.base_url}cost", headers=headers).raise_for_status().json()
-        usd = (counted.get("ray_peagle_engine_usd_total"), report["account"]["usd"]["total"])
-        if counted.get("ray_peagle_requests_total") == NUM_ANSWERED and usd[0] == pytest.approx(usd[1], rel=0.2):
+        usd = (metrics.get("ray_peagle_engine_usd_total"), report["account"]["usd"]["total"])
+        if metrics.get("ray_peagle_requests_total") == NUM_ANSWERED and usd[0] == pytest.approx(usd[1], rel=0.2):
             break
-        assert time.monotonic() < deadline, (usd, counted)
+        assert time.monotonic() < deadline, (usd, metrics)
         time.sleep(1)
-    assert counted["ray_peagle_accepted_tokens_per_pos_total"] == counted["ray_peagle_accepted_tokens_total"] > 0
-    assert counted["ray_gen_ai_server_request_duration_seconds_count"] >= NUM_ANSWERED
-    assert counted["ray_gen_ai_server_time_to_first_token_seconds_count"] > 0
-    assert counted["ray_gen_ai_server_time_per_output_token_seconds_count"] > 0
-    assert counted["ray_vllm_prompt_tokens_total"] > 0
+    assert metrics["ray_peagle_accepted_tokens_per_pos_total"] == metrics["ray_peagle_accepted_tokens_total"] > 0
+    assert metrics["ray_gen_ai_server_request_duration_seconds_count"] >= NUM_ANSWERED
+    assert metrics["ray_gen_ai_server_time_to_first_token_seconds_count"] > 0
+    assert metrics["ray_gen_ai_server_time_per_output_token_seconds_count"] > 0
+    assert metrics["ray_vllm_prompt_tokens_total"] > 0
 
 
-def samples(url):
-    """Return each metric's sum over its labels; with a label `outcome`, only "ok" counts."""
+def sum_metrics(url):
+    """Return each metric's sum over its labels. If it has a label `outcome`, only "ok" counts."""
     sums = {}
     for line in httpx.get(url, timeout=30).text.splitlines():
         is_answered = "outcome=" not in line or 'outcome="ok"' in line
@@ -397,5 +402,5 @@ def check_ledger(folder):
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
-    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # which are not billed:
+    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # not included in num_output_tokens
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

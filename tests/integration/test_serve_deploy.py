@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * START_S + 60)]
 def environment():
     """An environment with the variables in deploy/ray.env, as the documentation recommends."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
-    documented = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    documented_variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    return {**os.environ, **documented, **token, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **documented_variables, **token, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
 def cluster(environment, tmp_path):
-    """A Ray node: its address, and that of its dashboard."""
+    """A Ray node. Yields its address and the address of its dashboard."""
     port, dashboard = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """A copy of deploy/serve.yaml with another port and other models, and the API's URL."""
+    """A copy of deploy/serve.yaml with another port and other models, and the URL of the API."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
     (application,) = content["applications"]
@@ -68,8 +68,8 @@ def config(tmp_path):
     return path, f"http://127.0.0.1:{port}/v1"
 
 
-def answers(url):
-    """Wait for the endpoint, send a request to each model, and return the numbers of answered tokens by model."""
+def num_output_tokens(url):
+    """Wait for the endpoint, send a request to each model, and return the number of output tokens by model."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         deadline = time.monotonic() + START_S
         while True:
@@ -86,12 +86,12 @@ def answers(url):
         }
 
 
-def test_serve_deploy(cluster, environment, config):
+def test_serve_deploy_starts_the_endpoint(cluster, environment, config):
     path, url = config
     command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert answers(url) == {"one": 4, "other": 4}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert num_output_tokens(url) == {"one": 4, "other": 4}
 
 
 def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
@@ -102,7 +102,7 @@ def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
             [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
         )
     try:
-        assert answers(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]
+        assert num_output_tokens(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]
         process.send_signal(signal.SIGINT)
         assert process.wait(90) == 0, log_file.read_text()[-2000:]
     finally:

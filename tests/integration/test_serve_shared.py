@@ -1,4 +1,4 @@
-"""`peagle serve` on a cluster where Serve already runs."""
+"""`peagle serve` on a cluster where Ray Serve is already running."""
 
 import pytest
 from ray import serve
@@ -16,7 +16,7 @@ class OtherApplication:
 
 @pytest.fixture
 def address(ray_cluster):
-    """The address of Serve on this cluster."""
+    """The host and port of Ray Serve on this cluster."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield {"host": "127.0.0.1", "port": port}

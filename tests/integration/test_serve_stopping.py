@@ -1,4 +1,4 @@
-"""`peagle serve`, with the fake engine on real Ray Serve, is stopped during a stream."""
+"""`peagle serve` with the fake engine on real Ray Serve is stopped during a stream."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.soak]
 
 
 @pytest.fixture
-def served(peagle, tmp_path):
+def start_endpoint(peagle, tmp_path):
     """Return a function that starts an endpoint and returns its process and address."""
 
     def start(drain_s):
@@ -40,8 +40,8 @@ def lines_of(answer):
 
 
 @contextlib.contextmanager
-def stopped_during_stream(process, url):
-    """Start a stream, then stop the endpoint; yield the first line and an iterator of the others."""
+def stop_during_stream(process, url):
+    """Start a stream, and stop the endpoint after the first line. Yield that line and an iterator of the others."""
     body = {"model": "fake", "messages": QUESTION, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
         lines = lines_of(answer)
@@ -50,15 +50,15 @@ def stopped_during_stream(process, url):
         yield first, lines
 
 
-def test_running_stream_finishes_during_shutdown(served):
-    process, url = served(drain_s=60)
-    with stopped_during_stream(process, url) as (first, lines):
+def test_running_stream_finishes_during_shutdown(start_endpoint):
+    process, url = start_endpoint(drain_s=60)
+    with stop_during_stream(process, url) as (first, lines):
         until = time.monotonic() + 5
         while (refused := httpx.get(f"{url}/models")).status_code == 200:
             assert time.monotonic() < until
             time.sleep(0.1)
         all_lines = [first, *lines]
-    assert refused.status_code == 503  # OpenAI's client retries it after Retry-After
+    assert refused.status_code == 503  # OpenAI's client retries it after the time in Retry-After
     assert int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "overloaded"
     assert all_lines[-1] == "data: [DONE]"
@@ -70,17 +70,17 @@ def test_running_stream_finishes_during_shutdown(served):
     assert stdout == "stopping: waiting for running requests; repeat to stop immediately\n"
 
 
-def test_stream_beyond_drain_s_ends_with_an_error_event(served):
-    process, url = served(drain_s=3)
-    with stopped_during_stream(process, url) as (_, lines):
+def test_stream_beyond_drain_s_ends_with_an_error_event(start_endpoint):
+    process, url = start_endpoint(drain_s=3)
+    with stop_during_stream(process, url) as (_, lines):
         *_, last = lines
     assert json.loads(last[6:])["error"]["type"] == "overloaded_error"
     assert process.wait(60) == 0
 
 
-def test_second_signal_stops_immediately(served):
-    process, url = served(drain_s=60)
-    with stopped_during_stream(process, url):
+def test_second_signal_stops_immediately(start_endpoint):
+    process, url = start_endpoint(drain_s=60)
+    with stop_during_stream(process, url):
         for line in process.stdout:
             if line.startswith("stopping"):
                 break

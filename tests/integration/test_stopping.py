@@ -1,4 +1,4 @@
-"""Runs with their own cluster are stopped by Ctrl-C, SIGTERM or kill -9: nothing is lost, and no process is left."""
+"""A run is stopped by Ctrl-C, SIGTERM or kill -9. Nothing is lost, and no process is left."""
 
 import os
 import signal
@@ -35,13 +35,13 @@ def wait_for_units(run, process, count):
 
 
 def ray_session_of(pid):
-    """Return the session directory of the cluster that `pid` started; its processes have it in their command lines."""
-    sessions = [p for p in (temporary_folder() / "ray").glob(f"session_*_{pid}") if p.is_dir()]
+    """Return the session directory of the cluster that `pid` started. Ray's command lines contain it."""
+    sessions = [path for path in (temporary_folder() / "ray").glob(f"session_*_{pid}") if path.is_dir()]
     assert sessions, "the run started no cluster"
     return sessions[-1]
 
 
-def ids(run):
+def committed_ids(run):
     return sorted(row["id"] for row in ds.dataset(run.data, format="parquet").to_table(columns=["id"]).to_pylist())
 
 
@@ -49,7 +49,7 @@ SOAK = pytest.mark.soak
 
 
 @pytest.mark.parametrize(
-    ("number", "whole_group"),
+    ("number", "signals_group"),
     [
         (signal.SIGINT, True),
         pytest.param(signal.SIGINT, False, marks=SOAK),
@@ -59,12 +59,12 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_stopped_run_continues_with_the_same_command(
-    peagle, leftover_processes, arguments, tmp_path, number, whole_group
+    peagle, leftover_processes, arguments, tmp_path, number, signals_group
 ):
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     wait_for_units(run, first, 3)
-    if whole_group:  # Ctrl-C in a terminal and `timeout` signal the whole process group
+    if signals_group:  # Ctrl-C in a terminal and `timeout` signal the whole process group
         os.killpg(first.pid, number)
         time.sleep(0.2)
     first.send_signal(number)
@@ -77,14 +77,14 @@ def test_stopped_run_continues_with_the_same_command(
         assert f"{NUM_ROWS - len(run.committed())} of {NUM_ROWS} rows are left" in output
         assert StatusReader(run).read().state == "stopped"
     assert not leftover_processes(ray_session_of(first.pid))
-    before = run.committed()
-    assert 3 <= len(before) < NUM_ROWS
+    committed_before = run.committed()
+    assert 3 <= len(committed_before) < NUM_ROWS
 
     second = peagle(*arguments, "--fake", "{}")
     output, _ = second.communicate(timeout=200)
     assert second.returncode == 0, output
-    assert ids(run) == [f"{n:09d}" for n in range(NUM_ROWS)]
-    assert before <= run.committed()
+    assert committed_ids(run) == [f"{n:09d}" for n in range(NUM_ROWS)]
+    assert committed_before <= run.committed()
     assert not list(run.data.glob(".*"))
 
 

@@ -1,4 +1,4 @@
-"""Bulk runs with the fake engine on a real Ray cluster generate the responses for a training."""
+"""Bulk runs with the fake engine on a real Ray cluster generate the responses for training."""
 
 import json
 
@@ -25,13 +25,13 @@ def config(chat_target, write_jsonl, tmp_path):
     values = {"draft_vocab_size": 40, "num_depths": 3, "epochs": 1, "precision": "fp32", "device": "cpu"}
 
     def make(**changes):
-        source = {"model": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
-        return TrainConfig(**{**source, **values, **changes})
+        defaults = {"model": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
+        return TrainConfig(**{**defaults, **values, **changes})
 
     return make
 
 
-def answer(config, console=None):
+def generate_responses(config, console=None):
     progress = RunProgress(console or Console(quiet=True))
     regenerate(config, progress, command=["peagle", "train"], engine="fake")
 
@@ -43,7 +43,7 @@ def rows_of(config, mode):
 def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
     config, output_file = config(), tmp_path / "output.txt"
     with output_file.open("w") as stream:
-        answer(config, Console(file=stream, width=200))
+        generate_responses(config, Console(file=stream, width=200))
     assert "overlaps humaneval: leak" in output_file.read_text()
     rows_by_mode = {mode: rows_of(config, mode) for mode in ("greedy", "sampled")}
     ids = [row["id"] for rows in rows_by_mode.values() for row in rows]
@@ -61,33 +61,33 @@ def test_head_is_trained_on_greedy_and_sampled_responses(config, tmp_path):
     assert "responses of the target (50% of the prompts at temperature 0.8" in card
 
 
-def test_killed_response_run_continues_and_finished_one_is_kept(config):
+def test_unfinished_response_run_continues_and_finished_run_is_kept(config):
     config = config()
-    answer(config)
+    generate_responses(config)
     expected = [row["response"] for row in rows_of(config, "sampled")]
-    greedy, sampled = (RunDirectory(config.responses_folder(way)) for way in ("greedy", "sampled"))
+    greedy, sampled = (RunDirectory(config.responses_folder(mode)) for mode in ("greedy", "sampled"))
     last_unit = max(sampled.committed())
-    sampled.unit_path(last_unit).unlink()  # as if the run was killed before this commit
-    answer(config)
+    sampled.unit_path(last_unit).unlink()  # as if the run had been killed before this commit
+    generate_responses(config)
     assert [row["response"] for row in rows_of(config, "sampled")] == expected
     assert (len(greedy.sessions()), len(sampled.sessions())) == (1, 2)
     with pytest.raises(ConfigError, match=r"sampling\.max_tokens: was 224, now 7"):
-        answer(config.model_copy(update={"max_response_tokens": 7}))
+        generate_responses(config.model_copy(update={"max_response_tokens": 7}))
 
 
 def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
     prompts = write_jsonl([{"prompt": "fine"}, {"prompt": "x" * 3000}, {"prompt": None}], name="odd.jsonl")
     config, output_file = config(prompts=[prompts], sampled_share=0), tmp_path / "output.txt"
     with output_file.open("w") as stream:
-        answer(config, Console(file=stream, width=200))
+        generate_responses(config, Console(file=stream, width=200))
     assert "2 of 3 prompts have no response; the first error: the prompt has 3018 tokens" in output_file.read_text()
     assert config.response_sources == [str(config.responses_folder("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 
 
-def test_no_responses_are_an_error(config, write_jsonl):
+def test_training_without_any_response_is_refused(config, write_jsonl):
     prompts = write_jsonl([json.dumps({"prompt": "x" * 600})], name="long.jsonl")
     with pytest.raises(
         InputError, match="none of 1 prompts has a response; the first error: the prompt has 618 tokens"
     ):
-        answer(config(prompts=[prompts]))
+        generate_responses(config(prompts=[prompts]))

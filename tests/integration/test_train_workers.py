@@ -1,4 +1,4 @@
-"""Two workers under Ray Train train like one process, with the tiny target in float32."""
+"""Training with two Ray Train workers equals training in one process, with the tiny target in float32."""
 
 import json
 import os
@@ -47,20 +47,22 @@ def curve(output):
     return [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_workers_train_like_one(ray_cluster, config, tmp_path):
-    steps, on_interrupt = [], signal.getsignal(signal.SIGINT)
+def test_two_workers_have_the_same_losses_as_one_process(ray_cluster, config, tmp_path):
+    steps, sigint_handler = [], signal.getsignal(signal.SIGINT)
     single = train_head(config(tmp_path / "single"), Listener())
-    together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
+    two_workers = train_on_workers(config(tmp_path / "two-workers", workers=2), Listener(step=steps.append))
 
-    one_worker, two_workers = curve(tmp_path / "single"), curve(tmp_path / "together")
-    assert len(one_worker) == len(two_workers) >= NUM_STEPS - 4
-    assert [line["loss"] for line in two_workers] == pytest.approx([line["loss"] for line in one_worker], abs=1e-4)
-    assert [line["num_tokens"] for line in two_workers] == [line["num_tokens"] for line in one_worker]
-    assert [step.step for step in steps] == [line["step"] for line in two_workers]
-    assert signal.getsignal(signal.SIGINT) is on_interrupt  # Ray Train would replace the handler
-    assert together["finished"]
-    assert together["tokens_seen"] == single["tokens_seen"]
-    assert (tmp_path / "together" / "head" / "model.safetensors").is_file()
+    single_curve, two_workers_curve = curve(tmp_path / "single"), curve(tmp_path / "two-workers")
+    assert len(single_curve) == len(two_workers_curve) >= NUM_STEPS - 4
+    assert [line["loss"] for line in two_workers_curve] == pytest.approx(
+        [line["loss"] for line in single_curve], abs=1e-4
+    )
+    assert [line["num_tokens"] for line in two_workers_curve] == [line["num_tokens"] for line in single_curve]
+    assert [step.step for step in steps] == [line["step"] for line in two_workers_curve]
+    assert signal.getsignal(signal.SIGINT) is sigint_handler  # Ray Train would replace the handler
+    assert two_workers["finished"]
+    assert two_workers["tokens_seen"] == single["tokens_seen"]
+    assert (tmp_path / "two-workers" / "head" / "model.safetensors").is_file()
 
 
 @pytest.mark.soak
@@ -70,21 +72,21 @@ def test_non_finite_loss_stops_the_workers_and_saves_a_head(ray_cluster, config,
     checkpoint = torch.load(file, weights_only=True)
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, file)
-    written = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
+    mtime_ns = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
     with pytest.raises(DivergedError, match="step 1: the loss is not finite"):
         train_on_workers(config(tmp_path, workers=2), Listener())
-    assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns > written
+    assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns > mtime_ns
 
 
-def train_workers(of=None):
-    """Return the process ids of the Ray Train workers that descend from a process (by default, from this one)."""
+def train_workers(ancestor=None):
+    """Return the process ids of the Ray Train workers that descend from a process (default: this process)."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     processes = {
         int(pid): (int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listing.splitlines())
     }
 
     def is_descendant(pid):
-        return pid == (of or os.getpid()) or (pid in processes and is_descendant(processes[pid][0]))
+        return pid == (ancestor or os.getpid()) or (pid in processes and is_descendant(processes[pid][0]))
 
     return [pid for pid, (_, args) in processes.items() if "RayTrainWorker" in args and is_descendant(pid)]
 
@@ -102,7 +104,7 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
             while not (metrics.exists() and metrics.read_bytes()):
                 assert process.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.2)
-            workers = train_workers(of=process.pid)
+            workers = train_workers(ancestor=process.pid)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 3
         finally:
@@ -114,7 +116,7 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
 
 
 @pytest.mark.soak
-def test_training_continues_with_other_workers_and_after_a_kill(ray_cluster, config, tmp_path):
+def test_training_continues_with_more_workers_and_after_a_killed_worker(ray_cluster, config, tmp_path):
     killed = []
 
     def kill(progress):

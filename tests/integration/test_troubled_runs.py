@@ -17,7 +17,7 @@ def generate(corpus, output, *flags):
 
 
 def outcomes(output):
-    """Return the outcome of each id: "done", or the reason of its dead letter. Every id must occur once."""
+    """Return the outcome by id: "done", or the reason of the dead letter. Every id must occur once."""
     table = ds.dataset(output / "data", format="parquet").to_table(columns=["id"])
     result = [(int(row["id"]), "done") for row in table.to_pylist()]
     result += [(int(failed["id"]), failed["reason"]) for failed in RunDirectory(output).dead_letters()]
@@ -25,7 +25,7 @@ def outcomes(output):
     return dict(result)
 
 
-# The engine reports its death, its host process is killed, or the engine hangs.
+# `die_on`: the engine reports that it died. `kill_on`: its actor's process is killed. `hang_on`: it hangs.
 @pytest.mark.parametrize("trait", ["die_on", "kill_on", "hang_on"])
 def test_row_that_kills_engines_becomes_a_dead_letter(write_jsonl, tmp_path, trait):
     corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])
@@ -82,7 +82,8 @@ def test_run_stops_at_its_budget_and_can_be_continued(write_jsonl, tmp_path, cap
     run = RunDirectory(output)
     assert 0 < len(run.committed()) < 60
     assert (
-        sum(s.last_seen_at - s.started_at for s in run.sessions()) * usd_per_s <= budget_usd + heartbeat_s * usd_per_s
+        sum(session.last_seen_at - session.started_at for session in run.sessions()) * usd_per_s
+        <= budget_usd + heartbeat_s * usd_per_s
     )
     command = shlex.split(stderr.rpartition("this continues the run: ")[2])
     assert cli.run([*command[1:], "--fake", "{}"]) == 0

@@ -19,7 +19,7 @@ from peagle.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-LIMIT_S = 600  # each page promises less
+LIMIT_S = 600  # for each command; the pages promise shorter times
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * LIMIT_S)]
 
 
@@ -32,7 +32,7 @@ def commands(page):
 
 @pytest.fixture
 def environment():
-    """Environment variables: PATH has this interpreter's commands, and PEAGLE_PORT is free."""
+    """Environment variables: PATH with this interpreter's commands, and PEAGLE_PORT with a free port."""
     port = str(free_port("127.0.0.1"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     yield os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PEAGLE_PORT": port}
@@ -43,12 +43,12 @@ def environment():
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_tutorial(page, tmp_path, environment):
+def test_commands_of_a_tutorial_succeed(page, tmp_path, environment):
     assert shutil.which("peagle", path=environment["PATH"]), "peagle is not installed: make setup"
     for command in commands(page):
         *shell, source = command
         source = source.replace("127.0.0.1:8000", f"127.0.0.1:{environment['PEAGLE_PORT']}")
-        done = subprocess.run(
+        result = subprocess.run(
             [*shell, source],
             cwd=tmp_path,
             env=environment,
@@ -57,5 +57,5 @@ def test_tutorial(page, tmp_path, environment):
             text=True,
             timeout=LIMIT_S,
         )
-        sys.stdout.write(f"\n$ {source}\n{done.stdout}")
-        assert done.returncode == 0
+        sys.stdout.write(f"\n$ {source}\n{result.stdout}")
+        assert result.returncode == 0

@@ -1,4 +1,4 @@
-"""`peagle up` and `peagle down`: background endpoints with the fake engine, one of which stops when idle."""
+"""`peagle up` and `peagle down` with two background endpoints and the fake engine. One endpoint stops when idle."""
 
 import json
 import time

@@ -1,7 +1,7 @@
-"""Break a kernel of a real engine, and write the results of its self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
+"""Break a kernel of a real engine, and write the results of self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
 
-There are three checks: at the start, repeated, and with the fault. This is a separate script, because vLLM leaves
-sockets open.
+There are three self-checks: at the start, again without the fault, and with the fault. The script runs in its own
+process, because vLLM leaves sockets open.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 
-class Wrong:
+class Faults:
     """The `worker_extension_cls` of the engine. `collective_rpc` calls one of its methods."""
 
     def break_verification(self):
@@ -43,17 +43,17 @@ def main():
 
     drafter, fault, out = sys.argv[1:]
     here, model = hardware.detect(), resolve_model("smollm2-135m")
-    extra = {"worker_extension_cls": "wrong_kernels.Wrong"}
+    extra = {"worker_extension_cls": "wrong_kernels.Faults"}
     spec = EngineSpec(model=model.path, max_num_seqs=4, max_model_len=512, enforce_eager=True, extra=extra)
     if drafter != "none":
         spec = replace(spec, drafter=resolve_drafter(drafter, model, 1, num_speculative_tokens=3).spec)
 
-    async def use(engine, _):
-        again = await self_check(engine.checkable, spec, here)
+    async def check_with_fault(engine, _):
+        repeated = await self_check(engine.checkable, spec, here)
         await engine._llm.collective_rpc(fault)
-        return [engine.self_check, again, await self_check(engine.checkable, spec, here)]
+        return [engine.self_check, repeated, await self_check(engine.checkable, spec, here)]
 
-    checks = with_engine(spec, here, start_engine, Path(out).with_suffix(".log"), use)
+    checks = with_engine(spec, here, start_engine, Path(out).with_suffix(".log"), check_with_fault)
     Path(out).write_text(json.dumps([check.to_dict() for check in checks]))
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-# Otherwise calls of Ray without a cluster join any cluster on this machine, or start one.
+# With auto-connect, a call of Ray without a cluster would join any cluster on this machine, or start one.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores

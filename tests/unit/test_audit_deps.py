@@ -1,4 +1,4 @@
-"""`make audit-deps` with a fake pip-audit: an unreachable service must not count as "no vulnerabilities"."""
+"""`make audit-deps` with a fake pip-audit. An unreachable service must not look like "no vulnerabilities"."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def audit(tmp_path, script):
+def run_audit(tmp_path, script):
     program = tmp_path / "audit" / "bin" / "pip-audit"
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{script}\n')
@@ -18,7 +18,7 @@ def audit(tmp_path, script):
 
 
 def test_both_lock_files_are_audited(tmp_path):
-    completed = audit(tmp_path, "echo 'No known vulnerabilities found'")
+    completed = run_audit(tmp_path, "echo 'No known vulnerabilities found'")
     assert completed.returncode == 0, completed.stderr
     files = [line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert files == [f"{tmp_path}/audit/{lock}.txt" for lock in ("cpu", "cuda")]
@@ -36,7 +36,7 @@ def test_both_lock_files_are_audited(tmp_path):
         ("echo 'Found 1 known vulnerability in 1 package' >&2; exit 1", "Found 1 known vulnerability"),
     ],
 )
-def test_failed_audit_fails(tmp_path, script, message):
-    completed = audit(tmp_path, script)
+def test_make_fails_if_the_audit_fails(tmp_path, script, message):
+    completed = run_audit(tmp_path, script)
     assert completed.returncode != 0
     assert message in completed.stderr

@@ -1,4 +1,4 @@
-"""`cluster.yaml` is the output of `peagle deploy cluster`; test_cluster.py compares such files with Ray's schema."""
+"""`cluster.yaml` is the output of `peagle deploy cluster`. test_cluster.py checks such files with Ray's schema."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_gpu_workers_are_autoscaled(cluster):
     assert types["engines"]["max_workers"] == cluster["max_workers"] == 1
 
 
-def test_machines_match_the_price(cluster, job):
+def test_price_of_the_job_is_that_of_the_machines(cluster, job):
     hardware, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
     price = resolve_price(job, hardware)
     node = cluster["available_node_types"]["engines"]
@@ -52,7 +52,7 @@ def test_machines_match_the_price(cluster, job):
     assert price.num_devices == node["resources"]["GPU"]
 
 
-def test_run_fits_the_machines(cluster, job):
+def test_engines_of_the_job_fit_one_machine(cluster, job):
     engine = on_accelerators(1, accelerator_type=job.accelerator_type)
     types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
     assert {name: num_parts_on(node, engine) for name, node in types.items()} == {
@@ -64,14 +64,14 @@ def test_run_fits_the_machines(cluster, job):
     assert str(job.output).startswith("s3://")
 
 
-def test_command_in_cluster_yaml_runs_dry(chat_target, write_jsonl, tmp_path, monkeypatch, capsys):
+def test_command_in_cluster_yaml_works_with_dry_run(chat_target, write_jsonl, tmp_path, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     arguments = re.search(r"python -m jobs\.(generate .*)$", TEXT, re.MULTILINE)[1].split()
     corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
-    own_flags = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
-    assert cli.run([*arguments, *own_flags, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
+    local_flags = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
+    assert cli.run([*arguments, *local_flags, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "8 x H100 80GB HBM3" in output
     assert "(p5.48xlarge, spot, aws us-east-1; stated)" in output
@@ -107,7 +107,7 @@ def test_instance_credentials_are_not_reachable_from_containers(node_configs):
 
 
 def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
-    """Ray's defaults: SSH open to everyone, all rights to EC2 and S3, unencrypted disks."""
+    """Ray's defaults are SSH open to everyone, all rights to EC2 and S3, and unencrypted disks."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
         assert node["IamInstanceProfile"]["Arn"].endswith(("/peagle-head", "/peagle-worker"))
@@ -119,7 +119,7 @@ def test_no_storage_is_mounted_without_tls(cluster):
 
 
 def test_documented_commands_use_the_token():
-    """Every `ray start` in the docs uses the token, by deploy/ray.env or the variable."""
+    """Every `ray start` in the docs uses the token, through deploy/ray.env or RAY_AUTH_MODE."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.*"), ROOT / "cluster.yaml"]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     starts = [line for line in lines if re.search(r"ray start (--head|--address|\.\.\.)", line)]

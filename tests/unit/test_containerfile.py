@@ -1,4 +1,4 @@
-"""`deploy/Containerfile`: its sources exist; its commands are in the wheel and the lock files."""
+"""The files, commands and packages that `deploy/Containerfile` uses exist."""
 
 import json
 import re
@@ -15,7 +15,7 @@ LOCKS = ("cpu", "cuda")
 
 
 def instructions():
-    """Return pairs of an instruction and its text, with continued lines joined."""
+    """Return pairs of an instruction and its arguments, with continued lines joined."""
     lines = "\n".join(line for line in TEXT.splitlines() if not line.startswith("#")).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in lines.splitlines() if line.strip()]
 
@@ -45,12 +45,12 @@ def test_wheel_sources_are_copied():
     assert copied >= {"pyproject.toml", project["project"]["readme"], "LICENSE", *packages}
 
 
-def test_entrypoint_and_command():
+def test_image_runs_peagle_serve_by_default():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (entrypoint,), (command,) = (json.loads(text) for name in ("ENTRYPOINT", "CMD") for text in texts_of(name))
     assert entrypoint in project["scripts"]
     assert command in COMMANDS
-    assert command == "serve"  # SageMaker: docker run IMAGE serve
+    assert command == "serve"  # SageMaker runs `docker run IMAGE serve`
 
 
 def test_image_has_a_numeric_non_root_user():

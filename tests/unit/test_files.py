@@ -9,7 +9,7 @@ from peagle.errors import ConfigError
 from peagle.files import GroupSync, append_line
 
 
-def test_write_atomic(tmp_path):
+def test_write_atomic_replaces_the_file(tmp_path):
     path = tmp_path / "a.json"
     files.write_atomic(path, b"long old content")
     files.write_atomic(path, b"new")
@@ -50,14 +50,14 @@ def test_write_once_has_one_winner(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_remove_temporaries(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     (tmp_path / ".unit-1.parquet.0123.tmp").touch()
     (tmp_path / "unit-1.parquet").touch()
     assert files.remove_temporaries(tmp_path) == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["unit-1.parquet"]
+    assert [path.name for path in tmp_path.iterdir()] == ["unit-1.parquet"]
 
 
-def test_atomic_file(tmp_path):
+def test_atomic_file_appears_once_complete(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -77,7 +77,7 @@ def test_atomic_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- lost responses, as on NFS: the operation succeeds, and its automatic repetition fails
+# --- lost responses, as on NFS: the operation succeeds, and the client's automatic repetition fails
 
 
 def with_lost_response(operation, error):
@@ -125,12 +125,12 @@ def test_failed_operation_is_an_error(tmp_path, monkeypatch, write, operation, c
 
 @pytest.mark.parametrize(("write", "operation"), [(files.write_once, "link"), (files.write_atomic, "replace")])
 def test_removed_temporary_file_is_rewritten(tmp_path, monkeypatch, write, operation):
-    path, before, removed = tmp_path / "a", getattr(os, operation), []
+    path, original, removed = tmp_path / "a", getattr(os, operation), []
 
     def remove_once_before(temporary, target):
         if not removed:
             removed.append(files.remove_temporaries(tmp_path))
-        before(temporary, target)
+        original(temporary, target)
 
     monkeypatch.setattr(files.os, operation, remove_once_before)
     write(path, b"all of it")
@@ -150,7 +150,7 @@ def test_removed_unfinished_file_is_an_error(tmp_path):
 # --- required features of a file system
 
 
-def test_require_links(tmp_path):
+def test_require_links_leaves_no_files(tmp_path):
     files.require_links(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -161,9 +161,9 @@ def test_file_system_without_links_is_refused(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(files.os, "link", no_links)
-    with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as refused:
+    with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as error:
         files.require_links(tmp_path)
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2
     with pytest.raises(OSError, match="its file system has no hard links"):
         files.write_once(tmp_path / "a", b"1")
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +175,7 @@ def test_file_system_with_two_winners_is_refused(tmp_path, monkeypatch):
         files.require_links(tmp_path)
 
 
-def test_removed_trial_file_is_retried(tmp_path, monkeypatch):
+def test_require_links_retries_if_another_process_removes_its_file(tmp_path, monkeypatch):
     link, num_links = os.link, []
 
     def link_and_clear(temporary, path):
@@ -189,8 +189,8 @@ def test_removed_trial_file_is_retried(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-class Disk:
-    """Counts, delays and fails syncs."""
+class FakeDisk:
+    """Replaces `os.fdatasync` by a function that counts, delays and fails syncs."""
 
     def __init__(self, monkeypatch):
         self.num_syncs, self.error = 0, None
@@ -207,44 +207,44 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    return Disk(monkeypatch)
+    return FakeDisk(monkeypatch)
 
 
 @pytest.fixture
-def ledger(tmp_path):
+def group_sync(tmp_path):
     path = tmp_path / "requests.jsonl"
     append_line(path, b"{}")
     return GroupSync(path)
 
 
-def test_group_sync_shares_calls(disk, ledger):
-    first = ledger.sync()
+def test_group_sync_serves_many_waiters_with_one_call(disk, group_sync):
+    first = group_sync.sync()
     disk.started.acquire()
-    others = [ledger.sync() for _ in range(20)]
+    others = [group_sync.sync() for _ in range(20)]
     disk.may_end.release()
     first.result(20)
     disk.started.acquire()
-    assert not any(other.done() for other in others)  # their lines were written after the first sync started
+    assert not any(other.done() for other in others)  # their lines might have been written after the first sync started
     disk.may_end.release()
     for other in others:
         other.result(20)
     assert disk.num_syncs == 2
 
 
-def test_group_sync_reports_errors_and_recovers(disk, ledger):
+def test_group_sync_reports_errors_and_recovers(disk, group_sync):
     disk.error = OSError(5, "Input/output error")
     disk.may_end.release()
     with pytest.raises(OSError, match="Input/output"):
-        ledger.sync().result(20)
+        group_sync.sync().result(20)
     disk.error = None
     disk.may_end.release()
-    ledger.sync().result(20)
+    group_sync.sync().result(20)
 
 
-def test_group_sync_with_cancelled_waiter(disk, ledger):
-    ledger.sync()
+def test_group_sync_continues_after_a_cancelled_waiter(disk, group_sync):
+    group_sync.sync()
     disk.started.acquire()
-    cancelled, waiting = ledger.sync(), ledger.sync()
+    cancelled, waiting = group_sync.sync(), group_sync.sync()
     assert cancelled.cancel()
     for _ in range(2):
         disk.may_end.release()
@@ -256,7 +256,7 @@ def test_group_sync_syncs_the_folder_once(tmp_path, monkeypatch):
     monkeypatch.setattr("peagle.files.sync_folder", folders.append)
     path = tmp_path / "requests.jsonl"
     append_line(path, b"{}")
-    ledger = GroupSync(path)
+    group_sync = GroupSync(path)
     for _ in range(3):
-        ledger.sync().result(20)
+        group_sync.sync().result(20)
     assert folders == [tmp_path]

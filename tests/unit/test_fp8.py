@@ -1,4 +1,4 @@
-"""FP8 heads compared with the format's bounds and with vLLM's reader of the configuration."""
+"""FP8 weights stay within the format's error bounds, and vLLM reads the configuration of FP8 heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from peagle.fp8 import FP8, dequantize, quantization_config, quantize, reason_to
 MAX_ROUNDING_ERROR = 2**-4  # relative: half of the distance between E4M3 values, 2^-3 with 3 mantissa bits
 
 
-def test_quantize_example() -> None:
+def test_rows_are_quantized_with_their_own_scales() -> None:
     stored, scale = quantize("w", torch.tensor([[0.5, -2.0], [0.0, 0.0]]))
     assert stored.float().tolist() == [[112.0, -448.0], [0.0, 0.0]]
     assert scale.flatten().tolist() == [pytest.approx(2 / 448), 1.0]
@@ -25,10 +25,12 @@ def test_rounding_error_is_bounded(make: Callable[..., torch.Tensor]) -> None:
     weight = make(64, 256).to(torch.bfloat16)
     stored, scale = quantize("w", weight)
     assert (stored.dtype, scale.dtype, tuple(scale.shape)) == (FP8, torch.float32, (64, 1))
-    exact, difference = weight.float(), (dequantize(stored, scale) - weight.float()).abs()
-    is_normal = exact.abs() >= 2**-6 * scale
-    assert (difference <= MAX_ROUNDING_ERROR * exact.abs() * (1 + 1e-6))[is_normal].all()
-    assert (difference <= 2**-10 * scale * (1 + 1e-6))[~is_normal].all()  # subnormal values are 2^-9 of the scale apart
+    original, difference = weight.float(), (dequantize(stored, scale) - weight.float()).abs()
+    is_normal = original.abs() >= 2**-6 * scale
+    assert (difference <= MAX_ROUNDING_ERROR * original.abs() * (1 + 1e-6))[is_normal].all()
+    assert (difference <= 2**-10 * scale * (1 + 1e-6))[
+        ~is_normal
+    ].all()  # distance of subnormal values: 2^-9 of the scale
 
 
 def test_error_is_independent_of_magnitude() -> None:
@@ -39,7 +41,7 @@ def test_error_is_independent_of_magnitude() -> None:
     assert all(0.01 < row.rms_relative < MAX_ROUNDING_ERROR for row in rows)
 
 
-def test_weight_error() -> None:
+def test_weight_error_ignores_subnormal_values() -> None:
     original, stored = torch.tensor([[1.0, 2.0, 1e-9]]), torch.tensor([[1.1, 2.0, 0.0]])
     error = weight_error("w", original, stored, torch.tensor([[2 / 448]]))
     assert error.max_relative == pytest.approx(0.1)
@@ -68,9 +70,9 @@ def test_non_finite_weights_are_refused(bad: float) -> None:
         ("adapter.weight", (4, 4), "no quantised layer of that name"),
     ],
 )
-def test_why_kept(name: str, shape: tuple[int, ...], reason: str | None) -> None:
-    why = reason_to_keep(name, torch.zeros(shape), keep=())
-    assert why is None if reason is None else reason in str(why)
+def test_reason_to_keep_a_weight(name: str, shape: tuple[int, ...], reason: str | None) -> None:
+    result = reason_to_keep(name, torch.zeros(shape), keep=())
+    assert result is None if reason is None else reason in str(result)
 
 
 HEAD = {
@@ -83,11 +85,11 @@ HEAD = {
 
 
 def kept_layers(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
-    return {name: why for name, tensor in tensors.items() if (why := reason_to_keep(name, tensor, keep))}
+    return {name: reason for name, tensor in tensors.items() if (reason := reason_to_keep(name, tensor, keep))}
 
 
-def schemes(config: dict[str, Any]) -> dict[str, bool]:
-    """Return the drafter layers that vLLM would load in FP8. Layer numbers continue from a target of 30."""
+def loads_in_fp8(config: dict[str, Any]) -> dict[str, bool]:
+    """Return, for each layer of the drafter, whether vLLM loads it in FP8. Layer 30 follows the 30 target layers."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     reader = CompressedTensorsConfig.from_config(config)
@@ -116,14 +118,17 @@ PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_pro
 
 def test_vllm_loads_the_fp8_layers() -> None:
     config = quantization_config(HEAD, kept_layers(HEAD))
-    assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
+    assert loads_in_fp8(config) == PROJECTIONS | {"fc": True, "lm_head": True}
 
 
 def test_vllm_ignores_kept_layers() -> None:
     config = quantization_config(HEAD, kept_layers(HEAD, "fc", "lm_head"))
-    assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
+    assert loads_in_fp8(config) == PROJECTIONS | {"fc": False, "lm_head": False}
 
 
 def test_vllm_ignores_shared_lm_head() -> None:
-    shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
-    assert schemes(quantization_config(shared, kept_layers(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
+    without_lm_head = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
+    assert loads_in_fp8(quantization_config(without_lm_head, kept_layers(without_lm_head))) == PROJECTIONS | {
+        "fc": True,
+        "lm_head": False,
+    }

@@ -22,7 +22,7 @@ flags : fpu
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of 4 logical CPUs (2 cores of 2 threads, each a NUMA node), 8 GiB, no GPU."""
+    """A machine with 4 logical CPUs (2 cores with 2 threads, one core per NUMA node), 8 GiB and no GPU."""
     write(tmp_path, "proc/cpuinfo", CPUINFO)
     write(tmp_path, "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n")
     for cpu, (siblings, node) in enumerate([("0,2", 1), ("1,3", 0), ("0,2", 1), ("1,3", 0)]):
@@ -39,7 +39,7 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_detect_cpu_node(root: Path) -> None:
+def test_cpus_and_memory_are_detected(root: Path) -> None:
     detected = detect(root=root)
     assert (detected.platform, detected.cpu_name, detected.num_cpus) == ("cpu", "Testium 9000", 4)
     assert detected.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
@@ -47,7 +47,7 @@ def test_detect_cpu_node(root: Path) -> None:
     assert (detected.is_cpu_quota, detected.core_ids) == (False, (3, 2))
 
 
-def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_mask_limits_cpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1})
     detected = detect(root=root)
     assert (detected.num_cpus, detected.core_ids) == (1, (1,))
@@ -65,7 +65,7 @@ def test_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["v2", "v2-unlimited", "v2-less-than-one", "v1", "v1-unlimited", "v2-own-group"],
 )
-def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> None:
+def test_cpus_are_limited_by_the_cgroup_quota(root: Path, files: dict[str, str], num_cpus: int) -> None:
     for name, text in files.items():
         write(root, name, text)
     detected = detect(root=root)
@@ -85,7 +85,7 @@ def test_cgroup_cpu_quota(root: Path, files: dict[str, str], num_cpus: int) -> N
     ],
     ids=["v2", "v1"],
 )
-def test_cgroup_memory_limit(root: Path, files: dict[str, str]) -> None:
+def test_memory_is_limited_by_the_cgroup(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         write(root, name, text)
     detected = detect(root=root)
@@ -98,7 +98,7 @@ NVIDIA L4, 23034, 22000, 8.9, GPU-bb22, [N/A], 580.65.06
 """
 
 
-def test_mixed_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_kind_of_mixed_gpus_is_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(TWO_GPUS, None))
     detected = detect(root=root)
     assert (detected.platform, detected.num_accelerators, detected.accelerator) == ("cuda", 2, "L4")
@@ -111,7 +111,7 @@ def test_mixed_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.Hardware.from_dict(detected.to_dict()) == detected
 
 
-def test_gpu_with_shared_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_shares_host_memory_has_its_size(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVIDIA GB10, [N/A], [N/A], 12.1, GPU-aa, [N/A], 580.95.05\n"
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(line, None))
     detected, host = detect(root=root), hardware._host_memory_gib(root)
@@ -132,22 +132,22 @@ def test_gpu_with_shared_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("1,0", ["L4", "H100 80GB HBM3"]),
     ],
 )
-def test_cuda_visible_devices(visible: str | None, names: list[str]) -> None:
+def test_cuda_visible_devices_selects_gpus(visible: str | None, names: list[str]) -> None:
     assert [gpu.name for gpu in hardware._parse_nvidia_smi(TWO_GPUS, visible)] == names
 
 
-def test_mig_slice() -> None:
+def test_mig_slice_is_detected() -> None:
     (detected,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
     assert (detected.name, detected.is_sliced) == ("H100 80GB HBM3", True)
 
 
-def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def old(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+def test_old_driver_without_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if "compute_cap" in command[1]:
             raise subprocess.CalledProcessError(2, command, output='Field "compute_cap" is not a valid field to query.')
         return subprocess.CompletedProcess(command, 0, stdout="Tesla T4, 15109, 15000, 0, GPU-1, 0, 440.33.01\n")
 
-    monkeypatch.setattr(subprocess, "run", old)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (detected,) = hardware._nvidia_smi()
     assert (detected.name, detected.capability, detected.is_sliced) == ("Tesla T4", (0, 0), False)
@@ -203,7 +203,7 @@ def test_hardware_json_round_trip() -> None:
     assert Hardware.from_dict(detect().to_dict()).platform == detect().platform
 
 
-# --- the instance type, from replaced firmware tables and a local metadata server
+# --- the instance type, from fake firmware tables and a fake metadata server
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
@@ -222,8 +222,11 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """Start a metadata server with responses (path -> required header, status, text) that records requests."""
-    started = []
+    """Return a function that starts a metadata server, and returns its URL and a list of the requested paths.
+
+    `responses` has (required header, status, text) by path.
+    """
+    servers = []
 
     def start(responses):
         requests = []
@@ -242,11 +245,11 @@ def metadata():
         server = HTTPServer(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        started.append((server, thread))
+        servers.append((server, thread))
         return f"http://127.0.0.1:{server.server_port}", requests
 
     yield start
-    for server, thread in started:
+    for server, thread in servers:
         server.shutdown()
         thread.join()
         server.server_close()
@@ -257,13 +260,13 @@ GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
 AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
 
 
-def test_ec2_instance_type(firmware, tmp_path):
+def test_instance_type_is_read_from_the_firmware_of_ec2(firmware, tmp_path):
     assert instance_type(root=tmp_path, metadata=NOWHERE) is None
     assert instance_type(root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
 
 
 @pytest.mark.parametrize(("name", "names"), [("p5.48xlarge", ("p5.48xlarge",)), (None, ())])
-def test_detect_machine(monkeypatch, name, names):
+def test_instance_type_is_a_machine_name(monkeypatch, name, names):
     monkeypatch.setattr(hardware, "instance_type", lambda: name)
     assert detect_machine().machine_names == names
 
@@ -275,7 +278,9 @@ def test_detect_machine(monkeypatch, name, names):
         (AZURE, AZURE_PATH, "Metadata", "Standard_ND96isr_H100_v5", "Standard_ND96isr_H100_v5"),
     ],
 )
-def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, text, expected):
+def test_instance_type_comes_from_the_metadata_server(
+    monkeypatch, firmware, metadata, system, path, header, text, expected
+):
     monkeypatch.setenv("http_proxy", NOWHERE)
     url, requests = metadata({path: (header, 200, text)})
     assert instance_type(root=firmware(*system), metadata=url) == expected
@@ -283,7 +288,7 @@ def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, 
 
 
 @pytest.mark.parametrize("response", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
-def test_invalid_metadata_response(firmware, metadata, response):
+def test_invalid_metadata_response_is_ignored(firmware, metadata, response):
     url, _ = metadata({GOOGLE_PATH: ("Host", *response)})
     assert instance_type(root=firmware(*GOOGLE), metadata=url) is None
 
@@ -295,7 +300,7 @@ def test_other_machines_are_not_queried(firmware, metadata, system):
     assert requests == []
 
 
-def test_metadata_server_timeout(monkeypatch, firmware):
+def test_silent_metadata_server_is_ignored(monkeypatch, firmware):
     root = firmware(*AZURE)
     assert instance_type(root=root, metadata=NOWHERE) is None
     monkeypatch.setattr(hardware, "_TIMEOUT_S", 0.05)

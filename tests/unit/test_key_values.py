@@ -5,7 +5,7 @@ import pytest
 from peagle.key_values import parse_pairs
 
 
-def test_parse_pairs() -> None:
+def test_keys_are_stripped_and_values_kept() -> None:
     assert parse_pairs([" a = b=c ", "d="]) == {"a": " b=c ", "d": ""}
     assert parse_pairs([]) == {}
 
@@ -20,6 +20,6 @@ def test_parse_pairs() -> None:
         (["a-b=1", "A_B=2"], {"spelling": lambda key: key.lower().replace("-", "_")}, "a_b is given twice"),
     ],
 )
-def test_invalid_pairs(pairs: list[Any], options: dict[str, Any], message: str) -> None:
+def test_invalid_pairs_are_refused(pairs: list[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_pairs(pairs, **options)

@@ -1,4 +1,4 @@
-"""The tree of modules: their size and their imports.
+"""The size of modules, their imports, and unique class names.
 
 `lint-imports` checks which folder may import which (`pyproject.toml`).
 """
@@ -13,7 +13,7 @@ MAX_LINES = 600
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Return the modules of this repository that a module imports: anywhere, including functions and type checking."""
+    """Return the modules of this repository that a module imports, including imports in functions."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -31,7 +31,7 @@ def test_modules_are_short() -> None:
 
 def test_there_are_no_import_circles() -> None:
     imports = {name: imported_modules(tree) - {name} for name, tree in trees().items()}
-    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
 
 
 def test_names_of_public_classes_are_unique() -> None:
@@ -40,4 +40,4 @@ def test_names_of_public_classes_are_unique() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules[node.name].append(name)
-    assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+    assert {name: places for name, places in modules.items() if len(places) > 1} == {}

@@ -36,7 +36,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def series():
-    """Return the labels of each series in Prometheus, by name: exported series, and those recorded by rules."""
+    """Return the labels by series name, of exported series and series that rules record."""
     labels_by_series = {}
     for metric in METRICS.values():
         labels = set(metric.labels)
@@ -72,11 +72,11 @@ def test_expressions_use_existing_series_and_labels(name):
 
 
 def test_every_metric_is_used():
-    used = set().union(*map(names_in, EXPRESSIONS.values()))
+    used_series = set().union(*map(names_in, EXPRESSIONS.values()))
     exported = {
-        name: {series_name for series_name in used if series_name.startswith(PREFIX + name)} for name in METRICS
+        name: {series_name for series_name in used_series if series_name.startswith(PREFIX + name)} for name in METRICS
     }
-    assert [name for name, seen in exported.items() if not seen] == []
+    assert [name for name, series_names in exported.items() if not series_names] == []
 
 
 def test_every_alert_has_a_test():
@@ -97,8 +97,8 @@ def test_docs_list_every_metric():
 @needs_promtool
 @pytest.mark.parametrize("arguments", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
 def test_promtool_checks_files_and_alerts(arguments):
-    done = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_promtool
@@ -106,5 +106,5 @@ def test_promtool_checks_dashboard(tmp_path):
     rules = [{"record": f"r{number}", "expr": expression} for number, expression in enumerate(EXPRESSIONS.values())]
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -20,22 +20,22 @@ def table_file() -> io.BytesIO:
     return io.BytesIO(sink.getvalue())
 
 
-def test_read_table():
+def test_table_equals_that_of_arrows_reader():
     reference = pq.read_table(table_file())
     assert reference.equals(TABLE)
     assert read_table(table_file()).equals(reference, check_metadata=True)
     assert read_table(table_file(), ["n", "list"]).equals(TABLE.select(["n", "list"]))
 
 
-def test_invalid_file():
+def test_invalid_file_is_an_arrow_error():
     with pytest.raises(pa.ArrowException):
         read_table(io.BytesIO(b"no parquet"))
 
 
 def test_file_is_released_after_reading():
-    """With Arrow's own function, its threads still hold the file (12 of 60 processes aborted on a busy machine).
+    """After `pq.read_table`, Arrow's threads still hold the file, and processes can abort.
 
-    The script runs in a separate process, because Arrow's threads in this one may still hold files of other tests.
+    The script runs in a separate process, because Arrow's threads in this process might hold files of other tests.
     """
     script = """if True:
         import sys

@@ -22,16 +22,16 @@ from pipelines.online.gateway.keys import KeyRecord
 NON_FINITE = [math.nan, math.inf, -math.inf]
 
 
-def strict(text):
-    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+def parse_strictly(text):
+    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
 
 
 @pytest.mark.parametrize("number", [*NON_FINITE, np.float64("nan"), np.float32("inf")])
 def test_non_finite_numbers_become_null(number, tmp_path):
     value = {"a": number, "b": [1.5, (number,)], "c": np.array([number, 1.0])}
-    assert strict(to_json(value)) == {"a": None, "b": [1.5, [None]], "c": [None, 1.0]}
+    assert parse_strictly(to_json(value)) == {"a": None, "b": [1.5, [None]], "c": [None, 1.0]}
     write_json(tmp_path / "a.json", value)
-    assert strict((tmp_path / "a.json").read_text())["a"] is None
+    assert parse_strictly((tmp_path / "a.json").read_text())["a"] is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_non_finite_numbers_become_null(number, tmp_path):
         (np.arange(3000), json.dumps(list(range(3000)))),
     ],
 )
-def test_types_without_json_form(value, text):
+def test_values_without_a_json_type_are_converted(value, text):
     assert to_json(value) == text
 
 
@@ -66,37 +66,37 @@ def test_python_only_json_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["0", "-0.0", "0e5", "0.000E-400", "5e-324", "1.7e308"])
-def test_valid_numbers(text):
+def test_number_that_fits_a_float_is_accepted(text):
     assert from_json(text) == float(text)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, -1e9])
-def test_logprob_number(logprob):
+def test_very_small_logprob_becomes_minus_9999(logprob):
     assert logprob_number(logprob) == -9999.0
     assert logprob_number(-0.25) == -0.25
 
 
-def floats():
-    """Return each float key of each configuration."""
-    kinds = [GenerateConfig, ServeConfig, EvaluateConfig, BenchConfig, TuneConfig, TrainConfig, PlanConfig, KeyRecord]
-    for kind in kinds:
-        for name, field in kind.model_fields.items():
+def float_options():
+    """Yield each float option of each configuration class."""
+    classes = [GenerateConfig, ServeConfig, EvaluateConfig, BenchConfig, TuneConfig, TrainConfig, PlanConfig, KeyRecord]
+    for config_class in classes:
+        for name, field in config_class.model_fields.items():
             if field.annotation in (float, float | None):
-                yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+                yield pytest.param(config_class, name, id=f"{config_class.__name__}.{name}")
 
 
-@pytest.mark.parametrize(("kind", "name"), [*floats()])
+@pytest.mark.parametrize(("config_class", "name"), [*float_options()])
 @pytest.mark.parametrize("number", [*NON_FINITE, "nan", "inf"])
-def test_configurations_refuse_non_finite_numbers(kind, name, number):
-    with pytest.raises(pydantic.ValidationError) as caught:
-        kind(**{name: number})
-    assert any(error["loc"] == (name,) for error in caught.value.errors()), name
+def test_configurations_refuse_non_finite_numbers(config_class, name, number):
+    with pytest.raises(pydantic.ValidationError) as exception:
+        config_class(**{name: number})
+    assert any(error["loc"] == (name,) for error in exception.value.errors()), name
 
 
 @pytest.mark.parametrize(
     "text", [r'"\ud83d"', r'{"\uDC00": 1}', '"\ud83d"', b'"\xed\xa0\x80"', '"x"'.encode("utf-16-le")]
 )
-def test_half_surrogates_are_refused(text):
+def test_lone_surrogates_are_refused(text):
     with pytest.raises(ValueError, match=r"half a surrogate|codec|Expecting|control"):
         from_json(text)
 

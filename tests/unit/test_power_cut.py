@@ -1,4 +1,4 @@
-"""After a power cut, the disk has everything that was reported as done, and nothing incomplete."""
+"""After a power cut, the disk has everything that was reported as complete, and nothing incomplete."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder whose disk can be inspected; its first contents are on disk."""
+    """A model of the disk of the empty folder `disk.root`."""
     (tmp_path / "disk").mkdir()
     with recording(tmp_path / "disk") as disk:
         disk.root = tmp_path / "disk"
@@ -52,7 +52,7 @@ def images(disk, tmp_path):
     return possible_images
 
 
-# --- the model itself
+# --- the model of a disk
 
 
 def test_disk_model_keeps_only_synced_data(disk, images):
@@ -89,10 +89,10 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
         assert contents == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
-def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
+def test_writer_that_comes_second_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # the first writer was killed before the sync
+        stopped.setattr(files, "sync_folder", lambda _: None)  # as if the first writer had been killed before the sync
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -101,14 +101,14 @@ def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
 # --- a run
 
 
-class DrivenRun:
+class CompleteRun:
     """A run that is started, completed and retried. `reported` has the units that were reported as committed."""
 
     def __init__(self, root):
         self.run, self.reported, self.num_retries = RunDirectory(root), set(), 0
         self.is_created = False
 
-    def all(self):
+    def execute(self):
         span = Span(path="a", format="jsonl", first_row=0, num_rows=2)
         units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(2))
         plan = Plan(units=units, rows_per_unit=2, schema=pa.schema([("p", pa.string())]), corpus_fingerprint="c")
@@ -140,27 +140,27 @@ class DrivenRun:
                 list(run.letters_of_unit(unit))
 
 
-def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
-    """Cut the power before and after each step that changes a name."""
-    driven_run, num_checks = DrivenRun(disk.root), 0
+def test_run_is_consistent_after_a_power_cut_at_any_time(disk, images, monkeypatch):
+    """Simulate power cuts before and after each system call that changes a name."""
+    complete_run, num_checks = CompleteRun(disk.root), 0
 
     def check_images():
         nonlocal num_checks
         num_checks += 1
         for image in images():
-            driven_run.check(image)
+            complete_run.check(image)
 
-    def cutting(change):
-        def cut(*args, **keys):
+    def with_power_cuts(change):
+        def check_and_change(*args, **options):
             if str(disk.root) in str(args[0]):  # not while the images are written
                 check_images()
-            change(*args, **keys)
+            change(*args, **options)
 
-        return cut
+        return check_and_change
 
     for name in ("link", "replace", "unlink", "mkdir"):
-        monkeypatch.setattr(os, name, cutting(getattr(os, name)))
-    driven_run.all()
+        monkeypatch.setattr(os, name, with_power_cuts(getattr(os, name)))
+    complete_run.execute()
     check_images()
     assert num_checks > 30
 
@@ -224,15 +224,15 @@ def require_both_requests(image):
     assert [json.loads(line)["request_id"] for line in lines] == ["r1", "r2"]
 
 
-CALLS = [
+OPERATIONS = [
     (revoke_a_key, require_revoked_key),
     (create_a_batch, require_batch_and_one_file),
     (answer_a_request, require_both_requests),
 ]
-NAMES = [call.__name__ for call, _ in CALLS]
+NAMES = [call.__name__ for call, _ in OPERATIONS]
 
 
-@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
+@pytest.mark.parametrize(("call", "check"), OPERATIONS, ids=NAMES)
 def test_completed_calls_survive_power_cut(disk, images, call, check):
     call(disk.root)
     for image in images():
@@ -245,9 +245,9 @@ def test_completed_calls_survive_power_cut(disk, images, call, check):
 @contextlib.contextmanager
 def mounted(image, where):
     where.mkdir()
-    done = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no loop device can be mounted here: {done.stderr.strip()}")
+    result = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no loop device can be mounted here: {result.stderr.strip()}")
     try:
         yield where
     finally:
@@ -268,7 +268,7 @@ def ext4_after(call, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ext4 is Linux's")
-@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
+@pytest.mark.parametrize(("call", "check"), OPERATIONS, ids=NAMES)
 def test_completed_calls_survive_power_cut_on_ext4(tmp_path, call, check):
     with ext4_after(call, tmp_path) as root:
         check(root)

@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     restrict_new_files()
-    restrict_new_files()  # a command and its actor may run in the same process, so a second call has no effect
+    restrict_new_files()  # has no effect, because a command and its actor can run in the same process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -88,8 +88,8 @@ def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, f
 def test_keep_private_applies_to_children(shared):
     restrict_new_files()
     code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
 
 
 @pytest.mark.parametrize("write", [write_atomic, write_once])
@@ -108,32 +108,32 @@ def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
 
 
 def test_command_writes_private_files(shared, tmp_path):
-    """The umask is permissive, so the command itself must restrict access."""
+    """The umask is permissive, so the command must restrict access."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]
 
 
-def test_unknown_home(monkeypatch):
+def test_unknown_home_is_refused(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
 
-    def unknown(uid):
+    def raise_unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user ids of some clusters
-    with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
+    monkeypatch.setattr("pwd.getpwuid", raise_unknown)  # like the arbitrary user ids of some clusters
+    with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as error:
         user_path("~/.peagle")
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2
     assert user_path("/x/y") == Path("/x/y")
     with pytest.raises(ConfigError, match="~nobody-here/x"):
         user_path("~nobody-here/x")
 
 
-def test_require_short_sockets():
+def test_too_long_socket_path_is_refused():
     require_short_sockets("Ray", "/" + 56 * "x", num_bytes=50)
-    with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as refused:
+    with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as error:
         require_short_sockets("Ray", "/" + 57 * "x", num_bytes=50)
-    assert refused.value.exit_code == 2
+    assert error.value.exit_code == 2

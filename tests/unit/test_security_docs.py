@@ -8,12 +8,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_named_tests_exist():
     text = (ROOT / "docs" / "security.md").read_text()
-    named = set(re.findall(r"`(test_\w+)`", text))
-    existing = set()
+    named_tests = set(re.findall(r"`(test_\w+)`", text))
+    existing_tests = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        existing |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
-    assert len(named) > 20
-    assert named - existing == set()
+        existing_tests |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+    assert len(named_tests) > 20
+    assert named_tests - existing_tests == set()
 
 
 def test_every_promise_names_a_test():

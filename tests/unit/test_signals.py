@@ -1,4 +1,4 @@
-"""Signals that interrupt or stop a command, once or repeatedly."""
+"""SIGINT and SIGTERM interrupt or stop a command, also if sent repeatedly."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ import pytest
 from peagle import signals
 from peagle.signals import signals_as_interrupts, stop_on_signal
 
-BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+BOTH_SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
 @pytest.fixture
@@ -32,24 +32,24 @@ def exit_codes(monkeypatch):
     return codes
 
 
-@BOTH
-def test_stop_on_signal(number):
-    before, stop = signal.getsignal(number), threading.Event()
+@BOTH_SIGNALS
+def test_signal_requests_a_stop_and_handler_is_restored(number):
+    previous_handler, stop = signal.getsignal(number), threading.Event()
     with stop_on_signal(stop, message=""):
         signal.raise_signal(number)
         assert stop.is_set()
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is previous_handler
 
 
-@BOTH
-def test_interrupted_by_signal(number):
-    before = signal.getsignal(number)
+@BOTH_SIGNALS
+def test_signal_interrupts_and_handler_is_restored(number):
+    previous_handler = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), signals_as_interrupts():
         signal.raise_signal(number)
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is previous_handler
 
 
-@BOTH
+@BOTH_SIGNALS
 def test_repeated_signal_within_a_second_is_ignored(clock, exit_codes, number):
     stop = threading.Event()
     with stop_on_signal(stop, message=""):
@@ -66,38 +66,38 @@ def test_repeated_signal_is_ignored_by_next_handler(clock):
     with signals_as_interrupts():
         with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # shutdown has started
+        signal.raise_signal(signal.SIGTERM)  # ignored, because shutdown has started
         clock[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
 
 def test_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with signals_as_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def test_other_threads_do_not_change_handlers():
-    seen = []
+    handlers = []
 
     def enter_handlers():
         with signals_as_interrupts(), stop_on_signal(threading.Event(), message=""):
-            seen.append(signal.getsignal(signal.SIGINT))
+            handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter_handlers)
     thread.start()
     thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT)]
+    assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
-@BOTH
-def test_event_loop_cleans_up(number):
+@BOTH_SIGNALS
+def test_interrupted_event_loop_runs_cleanup(number):
     done = []
 
     async def wait():
@@ -147,9 +147,9 @@ cli.main([])
 """
 
 
-@BOTH
+@BOTH_SIGNALS
 def test_simultaneous_signals_keep_exit_code(number):
-    """The command `timeout` signals its child and then the process group of both, so the child gets two signals."""
+    """`timeout` sends the signal to its child and then to the process group, so the child gets it twice."""
     process = subprocess.Popen([sys.executable, "-c", _INTERRUPTED_SCRIPT], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):

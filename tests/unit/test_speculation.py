@@ -16,22 +16,22 @@ def stats(num_drafts: int, *accepted: int) -> SpeculationStats:
 
 
 def test_acceptance_length_counts_the_bonus_token():
-    measured = stats(100, 48, 10, 2)
-    assert measured.num_accepted_tokens == 60
-    assert measured.acceptance_length == pytest.approx(1.60)
-    assert measured.acceptance_rates == pytest.approx((0.48, 0.10, 0.02))
-    assert measured.draft_acceptance_rate == pytest.approx(0.2)
+    statistics = stats(100, 48, 10, 2)
+    assert statistics.num_accepted_tokens == 60
+    assert statistics.acceptance_length == pytest.approx(1.60)
+    assert statistics.acceptance_rates == pytest.approx((0.48, 0.10, 0.02))
+    assert statistics.draft_acceptance_rate == pytest.approx(0.2)
 
 
-def test_statistics_without_drafts():
-    none = SpeculationStats.empty()
-    assert none.acceptance_length is None
-    assert none.draft_acceptance_rate is None
-    assert none.acceptance_rates == ()
-    assert drafter_warning(none.acceptance_length, break_even=1.5) is None
+def test_statistics_without_drafts_are_unknown():
+    empty = SpeculationStats.empty()
+    assert empty.acceptance_length is None
+    assert empty.draft_acceptance_rate is None
+    assert empty.acceptance_rates == ()
+    assert drafter_warning(empty.acceptance_length, break_even=1.5) is None
 
 
-def test_from_histogram():
+def test_histogram_is_converted_to_accepted_tokens_per_position():
     accepted_in_each_step = [0, 0, 3, 1, 2, 0, 3, 1, 1]
     histogram = [accepted_in_each_step.count(j) for j in range(4)]
     measured = SpeculationStats.from_histogram(histogram, num_draft_tokens=27)
@@ -42,12 +42,12 @@ def test_from_histogram():
     )
 
 
-def test_from_empty_histogram():
+def test_empty_histogram_has_no_drafts():
     assert SpeculationStats.from_histogram([], 0) == SpeculationStats.empty()
     assert SpeculationStats.from_histogram([0, 0], 0).acceptance_length is None
 
 
-def test_addition():
+def test_statistics_can_be_added():
     longer, shorter = stats(10, 6, 3, 1), stats(5, 4)
     total = longer + shorter
     assert total == SpeculationStats(num_drafts=15, num_draft_tokens=35, accepted_per_position=(10, 3, 1))
@@ -59,7 +59,7 @@ def test_addition():
 def test_speculation_json_round_trip():
     original = stats(10, 6, 3, 1)
     assert SpeculationStats.from_dict(json.loads(json.dumps(original.to_dict()))) == original
-    assert "num_lookup_tokens" not in original.to_dict()  # like in records without lookup
+    assert "num_lookup_tokens" not in original.to_dict()  # as in records without a lookup
     with_lookup = replace(original, num_lookup_tokens=4)
     assert SpeculationStats.from_dict(json.loads(json.dumps(with_lookup.to_dict()))) == with_lookup
     assert (with_lookup + with_lookup + original).num_lookup_tokens == 8
@@ -100,6 +100,6 @@ def test_malformed_counts_are_refused(data):
 
 
 @pytest.mark.parametrize("step_times", [(0.0, 0.02), (0.02, 0.0), (-1.0, 0.02), (float("nan"), 0.02)])
-def test_invalid_step_times(step_times):
+def test_step_time_that_is_not_positive_is_refused(step_times):
     with pytest.raises(ValueError, match="positive"):
         break_even_acceptance_length(*step_times)

@@ -1,6 +1,6 @@
-"""Private names of other packages are only used in some modules, and docs/upstream.md lists each use.
+"""Private names of other packages are used only in some modules, and the table in docs/upstream.md lists each use.
 
-The code and tests that its table names exist.
+The code and tests in that table exist.
 """
 
 import ast
@@ -20,12 +20,12 @@ ALLOWED_MODULES = (
     "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
 )
 OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
-# Names in these modules change without notice. vLLM marks nothing as private; only its documented modules are public.
+# Names in these modules change without notice. Of vLLM's modules, only the documented ones are public.
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 _PUBLIC_MODULES = ("config", "exceptions", "platforms", "reasoning", "sampling_params", "tool_parsers")
 PUBLIC_OF_VLLM = {"vllm", *(f"vllm.{module}" for module in _PUBLIC_MODULES)}
-# From Python's documentation, and from jinja2's for subclasses of `Undefined`.
-DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}  # public despite the underscore
+# Public despite the underscore, according to the documentation of Python and of jinja2 (subclasses of `Undefined`).
+DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
 PUBLIC_VARIABLES = {
     *("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
     *("RAY_JOB_STOP_WAIT_TIME_S", "RAY_TMPDIR", "RAY_USE_TLS"),
@@ -71,7 +71,7 @@ def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
 
 
 def root_of(node: ast.expr) -> str | None:
-    """Return the first name in a chain of attributes."""
+    """Return `a` of the expression `a.b.c`, or None if it does not start with a name."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -94,7 +94,7 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
     Args:
         foreign: names that this module imports from other packages.
         private: the private names among them.
-        own: members of this module's classes.
+        own: attributes and methods that this module defines.
     """
     yield from (full for _, full, is_private_ in imports(node) if is_private_)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in private:
@@ -116,7 +116,7 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
 
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a top-level definition of a module and a private name that it uses."""
+    """Yield pairs of a module's top-level definition and a private name that the definition uses."""
     imported = [item for node in ast.walk(tree) for item in imports(node)]
     foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
     own = members(tree)
@@ -152,7 +152,7 @@ def rows() -> list[dict[str, str]]:
     return [dict(zip(head, cells, strict=True)) for cells in body]
 
 
-def named(column: str) -> list[tuple[str, str]]:
+def names_in_column(column: str) -> list[tuple[str, str]]:
     """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
     names_by_row = [(row["what"], pattern.findall(row[column])) for row in rows()]
@@ -170,13 +170,17 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def test_table_names_existing_code() -> None:
-    assert [(m, name) for m, name in named("where") if m not in MODULES or name not in defined(trees()[m])] == []
+    assert [
+        (module, name)
+        for module, name in names_in_column("where")
+        if module not in MODULES or name not in defined(trees()[module])
+    ] == []
 
 
 def test_table_names_existing_tests() -> None:
     missing = [
         f"{path}::{name}"
-        for path, name in named("fails when upstream changes")
+        for path, name in names_in_column("fails when upstream changes")
         if not (ROOT / path).is_file() or not re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M)
     ]
     assert missing == []
@@ -197,7 +201,7 @@ def test_every_private_use_is_in_the_table() -> None:
         for owner, _ in names
         if owner
     }
-    listed = {(module, name.partition(".")[0]) for module, name in named("where")}
+    listed = {(module, name.partition(".")[0]) for module, name in names_in_column("where")}
     assert used - listed == set()
     assert len(used) > 20
     text = TABLE.read_text(encoding="utf-8")
@@ -206,6 +210,6 @@ def test_every_private_use_is_in_the_table() -> None:
 
 
 def test_every_workaround_module_is_in_the_table() -> None:
-    """Except `pipelines.cluster`, which also has other modules."""
+    """Modules of `pipelines.cluster` are not checked, because not all of them have workarounds."""
     modules = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
-    assert modules - {module for module, _ in named("where")} == set()
+    assert modules - {module for module, _ in names_in_column("where")} == set()

@@ -18,7 +18,7 @@ from typing import Any
 
 from peagle.economics.report.spending import decimal
 from peagle.economics.spending import KINDS, Charge, Spend, day_text
-from peagle.economics.statement import DIGITS, round_to_units
+from peagle.economics.statement import DIGITS, round_to_last_digit
 from peagle.economics.tags import tags_from_text
 from peagle.errors import PriceError
 
@@ -50,7 +50,9 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
             "some engines have no price in their ledger, and FOCUS does not allow unknown costs",
             hint="remove these sources; --format table --by run,instance shows them",
         )
-    units = round_to_units([[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS)
+    units = round_to_last_digit(
+        [[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS
+    )
     sink = io.StringIO()
     writer = csv.DictWriter(sink, COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -147,7 +147,7 @@ def row_panels(report: Mapping[str, Any]) -> list[Panel]:
         plots.append((f"Finish reasons of {read:,} rows", _bars("Finish reasons", reasons)))
     if failed:
         reasons = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failed]
-        first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
+        first = f"Failures by reason. Example of {failed[0]['reason']}: {failed[0]['example']}"
         plots.append((first, _bars("Failures by reason", reasons)))
     if plots:
         lead = "Each row has an answer, or a dead letter in failed/."

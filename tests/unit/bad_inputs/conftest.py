@@ -1,6 +1,6 @@
-"""`docs/bad-inputs.md`: a section for each test module here, with the real results.
+"""Compares docs/bad-inputs.md, which has a section for each test module in this folder, with the real results.
 
-WRITE_DOCS=1 (`make docs-bad-inputs`) writes the sections instead of comparing them.
+With WRITE_DOCS=1 (`make docs-bad-inputs`), the sections are written instead.
 """
 
 import os
@@ -19,7 +19,7 @@ MAX_MESSAGE_LENGTH = 160  # characters that the page shows
 
 @pytest.fixture(scope="module")
 def machine():
-    """Always detect the same small machine; fail if a Ray cluster starts."""
+    """Detect the same small machine everywhere, and fail if a Ray cluster starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.hardware.detect", lambda: MACHINE)
         patch.setattr("pipelines.cluster.ray.ray_cluster", lambda **_: pytest.fail("a cluster was started"))
@@ -31,18 +31,18 @@ def machine():
 
 @pytest.fixture(scope="session")
 def format_message():
-    """Return a message as the page shows it: its first line, as code."""
+    """Return a function that formats the first line of a message as code, as the page shows it."""
 
-    def show(message):
+    def format_first_line(message):
         line = message.splitlines()[0]
         return f"``{line if len(line) <= MAX_MESSAGE_LENGTH else line[: MAX_MESSAGE_LENGTH - 3] + '...'}``"
 
-    return show
+    return format_first_line
 
 
 @pytest.fixture(scope="session")
 def check_section():
-    """Compare a section of the page with these rows, or write it."""
+    """Return a function that compares a section of the page with a table of these rows, or writes it."""
 
     def check(heading, rows):
         page = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Invalid rows: each becomes a dead letter, and the valid row next to it is unaffected."""
+"""Checks that each invalid row becomes a dead letter, and that a valid row next to it is unaffected."""
 
 import io
 import json
@@ -22,126 +22,144 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 @dataclass(frozen=True)
-class Bad:
-    """An invalid row, the expected dead letter, and options of the run.
+class BadRow:
+    """An invalid row and its expected dead letter.
 
-    The row follows a valid one (`good`) in the file `name`.
+    Attributes:
+        reason: the reason in the dead letter.
+        message: a part of the message in the dead letter.
+        options: of the run.
+        name: the name of the input file, which has `valid_row` first and `row` second.
     """
 
     description: str
     row: Any
     reason: str
     message: str
-    keys: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     name: str = "a.jsonl"
-    good: Any = None
+    valid_row: Any = None
 
 
-def parameters(description, sampling, message):
-    return Bad(
-        description, {"prompt": "x", "sampling": sampling}, "invalid", message, good={"prompt": "a", "sampling": {}}
+def bad_sampling(description, sampling, message):
+    return BadRow(
+        description,
+        {"prompt": "x", "sampling": sampling},
+        "invalid",
+        message,
+        valid_row={"prompt": "a", "sampling": {}},
     )
 
 
-def messages(description, value, reason, message, **keys):
-    return Bad(description, {"messages": value}, reason, message, keys, good={"messages": CHAT})
+def bad_messages(description, messages, reason, message):
+    return BadRow(description, {"messages": messages}, reason, message, valid_row={"messages": CHAT})
 
 
-def template(description, template, row, message):
-    return Bad(
-        description, row, "template_error", message, {"prompt_template": template}, good={"prompt": "a", "x": {"y": 1}}
+def bad_template(description, template, row, message):
+    return BadRow(
+        description,
+        row,
+        "template_error",
+        message,
+        {"prompt_template": template},
+        valid_row={"prompt": "a", "x": {"y": 1}},
     )
 
 
-def envelope(description, message, reason="invalid", **changes):
+def bad_batch_line(description, message, reason="invalid", **changes):
     request = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT}}
-    return Bad(description, {**request, **changes}, reason, message, good={**request, "custom_id": "a"})
+    return BadRow(description, {**request, **changes}, reason, message, valid_row={**request, "custom_id": "a"})
 
 
-def body(description, message, reason="invalid", url="/v1/chat/completions", **changes):
+def bad_body(description, message, reason="invalid", url="/v1/chat/completions", **changes):
     source = {"messages": CHAT} if "prompt" not in changes else {}
-    return envelope(f"an OpenAI request {description}", message, reason, url=url, body={**source, **changes})
+    return bad_batch_line(f"an OpenAI request {description}", message, reason, url=url, body={**source, **changes})
 
 
-def of_file(description, name, good, row, reason, message):
-    return Bad(description, row, reason, message, {}, name, good)
+def bad_row_in_file(description, name, valid_row, row, reason, message):
+    return BadRow(description, row, reason, message, {}, name, valid_row)
 
 
 CASES = [
     # unreadable rows
-    Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
-    Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
-    Bad("a JSON string", "x", "invalid_row", "a JSON str, not an object"),
-    Bad("Latin-1 in JSON lines", b'{"prompt": "\xe9"}', "invalid_row", "'utf-8' codec can't decode"),
-    Bad("null bytes, like in UTF-16", '{"prompt": "x"}'.encode("utf-16-be"), "invalid_row", "not valid JSON"),
-    Bad("half a surrogate pair", b'{"prompt": "\\ud83d"}', "invalid_row", "half a surrogate pair"),
-    Bad("JSON nested too deeply", b"[" * 100_000, "invalid_row", "not valid JSON"),
-    Bad("a number that is too large", b'{"prompt": "x", "n": [1e400]}', "invalid_row", "1e400 is too large"),
-    Bad("a number that rounds to 0", b'{"prompt": "x", "n": 1E-400}', "invalid_row", "1E-400 is too small for a"),
-    Bad("a duplicate key", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "has the key 'a'"),
-    of_file("CSV with a missing field", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields, but"),
-    of_file("CSV with an extra field", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields, but"),
-    of_file("Latin-1 in CSV", "a.csv", b"prompt,n\na,1", b"\xe9,2", "invalid_row", "not valid UTF-8"),
-    of_file("Latin-1 in text", "a.txt", b"a", b"\xe9", "invalid_row", "a.txt line 2: not valid UTF-8"),
+    BadRow("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
+    BadRow("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
+    BadRow("a JSON string", "x", "invalid_row", "a JSON str, not an object"),
+    BadRow("Latin-1 in JSON lines", b'{"prompt": "\xe9"}', "invalid_row", "'utf-8' codec can't decode"),
+    BadRow("null bytes, like in UTF-16", '{"prompt": "x"}'.encode("utf-16-be"), "invalid_row", "not valid JSON"),
+    BadRow("half a surrogate pair", b'{"prompt": "\\ud83d"}', "invalid_row", "half a surrogate pair"),
+    BadRow("JSON nested too deeply", b"[" * 100_000, "invalid_row", "not valid JSON"),
+    BadRow("a number that is too large", b'{"prompt": "x", "n": [1e400]}', "invalid_row", "1e400 is too large"),
+    BadRow("a number that rounds to 0", b'{"prompt": "x", "n": 1E-400}', "invalid_row", "1E-400 is too small for a"),
+    BadRow("a duplicate key", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "has the key 'a'"),
+    bad_row_in_file("CSV with a missing field", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields, but"),
+    bad_row_in_file("CSV with an extra field", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields, but"),
+    bad_row_in_file("Latin-1 in CSV", "a.csv", b"prompt,n\na,1", b"\xe9,2", "invalid_row", "not valid UTF-8"),
+    bad_row_in_file("Latin-1 in text", "a.txt", b"a", b"\xe9", "invalid_row", "a.txt line 2: not valid UTF-8"),
     # prompts
-    Bad("no prompt", {"other": 1}, "invalid_prompt", "must be text, not null"),
-    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "must be text, not int"),
-    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "must be text, not list"),
-    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "must be text, not null"),
-    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "not bytes"),
-    Bad("an empty prompt", {"prompt": ""}, "empty_prompt", "has no tokens", {"chat": False}),
-    Bad("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the limit is 100",
+    BadRow("no prompt", {"other": 1}, "invalid_prompt", "must be text, not null"),
+    BadRow("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "must be text, not int"),
+    BadRow("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "must be text, not list"),
+    bad_row_in_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "must be text, not null"),
+    bad_row_in_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "not bytes"),
+    BadRow("an empty prompt", {"prompt": ""}, "empty_prompt", "has no tokens", {"chat": False}),
+    BadRow("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the limit is 100",
         {"max_model_len": 100, "max_tokens": 8}),
-    messages("no messages", [], "invalid_messages", "not an empty list"),
-    messages("text for messages", "hi", "invalid_messages", "must be a list of messages, not str"),
-    messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
-    messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
-    messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "both text"),
-    messages("roles that the model's chat template refuses", CHAT * 2, "template_error", "roles must alternate"),
-    template("a template with a key that a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
-    template("a template that prints a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": None}, "'x' is null"),
-    template("a template that prints a record with a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": {"y": None}},
+    bad_messages("no messages", [], "invalid_messages", "not an empty list"),
+    bad_messages("text for messages", "hi", "invalid_messages", "must be a list of messages, not str"),
+    bad_messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
+    bad_messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
+    bad_messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "both text"),
+    bad_messages("roles that the model's chat template refuses", CHAT * 2, "template_error", "roles must alternate"),
+    bad_template("a template with a key that a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
+    bad_template("a template that prints a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": None}, "'x' is null"),
+    bad_template("a template that prints a record with a null", "{{ prompt }}{{ x }}", {"prompt": "x",
+        "x": {"y": None}},
              "'x.y' is null"),
-    template("a template that prints a NaN", "{{ prompt }}{{ x }}", {"prompt": "x", "x": float("nan")}, "'x' is NaN"),
-    template("a template that divides by 0", "{{ prompt }}{{ 1 / x.y }}", {"prompt": "x", "x": {"y": 0}},
+    bad_template("a template that prints a NaN", "{{ prompt }}{{ x }}", {"prompt": "x", "x": float("nan")},
+        "'x' is NaN"),
+    bad_template("a template that divides by 0", "{{ prompt }}{{ 1 / x.y }}", {"prompt": "x", "x": {"y": 0}},
              "division by zero"),
-    template("a template that leaves its sandbox", "{{ prompt }}{% if not x %}{{ prompt.__class__.mro() }}{% endif %}",
+    bad_template("a template that leaves its sandbox",
+        "{{ prompt }}{% if not x %}{{ prompt.__class__.mro() }}{% endif %}",
              {"prompt": "x", "x": None}, "unsafe"),
-    template("a filter that fails on a row", "{{ prompt }}{{ x | dictsort }}", {"prompt": "x", "x": "t"},
+    bad_template("a filter that fails on a row", "{{ prompt }}{{ x | dictsort }}", {"prompt": "x", "x": "t"},
              "no attribute 'items'"),
-    # a row's own parameters
-    parameters("parameters that are not JSON", "{", "not valid JSON"),
-    parameters("parameters that are a list", [1], "not an object of parameters"),
-    parameters("an unknown parameter", {"temprature": 1}, "did you mean temperature?"),
-    parameters("a parameter of a wrong type", {"temperature": "1"}, "temperature: "),
-    parameters("a parameter out of range", {"top_p": 1.5}, "top_p: "),
-    parameters("several greedy responses", {"n": 3}, "require a temperature above 0"),
-    parameters("more tokens than the context", {"max_tokens": 9000}, "exceeds the context"),
-    parameters("an empty stop string", {"stop": [""]}, "an empty string cannot be a stop string"),
-    parameters("an invalid JSON schema", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
+    # sampling parameters of a row
+    bad_sampling("parameters that are not JSON", "{", "not valid JSON"),
+    bad_sampling("parameters that are a list", [1], "not an object of parameters"),
+    bad_sampling("an unknown parameter", {"temprature": 1}, "did you mean temperature?"),
+    bad_sampling("a parameter of a wrong type", {"temperature": "1"}, "temperature: "),
+    bad_sampling("a parameter out of range", {"top_p": 1.5}, "top_p: "),
+    bad_sampling("several greedy responses", {"n": 3}, "require a temperature above 0"),
+    bad_sampling("more tokens than the context", {"max_tokens": 9000}, "exceeds the context"),
+    bad_sampling("an empty stop string", {"stop": [""]}, "an empty string cannot be a stop string"),
+    bad_sampling("an invalid JSON schema", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
     # OpenAI batches
-    envelope("an OpenAI request to another url", "url must be", url="/v1/embeddings"),
-    envelope("an OpenAI request with GET", "method must be POST", method="GET"),
-    envelope("an OpenAI request without a body", "the request has no body", body=None),
-    envelope("an OpenAI request with a body of text", "body must be a JSON object", body="{}"),
-    envelope("an OpenAI request with a number for its custom_id", "custom_id must be non-empty text", custom_id=7),
-    envelope("an OpenAI request with a NaN", "NaN is not JSON", "invalid_row", body={"x": float("nan")}),
-    envelope("an OpenAI request with another key", "unknown key 'priority'", priority=1),
-    body("without messages", "the request has no messages", messages=None),
-    body("with an unknown parameter", "did you mean temperature?", temprature=1),
-    body("for a stream", "body.stream: True is not supported", stream=True),
-    body("that calls tools", "require a tool_call_parser", tools=[{"type": "function", "function": {"name": "f"}}]),
-    body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
-    body("with a call of another kind", "tool_calls must be", "invalid_messages",
+    bad_batch_line("an OpenAI request to another url", "url must be", url="/v1/embeddings"),
+    bad_batch_line("an OpenAI request with GET", "method must be POST", method="GET"),
+    bad_batch_line("an OpenAI request without a body", "the request has no body", body=None),
+    bad_batch_line("an OpenAI request with a body of text", "body must be a JSON object", body="{}"),
+    bad_batch_line("an OpenAI request with a number for its custom_id", "custom_id must be non-empty text",
+        custom_id=7),
+    bad_batch_line("an OpenAI request with a NaN", "NaN is not JSON", "invalid_row", body={"x": float("nan")}),
+    bad_batch_line("an OpenAI request with another key", "unknown key 'priority'", priority=1),
+    bad_body("without messages", "the request has no messages", messages=None),
+    bad_body("with an unknown parameter", "did you mean temperature?", temprature=1),
+    bad_body("for a stream", "body.stream: True is not supported", stream=True),
+    bad_body("that calls tools", "require a tool_call_parser", tools=[{"type": "function", "function": {"name": "f"}}]),
+    bad_body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
+    bad_body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
-    body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
-    body("with only top_logprobs", "requires logprobs: true", top_logprobs=2),
-    body("with an image", "both text", "invalid_messages", messages=[{"role": "user", "content": [{"type": "image"}]}]),
+    bad_body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
+    bad_body("with only top_logprobs", "requires logprobs: true", top_logprobs=2),
+    bad_body("with an image", "both text", "invalid_messages", messages=[{"role": "user",
+        "content": [{"type": "image"}]}]),
 ]  # fmt: skip
 
 
 class StrictTokenizer(ByteTokenizer):
-    """A tokenizer whose chat template refuses two consecutive messages of one role, like many models."""
+    """A tokenizer whose chat template refuses two consecutive messages of one role, as those of many models do."""
 
     def apply_chat_template(self, conversation, **options):
         roles = [message["role"] for message in conversation]
@@ -150,30 +168,30 @@ class StrictTokenizer(ByteTokenizer):
         return super().apply_chat_template(conversation, **options)
 
 
-def write(case, folder):
-    """Write the corpus: a valid row and the invalid one."""
+def write_corpus(case, folder):
+    """Write the corpus of a case: the valid row, then the invalid one."""
     path = folder / case.name
-    good = {"prompt": "a"} if case.good is None else case.good
+    valid_row = {"prompt": "a"} if case.valid_row is None else case.valid_row
     if path.suffix == ".parquet":
         sink = io.BytesIO()
         is_bytes = isinstance(case.row, bytes)
         pq.write_table(pa.table({"prompt": pa.array([b"a" if is_bytes else "a", case.row])}), sink)
         path.write_bytes(sink.getvalue())
     else:
-        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in (good, case.row)]
+        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in (valid_row, case.row)]
         path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
 
 def prepare(case, folder, machine):
-    """Return the corpus as it reaches an engine."""
+    """Return the unit of the corpus as an engine gets it."""
     config = GenerateConfig(
-        input=str(write(case, folder)),
+        input=str(write_corpus(case, folder)),
         output=folder / "run",
         engine="fake",
         usd_per_hour=1,
         rows_per_unit=8,
-        **case.keys,
+        **case.options,
     )
     plan = make_plan(config)
     run = resolve_run(config, plan, machine)
@@ -183,7 +201,7 @@ def prepare(case, folder, machine):
 
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
-    """Prompts and dead letters of each case."""
+    """The prompts and dead letters of each case, by its description."""
     by_case = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: StrictTokenizer())
@@ -196,7 +214,7 @@ def results(machine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])
-def test_bad_row_becomes_dead_letter_and_good_row_stays(results, case):
+def test_invalid_row_becomes_a_dead_letter_and_valid_row_a_prompt(results, case):
     prompts, letters = results[case.description]
     if case.name.endswith(".parquet") and isinstance(case.row, bytes):
         assert prompts == [None, None]  # the column has one type, so both rows are bytes

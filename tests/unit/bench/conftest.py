@@ -11,8 +11,8 @@ from peagle.speculation import SpeculationStats
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    """Do not wait for counters; use an empty PEAGLE_HOME."""
+def no_waiting(monkeypatch, tmp_path):
+    """Do not wait for an engine's counters, and use an empty PEAGLE_HOME."""
     skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
@@ -23,14 +23,14 @@ def target(tmp_path):
 
 
 @pytest.fixture
-def head(tmp_path):
-    def make(kind="peagle", **changes):
-        return write_head(tmp_path / "heads" / kind, kind, **changes)
+def write_head_folder(tmp_path):
+    def write(method="peagle", **changes):
+        return write_head(tmp_path / "heads" / method, method, **changes)
 
-    return make
+    return write
 
 
-def setup(method="peagle", k=3):
+def engine_setup(method="peagle", k=3):
     model = "head" if method in DRAFT_METHODS else ""
     values: dict[str, Any] = {"method": method, "model": model, "num_speculative_tokens": k}
     return make_setup(EngineSpec(model="target"), None if method == "none" else DrafterSpec(**values))
@@ -39,7 +39,7 @@ def setup(method="peagle", k=3):
 ONE_REQUEST = (RequestTimes(num_output_tokens=21, elapsed_s=2.0, decode_s=1.5),)
 
 
-def record(
+def make_pass_record(
     method="peagle",
     k=3,
     concurrency=1,
@@ -50,11 +50,14 @@ def record(
     speculation=None,
     **changes,
 ):
-    """Return the record of a pass with one request: 21 tokens in 2 s; 6, 3 and 1 of 10 drafts accepted by position."""
+    """Return the record of a pass with one request, of 21 tokens in 2 s.
+
+    By default it has 10 drafts, of which 6, 3 and 1 were accepted at the three positions.
+    """
     values: dict[str, Any] = {
         "start_s": 20.0, "num_refused": 0, "peak_memory_gib": 1.5, "measured_at": "2026-11-21T10:00:00Z",
     }  # fmt: skip
-    default = drafts(10, 6, 3, 1) if method != "none" else SpeculationStats.empty()
+    default_stats = drafts(10, 6, 3, 1) if method != "none" else SpeculationStats.empty()
     return PassRecord(
         method=method,
         k=0 if method == "none" else k,
@@ -62,6 +65,6 @@ def record(
         repeat=repeat,
         wall_s=wall_s,
         requests=requests,
-        speculation=default if speculation is None else speculation,
+        speculation=default_stats if speculation is None else speculation,
         **(values | changes),
     )

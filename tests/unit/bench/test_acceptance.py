@@ -1,4 +1,4 @@
-"""The whole evaluation with fake engines."""
+"""`peagle evaluate` with fake engines."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
 
-from .conftest import record
+from .conftest import make_pass_record
 
 ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} for i in range(6)]
 
 
-class Starter:
+class EngineStarter:
     """Starts fake engines and records them."""
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Starter:
         self.engines: list[RecordingEngine] = []
 
     def __call__(self, spec, hardware):
-        assert all(engine.is_down for engine in self.engines), "one engine at a time"
+        assert all(engine.is_shut_down for engine in self.engines), "one engine at a time"
         assert spec.drafter is not None
         self.specs.append(spec)
         self.engines.append(RecordingEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens))
@@ -40,7 +40,7 @@ class Starter:
 class RecordingEngine(FakeEngine):
     """Records its number of concurrent requests and its shutdown."""
 
-    is_down = False
+    is_shut_down = False
     num_running = max_running = 0
 
     async def generate(self, *args):
@@ -52,15 +52,15 @@ class RecordingEngine(FakeEngine):
             self.num_running -= 1
 
     def shutdown(self):
-        self.is_down = True
+        self.is_shut_down = True
 
 
 @pytest.fixture
-def head(tmp_path):
-    def make(path="heads/mine/head", kind="peagle", **changes):
-        return write_head(tmp_path / path, kind, path=path, **changes)
+def write_head_folder(tmp_path):
+    def write(path="heads/mine/head", method="peagle", **changes):
+        return write_head(tmp_path / path, method, path=path, **changes)
 
-    return make
+    return write
 
 
 @pytest.fixture
@@ -75,15 +75,15 @@ def run(target, tmp_path, write_jsonl):
     return run
 
 
-def test_every_drafter_and_k_is_measured(run, head, tmp_path):
-    start = Starter()
-    peagle, eagle3 = head("a/head"), head("b/head", kind="eagle3")
+def test_every_drafter_and_k_is_measured(run, write_head_folder, tmp_path):
+    start = EngineStarter()
+    peagle, eagle3 = write_head_folder("a/head"), write_head_folder("b/head", method="eagle3")
     report = run(start, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
     drafters = [spec.drafter for spec in start.specs if spec.drafter]
     assert [(d.method, d.model, d.num_speculative_tokens) for d in drafters] == [
         ("peagle", str(peagle), 2), ("peagle", str(peagle), 4), ("eagle3", str(eagle3), 2), ("eagle3", str(eagle3), 4),
     ]  # fmt: skip
-    assert all(engine.is_down and engine.max_running == 3 for engine in start.engines)
+    assert all(engine.is_shut_down and engine.max_running == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     # The fake engine accepts only the first token of each draft.
     assert [(c["drafter"], c["k"], c["acceptance_length"]) for c in report["cells"]] == [
@@ -97,13 +97,13 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     assert sum(result["num_drafts"] for result in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_only_missing_cells_are_measured(run, head):
-    first, second, third = Starter(), Starter(), Starter()
-    own_head = str(head("a/head"))
+def test_only_missing_cells_are_measured(run, write_head_folder):
+    first, second, third = EngineStarter(), EngineStarter(), EngineStarter()
+    own_head = str(write_head_folder("a/head"))
     before = run(first, drafter=own_head, num_speculative_tokens=2)
     assert run(second, drafter=own_head, num_speculative_tokens=2) == before
     assert second.specs == []
-    after = run(third, drafter=[own_head, str(head("b/head"))], num_speculative_tokens="2,3")
+    after = run(third, drafter=[own_head, str(write_head_folder("b/head"))], num_speculative_tokens="2,3")
     assert [(spec.drafter.model, spec.drafter.num_speculative_tokens) for spec in third.specs] == [
         (own_head, 3), (own_head.replace("/a/", "/b/"), 2), (own_head.replace("/a/", "/b/"), 3),
     ]  # fmt: skip
@@ -117,34 +117,36 @@ def test_only_missing_cells_are_measured(run, head):
         ({"category_column": "level"}, "dataset.category_column: was 'category', now 'level'"),
     ],
 )
-def test_another_fingerprint_is_refused(change, message, run, head):
-    starter = Starter()
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
+def test_output_folder_with_another_fingerprint_is_refused(change, message, run, write_head_folder):
+    starter = EngineStarter()
+    run(EngineStarter(), drafter=str(write_head_folder()), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=message):
-        run(starter, drafter=str(head()), num_speculative_tokens=2, **change)
+        run(starter, drafter=str(write_head_folder()), num_speculative_tokens=2, **change)
     assert starter.specs == []
 
 
-def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
-    with pytest.raises(EngineError, match="produced no drafts") as failed:
-        run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
-    assert "--max-tokens" in failed.value.hint
+def test_engine_without_drafts_is_an_error(run, write_head_folder, tmp_path):
+    with pytest.raises(EngineError, match="produced no drafts") as error:
+        run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(write_head_folder()), num_speculative_tokens=2)
+    assert "--max-tokens" in error.value.hint
     assert list((tmp_path / "out" / "cells").iterdir()) == []
 
 
-def test_cell_metrics_match_hand_calculation():
+def test_cell_has_acceptance_length_and_speeds():
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
     setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
-    code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
-    cell = make_cell(setup, record(wall_s=2.0, speculation=drafts(10, 7, 3, 1), by_category={"code": code}))
+    code_result = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
+    cell = make_cell(
+        setup, make_pass_record(wall_s=2.0, speculation=drafts(10, 7, 3, 1), by_category={"code": code_result})
+    )
     assert (cell["drafter"], cell["method"], cell["fingerprint"], cell["k"]) == ("mine", "peagle", "f", 3)
     assert cell["acceptance_length"] == pytest.approx(1 + 11 / 10)
     assert [cell[f"{name}_tokens_per_s"] for name in ("drafted", "accepted", "output")] == [15, 5.5, 10.5]
     assert cell["by_category"]["code"]["acceptance_length"] == 2.0
 
 
-class FailingStarter(Starter):
-    """Starts engines, of which the second fails."""
+class SecondEngineFails(EngineStarter):
+    """Starts engines of which the second one fails in its first request."""
 
     def __init__(self, error):
         super().__init__()
@@ -160,29 +162,29 @@ class FailingStarter(Starter):
         return engine
 
 
-def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
-    failing, retry = FailingStarter(EngineError("the vLLM engine process died")), Starter()
-    report = run(failing, drafter=str(head()), num_speculative_tokens="2,3,4")
-    assert all(engine.is_down for engine in failing.engines)
+def test_crashed_engine_is_skipped_and_reported(run, write_head_folder, tmp_path):
+    failing, retry = SecondEngineFails(EngineError("the vLLM engine process died")), EngineStarter()
+    report = run(failing, drafter=str(write_head_folder()), num_speculative_tokens="2,3,4")
+    assert all(engine.is_shut_down for engine in failing.engines)
     assert [cell["k"] for cell in report["cells"]] == [2, 4]
     assert report["failed"] == {"head K=3": "the vLLM engine process died"}
     note = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
     assert report["notes"] == [note]
     assert note in (tmp_path / "out" / "report.md").read_text()
-    after = run(retry, drafter=str(head()), num_speculative_tokens="2,3,4")
+    after = run(retry, drafter=str(write_head_folder()), num_speculative_tokens="2,3,4")
     assert [spec.drafter.num_speculative_tokens for spec in retry.specs if spec.drafter] == [3]
     assert (after["failed"], after["notes"]) == ({}, [])
 
 
-def test_an_interrupt_leaves_a_report(run, head, tmp_path):
+def test_report_is_written_after_an_interrupt(run, write_head_folder, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(FailingStarter(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
+        run(SecondEngineFails(KeyboardInterrupt()), drafter=str(write_head_folder()), num_speculative_tokens="2,3")
     report = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [cell["k"] for cell in report["cells"]] == [2]
     assert report["notes"] == ["Not finished: 1 cells remain."]
 
 
-def test_acceptance_without_drafts_per_request(run, head):
+def test_acceptance_is_measured_without_drafts_per_request(run, write_head_folder):
     class WithoutRequestDrafts(FakeEngine):
         """Like vLLM 0.24: counts drafts, but not per request."""
 
@@ -191,10 +193,12 @@ def test_acceptance_without_drafts_per_request(run, head):
 
             return replace(await super().generate(*args), speculation=None)
 
-    start = Starter()
-    by_request = run(start, drafter=str(head()), num_speculative_tokens=3)
+    start = EngineStarter()
+    by_request = run(start, drafter=str(write_head_folder()), num_speculative_tokens=3)
     by_engine = run(
-        lambda *_: WithoutRequestDrafts(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3
+        lambda *_: WithoutRequestDrafts(num_speculative_tokens=3),
+        drafter=str(write_head_folder("older")),
+        num_speculative_tokens=3,
     )
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
         assert by_engine["cells"][0][name] == by_request["cells"][0][name]
@@ -210,18 +214,18 @@ def test_acceptance_without_drafts_per_request(run, head):
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
-def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, run, tmp_path, head):
-    start = Starter()
+def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, run, tmp_path, write_head_folder):
+    start = EngineStarter()
     with pytest.raises(error, match=message):
-        run(start, **{"drafter": str(head()), **options})
+        run(start, **{"drafter": str(write_head_folder()), **options})
     assert start.specs == []
     assert not (tmp_path / "out").exists()
 
 
-def test_engine_options_reach_the_engines(run, head):
-    start = Starter()
+def test_engine_options_are_passed_to_the_engines(run, write_head_folder):
+    start = EngineStarter()
     engine_options = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
-    report = run(start, drafter=str(head()), num_speculative_tokens="2", **engine_options)
+    report = run(start, drafter=str(write_head_folder()), num_speculative_tokens="2", **engine_options)
     assert start.specs[0].extra["block_size"] == 32
     assert start.specs[0].drafter is not None
     assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
@@ -231,18 +235,18 @@ def test_engine_options_reach_the_engines(run, head):
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def cell(k, stats, drafter="mine", **changes):
+def cell_of(k, stats, drafter="mine", **changes):
     spec = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k)
     setup = make_setup(EngineSpec(model="target"), spec, head=drafter, fingerprint="f")
-    return make_cell(setup, record(k=k, speculation=stats, **changes))
+    return make_cell(setup, make_pass_record(k=k, speculation=stats, **changes))
 
 
-def at_k(k, drafter="mine"):
-    """Return a cell in which each position accepts half of the drafts that the previous one accepted."""
+def halving_cell(k, drafter="mine"):
+    """Return a cell with 16 drafts in which each position accepts half as many tokens as the previous position."""
     accepted = tuple(16 >> (i + 1) for i in range(k))
     stats = drafts(16, *accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
-    return cell(k, stats, drafter, by_category={"code": code})
+    return cell_of(k, stats, drafter, by_category={"code": code})
 
 
 @pytest.fixture
@@ -251,21 +255,21 @@ def report():
         "model": "tiny", "hardware": "CPU, 2 CPUs, 24.0 GiB", "versions": {"vllm": "0.29.0"}, "precision": "bf16",
         "compiled": True, "concurrency": 1, "sampling": {"temperature": 0.0, "max_tokens": 256},
         "dataset": {"name": "humaneval", "num_prompts": 164, "rejected": {}},
-        "cells": [at_k(1), at_k(3), at_k(3, "other")], "notes": [],
+        "cells": [halving_cell(1), halving_cell(3), halving_cell(3, "other")], "notes": [],
     }  # fmt: skip
 
 
-def test_text_table(report):
+def test_text_report_is_a_table_with_a_row_per_setup(report):
     lines = text_report(report).splitlines()
-    head, k1, k3 = (line.split() for line in lines[2:5])
-    assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
+    header, k1, k3 = (line.split() for line in lines[2:5])
+    assert header[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
     assert k1 == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
     assert k3 == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
     assert len({len(line) for line in lines[2:6]}) == 1
     assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")
 
 
-def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
+def test_markdown_tables_are_rectangular_and_name_their_conditions(report):
     text = markdown_report(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1]
@@ -281,7 +285,8 @@ def test_length_plot_has_a_line_per_drafter(report):
     lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
     assert [len(points) for points in lines] == [2, 1]
     assert lines[0][1] == lines[1][0]
-    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
+    # A longer acceptance length is higher in the plot, so its y coordinate is smaller.
+    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])
 
 
 def test_position_plot_uses_the_largest_k(report):

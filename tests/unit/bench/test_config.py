@@ -22,7 +22,7 @@ from peagle.tuning.config import TuneConfig
     ("value", "numbers"),
     [("8, 1", [1, 8]), (["4,2", 2], [2, 4]), (["3,5", "5,8"], [3, 5, 8]), ([1, 2], [1, 2]), (4, [4])],
 )
-def test_numbers_from_flags_environment_and_yaml(value, numbers):
+def test_numbers_are_read_from_flags_environment_and_yaml(value, numbers):
     assert whole_numbers(value, "N", 8) == numbers
 
 
@@ -41,7 +41,7 @@ def test_as_benchmark_copies_only_options_that_the_user_set():
     assert benchmark.model_fields_set == {"model", "usd_per_hour", "max_tokens", "precision", "concurrency"}
 
 
-def test_none_cannot_be_evaluated():
+def test_method_none_cannot_be_evaluated():
     with pytest.raises(pydantic.ValidationError, match="no acceptance to measure"):
         EvaluateConfig(drafter=["peagle", "none"])
 
@@ -53,7 +53,7 @@ def test_invalid_temperatures_are_refused():
         TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)
 
 
-def test_meaningless_text_has_the_full_length():
+def test_dummy_weights_generate_the_full_length():
     config = BenchConfig(load_format="dummy", synthetic_acceptance="3.2")
     assert config.is_synthetic
     assert config.sampling()["ignore_eos"] is True
@@ -79,24 +79,24 @@ def test_contradictory_options_are_refused(options, message):
         BenchConfig(**options)
 
 
-def test_catalog_heads_imply_their_method():
+def test_method_of_a_catalog_head_is_known():
     config = BenchConfig(methods="none,peagle,eagle3", drafter=["smollm2-135m-peagle", "eagle3=heads/mine"])
     assert config.heads == {"peagle": "smollm2-135m-peagle", "eagle3": "heads/mine"}
 
 
 @pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
-def test_rates_add_up_to_the_length(length, k):
+def test_rates_add_up_to_the_acceptance_length(length, k):
     assert 1 + sum(rates_from_length(length, k)[:k]) == pytest.approx(length)
 
 
-def test_the_most_specific_entry_wins():
+def test_most_specific_synthetic_acceptance_is_used():
     entries = parse_synthetic_acceptance(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
     assert rates_for("peagle", 1, entries) == (0.9,)
     assert rates_for("peagle", 2, entries) == (0.8, 0.5)
     assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
 
 
-def test_published_lengths_are_interpolated():
+def test_acceptance_lengths_are_interpolated_between_ks():
     # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
     entries = parse_synthetic_acceptance(["peagle=4:4.30,10:6.66,18:7.51"])
     lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
@@ -106,7 +106,7 @@ def test_published_lengths_are_interpolated():
 
 
 @pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
-def test_impossible_lengths_are_refused(lengths):
+def test_impossible_acceptance_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match="impossible"):
         rates_from_lengths_by_k(lengths)
 
@@ -114,7 +114,7 @@ def test_impossible_lengths_are_refused(lengths):
 @pytest.mark.parametrize(
     ("entry", "k", "message"), [("3.2", 2, "exceeds the maximum of peagle at K=2: 3"), ("0.8,0.6", 3, "2 rates")]
 )
-def test_too_few_rates_for_k_are_refused(entry, k, message):
+def test_synthetic_acceptance_that_does_not_fit_k_is_refused(entry, k, message):
     with pytest.raises(ConfigError, match=message):
         rates_for("peagle", k, parse_synthetic_acceptance([entry]))
 
@@ -136,6 +136,6 @@ def test_too_few_rates_for_k_are_refused(entry, k, message):
         ["-1:1,4:3"],
     ],
 )
-def test_invalid_entries_are_refused(entries):
+def test_invalid_synthetic_acceptance_is_refused(entries):
     with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
         parse_synthetic_acceptance(entries)

@@ -9,7 +9,6 @@ import pytest
 from usage_records import drafts
 
 from peagle import hardware
-from peagle.bench import engine
 from peagle.bench import engine as bench_engine
 from peagle.bench.engine import drafts_between, memory_reader, run_pass, tree_rss_gib, with_engine
 from peagle.bench.prompts import BenchPrompt
@@ -37,8 +36,8 @@ def failing_start(*lines):
         ([], "vLLM did not start: see above"),
     ],
 )
-def test_the_cause_is_read_from_the_log_of_this_start(lines, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # a start sets it; monkeypatch restores it
+def test_error_has_the_cause_from_the_log_of_the_last_start(lines, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # with_engine sets it; monkeypatch restores it
     log = tmp_path / "none-k0.log"
     for start, expected in (
         (
@@ -47,19 +46,19 @@ def test_the_cause_is_read_from_the_log_of_this_start(lines, message, tmp_path, 
         ),
         (failing_start(*lines), message),
     ):
-        with pytest.raises(EngineError) as failed:
+        with pytest.raises(EngineError) as error:
             with_engine(
                 EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("the engine did not start")
             )
-        assert failed.value.message == expected
+        assert error.value.message == expected
     assert "KV cache" in log.read_text(), "the log of the earlier start is kept"
 
 
-def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
+def test_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     checks = []
 
-    class Fake(FakeEngine):
+    class CheckedEngine(FakeEngine):
         def shutdown(self):
             checks.append(self.self_check)
 
@@ -70,7 +69,7 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
 
     def start(*_):
         os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
-        return Fake(FakeTraits(is_wrong=is_wrong))
+        return CheckedEngine(FakeTraits(is_wrong=is_wrong))
 
     def start_and_check():
         return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)
@@ -89,7 +88,7 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
 GPU = Hardware(platform="cuda", accelerator="H100", num_accelerators=1, memory_gib=80, free_memory_gib=80, num_cpus=8)
 
 
-def test_memory_includes_descendants():
+def test_memory_of_a_process_includes_its_descendants():
     grandchild = "x = bytearray(2**27); print('up', flush=True); input()"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -101,28 +100,28 @@ def test_memory_includes_descendants():
     assert tree_rss_gib(process.pid) is None
 
 
-def test_gpu_memory_excludes_earlier_use(monkeypatch):
+def test_gpu_memory_excludes_what_was_used_before(monkeypatch):
     readings = iter([3.0, 60.0, None])
-    monkeypatch.setattr(engine, "device_gib", lambda: next(readings))
+    monkeypatch.setattr(bench_engine, "device_gib", lambda: next(readings))
     read = memory_reader(GPU)
     assert read() == 57.0
     assert read() is None
 
 
-def test_a_target_in_int8_is_converted_before_its_engine_starts(target, tmp_path, monkeypatch, capfd):
+def test_target_in_int8_is_converted_before_its_engine_starts(target, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    started: list[EngineSpec] = []
+    specs: list[EngineSpec] = []
 
     def start(spec, _):
-        started.append(spec)
+        specs.append(spec)
         return FakeEngine(FakeTraits())
 
     async def use(_engine, _start_s): ...
 
     log, vnni = tmp_path / "peagle-k3.log", dataclasses.replace(hardware.detect(), cpu_flags=frozenset({"avx512_vnni"}))
     with_engine(EngineSpec(model=str(target), precision="int8"), vnni, start, log, use)
-    assert [Path(spec.model).parent for spec in started] == [tmp_path / "targets"]
+    assert [Path(spec.model).parent for spec in specs] == [tmp_path / "targets"]
     assert f"converting {target}" in log.read_text() + capfd.readouterr().err
 
 
@@ -131,12 +130,12 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def no_waiting_for_counters(monkeypatch):
     monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
 class RecordingEngine(FakeEngine):
-    """Records the requests and their concurrency; refuses one."""
+    """Records the requests and their concurrency, and refuses the request with the id `refused`."""
 
     def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)
@@ -171,7 +170,7 @@ def run(engine, concurrency=2, num_warm_up=1):
     return result, progress
 
 
-def test_a_pass_keeps_the_concurrency():
+def test_pass_runs_the_given_number_of_concurrent_requests():
     engine = RecordingEngine()
     result, progress = run(engine, concurrency=3)
     assert engine.max_running == 3
@@ -180,7 +179,7 @@ def test_a_pass_keeps_the_concurrency():
     assert progress == [(i, 6) for i in range(1, 7)]
 
 
-def test_the_warm_up_is_not_measured():
+def test_warm_up_requests_are_not_measured():
     engine = RecordingEngine()
     result, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
@@ -189,14 +188,14 @@ def test_the_warm_up_is_not_measured():
     )
 
 
-def test_a_refused_request_has_no_answer():
+def test_refused_request_has_no_answer():
     result, progress = run(RecordingEngine(refused="2"))
     assert [answer is None for answer in result.answers] == [False, False, True, False, False, False]
     assert result.generations[2] is None
     assert progress[-1] == (6, 6)
 
 
-def test_drafts_between_two_readings():
+def test_drafts_between_two_readings_are_their_difference():
     assert drafts_between(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
     assert drafts_between(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
     assert drafts_between(None, drafts(1, 1)) is None

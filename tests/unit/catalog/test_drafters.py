@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from moving_hub import FIRST, SECOND
+from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 from safetensors.torch import save_file
 
 from peagle.catalog import drafters
@@ -140,16 +140,16 @@ def test_retraining_a_head_changes_its_fingerprint(model, tmp_path):
 
 def test_heads_are_pinned_to_a_commit(model, moving_hub, tmp_path):
     head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
-    moving_hub.push("org/head", FIRST, head)
+    moving_hub.push("org/head", FIRST_COMMIT, head)
     before = resolve_drafter("org/head", model, 1)
     assert before.spec is not None
-    assert (before.spec.model, before.spec.revision) == ("org/head", FIRST)
-    assert before.fingerprint == f"org/head@{FIRST}"
-    moving_hub.push("org/head", SECOND, head)
+    assert (before.spec.model, before.spec.revision) == ("org/head", FIRST_COMMIT)
+    assert before.fingerprint == f"org/head@{FIRST_COMMIT}"
+    moving_hub.push("org/head", SECOND_COMMIT, head)
     after = resolve_drafter("org/head", model, 1)
     assert after.spec is not None
-    assert after.spec.revision == SECOND
-    assert resolve_drafter("org/head", model, 1, commits={"org/head": FIRST}) == before
+    assert after.spec.revision == SECOND_COMMIT
+    assert resolve_drafter("org/head", model, 1, commits={"org/head": FIRST_COMMIT}) == before
     local = resolve_drafter(str(make_head(tmp_path / "mine")), model, 1)
     assert local.spec is not None
     assert local.spec.revision is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from config_only import write_head, write_target
-from moving_hub import FIRST, SECOND
+from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 from safetensors.numpy import save_file
 from storing import upload
 
@@ -22,11 +22,11 @@ CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
 def test_a_node_loads_the_commit_of_the_spec(moving_hub):
-    for commit in (FIRST, SECOND):
+    for commit in (FIRST_COMMIT, SECOND_COMMIT):
         moving_hub.push("org/model-of-this-test", commit, CONFIG)
-    spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
+    spec = EngineSpec(model="org/model-of-this-test", revision=FIRST_COMMIT)
     assert local_spec(spec) == spec
-    assert moving_hub.requests == [("org/model-of-this-test", FIRST)]
+    assert moving_hub.requests == [("org/model-of-this-test", FIRST_COMMIT)]
 
 
 def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, capfd):

@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from moving_hub import FIRST, SECOND
+from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 
 from peagle.catalog import local, targets
 from peagle.catalog.cards import absolute_model_name, load_catalog
@@ -77,13 +77,13 @@ def test_the_cards_revision_is_loaded(hub, monkeypatch):
 
 
 def test_models_are_pinned_to_a_commit(moving_hub):
-    moving_hub.push("org/model", FIRST, CONFIG)
+    moving_hub.push("org/model", FIRST_COMMIT, CONFIG)
     before = resolve_model("org/model")
-    assert (before.revision, before.fingerprint) == (FIRST, f"org/model@{FIRST}")
-    moving_hub.push("org/model", SECOND, CONFIG | {"num_hidden_layers": 31})
+    assert (before.revision, before.fingerprint) == (FIRST_COMMIT, f"org/model@{FIRST_COMMIT}")
+    moving_hub.push("org/model", SECOND_COMMIT, CONFIG | {"num_hidden_layers": 31})
     after = resolve_model("org/model")
-    assert (after.revision, after.config["num_hidden_layers"]) == (SECOND, 31)
-    assert resolve_model("org/model", commits={"org/model": FIRST}) == before
+    assert (after.revision, after.config["num_hidden_layers"]) == (SECOND_COMMIT, 31)
+    assert resolve_model("org/model", commits={"org/model": FIRST_COMMIT}) == before
 
 
 def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
@@ -240,18 +240,18 @@ def test_hub_errors_have_hints(hub_client, kind, reason, hint):
 
 
 def test_commits_of_branches_come_from_the_hub(moving_hub):
-    moving_hub.push("org/m", FIRST, {})
-    moving_hub.push("org/m", SECOND, {}, branch="v2")
-    assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
-    moving_hub.push("org/m", SECOND, {})
-    assert hub_commit("org/m") == SECOND
+    moving_hub.push("org/m", FIRST_COMMIT, {})
+    moving_hub.push("org/m", SECOND_COMMIT, {}, branch="v2")
+    assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST_COMMIT, SECOND_COMMIT)
+    moving_hub.push("org/m", SECOND_COMMIT, {})
+    assert hub_commit("org/m") == SECOND_COMMIT
     assert moving_hub.requests == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
 
 
 def test_commits_of_branches_come_from_the_cache_offline(moving_hub):
-    moving_hub.push("org/m", FIRST, {})
+    moving_hub.push("org/m", FIRST_COMMIT, {})
     hub_commit("org/m")
-    moving_hub.push("org/m", SECOND, {})
+    moving_hub.push("org/m", SECOND_COMMIT, {})
     moving_hub.is_online = False
-    assert hub_commit("org/m") == FIRST
+    assert hub_commit("org/m") == FIRST_COMMIT
     assert (hub_commit("org/m", "v2"), hub_commit("org/other")) == (None, None)

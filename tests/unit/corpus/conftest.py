@@ -1,4 +1,4 @@
-"""A fixture that writes corpus files, compressed or not."""
+"""A fixture that writes corpus files. Their suffix determines the compression."""
 
 import gzip
 

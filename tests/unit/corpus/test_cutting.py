@@ -20,9 +20,11 @@ def test_auto_rows_per_unit(rows, engines, expected):
     assert auto_rows_per_unit(rows, engines) == expected
 
 
-@pytest.mark.parametrize(("rows", "engines", "seqs"), [(1, 8, 256), (48, 1, 8), (1000, 4, 8), (100_000, 8, 256)])
-def test_cut_covers_all_rows(rows, engines, seqs):
-    cut = auto_cut(rows, engines, seqs)
+@pytest.mark.parametrize(
+    ("rows", "engines", "max_num_seqs"), [(1, 8, 256), (48, 1, 8), (1000, 4, 8), (100_000, 8, 256)]
+)
+def test_cut_covers_all_rows(rows, engines, max_num_seqs):
+    cut = auto_cut(rows, engines, max_num_seqs)
     assert sum(sizes_of(cut, rows)) == rows
     assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first small unit takes the remainder
     assert all(size <= cut.rows_per_unit for size in cut.small)
@@ -33,12 +35,12 @@ def test_small_units_keep_an_engine_full():
     cut = auto_cut(10**6, 4, 256)
     assert (cut.rows_per_unit, cut.small[-1]) == (256, 32)
     assert concurrent_units(cut, 256) * cut.small[-1] == 3 * 256 + 32
-    # Four engines have 4 x 25 units in flight. Each unit has at most a third of the rows that are left per unit.
+    # Four engines process 4 x 25 units concurrently. A unit has at most a third of the remaining rows per such unit.
     remaining = itertools.accumulate(reversed(cut.small))
     assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), remaining, strict=True))
 
 
-def test_rows_beyond_enough_rows_make_no_difference():
+def test_more_than_enough_rows_do_not_change_the_cut():
     assert auto_cut(enough_rows(3), 3, 8) == auto_cut(10**9, 3, 8)
 
 
@@ -47,7 +49,7 @@ def test_no_small_units_for_high_concurrency():
     assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49
 
 
-WORKLOAD = WorkEstimate(max_tokens=256)
+ESTIMATE = WorkEstimate(max_tokens=256)
 
 
 @pytest.mark.parametrize(
@@ -66,18 +68,18 @@ WORKLOAD = WorkEstimate(max_tokens=256)
         ({"sampling": [1]}, 256),
     ],
 )
-def test_work_follows_max_tokens(columns, work):
-    assert WORKLOAD.of_row(RawRow(columns), 0) == work
+def test_work_of_a_row_is_its_maximum_output_tokens(columns, work):
+    assert ESTIMATE.of_row(RawRow(columns), 0) == work
 
 
 def test_work_includes_the_prompt():
-    assert WORKLOAD.of_row(RawRow({"prompt": "a"}), 4000) == 256 + 100
-    assert WORKLOAD.of_rows(3, 4000.0) == 3 * 256 + 100
+    assert ESTIMATE.of_row(RawRow({"prompt": "a"}), 4000) == 256 + 100
+    assert ESTIMATE.of_rows(3, 4000.0) == 3 * 256 + 100
 
 
 def test_invalid_row_has_no_work():
-    assert WORKLOAD.of_row(RawRow(error="not JSON"), 10**6) == 0
+    assert ESTIMATE.of_row(RawRow(error="not JSON"), 10**6) == 0
 
 
-def test_work_reads_sampling_column():
+def test_sampling_column_of_work_can_be_configured():
     assert WorkEstimate(max_tokens=256, column="mine").of_row(RawRow({"mine": {"max_tokens": 2}}), 0) == 2

@@ -16,7 +16,7 @@ from peagle.errors import InputError
 from peagle.storage import s3_client
 
 
-def discovered(uri, input_format="auto"):
+def discover_names(uri, input_format="auto"):
     return [(Path(file.path).name, file.format) for file in discover(str(uri), input_format)]
 
 
@@ -24,13 +24,13 @@ def test_discover_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
     all_files = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
-    assert discovered(tmp_path) == all_files
-    assert discovered(tmp_path / "a.jsonl") == all_files[:1]
-    assert discovered(tmp_path / "*js*") == all_files[:2]
-    assert discovered(tmp_path, "csv") == [("c.csv.zst", "csv")]
-    assert discovered(tmp_path, "text") == [("notes.txt", "text")]
-    assert discovered(tmp_path, "openai-batch") == [
-        (name, "openai-batch") for name, kind in all_files if kind == "jsonl"
+    assert discover_names(tmp_path) == all_files
+    assert discover_names(tmp_path / "a.jsonl") == all_files[:1]
+    assert discover_names(tmp_path / "*js*") == all_files[:2]
+    assert discover_names(tmp_path, "csv") == [("c.csv.zst", "csv")]
+    assert discover_names(tmp_path, "text") == [("notes.txt", "text")]
+    assert discover_names(tmp_path, "openai-batch") == [
+        (name, "openai-batch") for name, format_ in all_files if format_ == "jsonl"
     ]
 
 
@@ -41,14 +41,14 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
     write("c.csv.GZ", gzip.compress(b"prompt\nc\n"))
     write("a.JsonL.Zst", pa.compress(b'{"prompt": "a"}\n', codec="zstd", asbytes=True))
     write("E.TXT", b"e\n")
-    kinds = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
-    assert discovered(tmp_path) == list(kinds.items())
-    assert discovered(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
+    formats = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
+    assert discover_names(tmp_path) == list(formats.items())
+    assert discover_names(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
     rows = corpus.read_all(discover(str(tmp_path)))
     assert [row["prompt"] for row in rows] == ["b", "a", "c", "d"]
 
 
-UNKNOWN = (
+UNKNOWN_FORMAT = (
     "ignored: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt; all but .parquet also with .gz or .zst"
 )
 
@@ -57,11 +57,12 @@ UNKNOWN = (
     ("names", "input_format", "notes"),
     [
         (["a.csv", "_SUCCESS", ".b.csv", "README.md", "readme.txt", "LICENSE", "run.py"], "auto", []),
-        (["a.csv", "b.JSON", "c.csv.bz2", "d.gz", "part-1"], "auto", [f"b.JSON, c.csv.bz2, d.gz and 1 more {UNKNOWN}"]),
+        (["a.csv", "b.JSON", "c.csv.bz2", "d.gz", "part-1"], "auto",
+         [f"b.JSON, c.csv.bz2, d.gz and 1 more {UNKNOWN_FORMAT}"]),
         (["a.csv", "b.txt"], "auto", ["b.txt ignored: text is only read in folders without other formats"]),
         (["a.csv", "b.parquet.gz"], "auto",
          ["b.parquet.gz ignored: compressed Parquet is not supported; decompress it"]),
-        (["a.csv", "b.jsonl", "c.json"], "csv", ["b.jsonl ignored: not csv", f"c.json {UNKNOWN}"]),
+        (["a.csv", "b.jsonl", "c.json"], "csv", ["b.jsonl ignored: not csv", f"c.json {UNKNOWN_FORMAT}"]),
         (["a.csv", "Y=1/M=1/x.PARQUET", "run/run.json", "run/data/unit.parquet", "img/a.png", ".git/a.csv"], "auto",
          ["Y=1/ ignored: subfolders need a glob such as 'FOLDER/**/*.parquet'"]),
     ],
@@ -78,10 +79,10 @@ def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
     write("a.json", b"{}")
     with pytest.raises(InputError) as error:
         discover(str(tmp_path))
-    assert error.value.hint == f"a.json {UNKNOWN}"
+    assert error.value.hint == f"a.json {UNKNOWN_FORMAT}"
     write("a.csv", b"x")
     discover(str(tmp_path))
-    assert capsys.readouterr().err == f"note: input {tmp_path}: a.json {UNKNOWN}\n"
+    assert capsys.readouterr().err == f"note: input {tmp_path}: a.json {UNKNOWN_FORMAT}\n"
 
 
 HIDDEN = ("set/.ipynb_checkpoints/a.jsonl", "set/._a.jsonl", "set/.b/.c/d.jsonl")
@@ -112,13 +113,13 @@ def test_existing_name_is_not_a_glob(write, name):
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "runs/*/*.jsonl", "*/*/export/*/*.jsonl"])
 def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
-    others = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
+    other_files = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
     for name in ("a.jsonl", "export/jsonl/output.jsonl", "failed/unit-00000000.0.jsonl"):
         write(f"runs/second/{name}", b"x")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    for own in (tmp_path / "runs/second", tmp_path / "link/second"):
-        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", exclude=str(own))}
-        assert files <= set(map(Path, others)), files
+    for own_folder in (tmp_path / "runs/second", tmp_path / "link/second"):
+        files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", exclude=str(own_folder))}
+        assert files <= set(map(Path, other_files)), files
         assert files
 
 
@@ -138,23 +139,23 @@ def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
 def test_folder_of_text_files(write, tmp_path):
     write("a.txt", b"x")
     write("b.txt.gz", b"y")
-    assert discovered(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
+    assert discover_names(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
 
 
 def test_input_format_overrides_suffix(write):
-    assert discovered(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
+    assert discover_names(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
 
 
 @pytest.fixture
-def bucket(s3):
+def put_object(s3):
     """Return a function that writes an object into the bucket."""
     return lambda key, data: s3_client.store().api.put_object(Bucket="bucket", Key=key, Body=data)
 
 
-def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
+def test_fingerprint_is_equal_on_disk_and_s3(put_object, tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
-    bucket("prompts/a.parquet", path.read_bytes())
+    put_object("prompts/a.parquet", path.read_bytes())
     disk_fingerprint, s3_fingerprint = (
         corpus.scan(corpus.find_files(uri), Cut(rows_per_unit=9), None, WorkEstimate())[2]
         for uri in (str(path), "s3://bucket/prompts/a.parquet")
@@ -162,9 +163,9 @@ def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     assert s3_fingerprint == disk_fingerprint
 
 
-def test_s3_files_folders_and_globs(bucket):
-    bucket("prompts/a.jsonl", b'{"prompt": "one"}\n{"prompt": "two"}\n')
-    bucket("prompts/b.csv", b"prompt\nthree\n")
+def test_s3_files_folders_and_globs(put_object):
+    put_object("prompts/a.jsonl", b'{"prompt": "one"}\n{"prompt": "two"}\n')
+    put_object("prompts/b.csv", b"prompt\nthree\n")
     assert [file.path for file in discover("s3://bucket/prompts/")] == [
         "s3://bucket/prompts/a.jsonl",
         "s3://bucket/prompts/b.csv",
@@ -177,28 +178,28 @@ def test_s3_files_folders_and_globs(bucket):
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
-def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
+def test_s3_glob_skips_hidden_objects(put_object, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
-        bucket(f"prompts/{name}", b"x")
+        put_object(f"prompts/{name}", b"x")
     assert [file.path for file in discover(f"s3://bucket/prompts/{pattern}")] == [
         f"s3://bucket/prompts/{name}" for name in names
     ]
 
 
-def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
+def test_ignored_objects_of_an_s3_folder_are_announced(put_object):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
-        bucket(f"prompts/{name}", b"x")
+        put_object(f"prompts/{name}", b"x")
     announced = []
     discover("s3://bucket/prompts/set", exclude="s3://bucket/prompts/set/run", announce=announced.append)
     assert announced == [
-        f"input s3://bucket/prompts/set: b.json {UNKNOWN}",
+        f"input s3://bucket/prompts/set: b.json {UNKNOWN_FORMAT}",
         "input s3://bucket/prompts/set: y=1/ ignored: subfolders need a glob such as 's3://bucket/prompts/set/**/*.parquet'",
     ]
 
 
-def test_existing_s3_key_is_not_a_glob(bucket):
+def test_existing_s3_key_is_not_a_glob(put_object):
     for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
-        bucket(f"prompts/{name}", b'{"prompt": "x"}')
+        put_object(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
         assert [file.path for file in discover(f"s3://bucket/prompts/{name}")] == [f"s3://bucket/prompts/{name}"]
         assert [row.columns["prompt"] for row in corpus.read_span(_only_span(f"s3://bucket/prompts/{name}"))] == ["x"]
@@ -206,9 +207,9 @@ def test_existing_s3_key_is_not_a_glob(bucket):
     assert [file.path for file in discover("s3://bucket/prompts/set[1]/")] == ["s3://bucket/prompts/set[1]/a.jsonl"]
 
 
-def test_s3_glob_excludes_the_runs_own_folder(bucket):
+def test_s3_glob_excludes_the_runs_own_folder(put_object):
     for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
-        bucket(f"prompts/{name}", b"x")
+        put_object(f"prompts/{name}", b"x")
     files = discover("s3://bucket/prompts/data/**/*.jsonl", exclude="s3://bucket/prompts/data/run")
     assert [file.path for file in files] == [
         "s3://bucket/prompts/data/a.jsonl",
@@ -268,7 +269,7 @@ def test_impossible_file_names_are_refused(name):
         discover(name)
 
 
-MARKERS = (
+MARKER_FILES = (
     "_SUCCESS", "_committed_4711", "_started_4711", ".part-0.jsonl.crc", "part-0.jsonl.crc", ".DS_Store",
     "_temporary/0/part-1.jsonl", "_delta_log/0.checkpoint.parquet", "__MACOSX/a.jsonl", "_metadata",
 )  # fmt: skip
@@ -276,9 +277,9 @@ MARKERS = (
 
 @pytest.mark.parametrize("pattern", ["out", "out/*", "out/**/*", "out/**/*.*"])
 def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
-    for name in ("part-0.jsonl", "_part-1.jsonl", *MARKERS):
+    for name in ("part-0.jsonl", "_part-1.jsonl", *MARKER_FILES):
         write(f"out/{name}", b"x")
-    assert discovered(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
+    assert discover_names(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from peagle.corpus.schema import to_table
 from peagle.errors import InputError
 
 
-def scan(path, **keys):
-    return corpus.scan(corpus.find_files(str(path)), Cut(rows_per_unit=700), None, WorkEstimate(), **keys)
+def scan(path, **options):
+    return corpus.scan(corpus.find_files(str(path)), Cut(rows_per_unit=700), None, WorkEstimate(), **options)
 
 
 @pytest.fixture
 def file_and_edited_copy(tmp_path):
-    """A file, and a copy with one different character in the middle; length and footer are equal."""
+    """A file, and a copy with one different character in the middle. Length and footer are the same."""
     prompts = [f"{n:06d} a prompt of some length" for n in range(5000)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "a.parquet", compression="none", use_dictionary=False)
     data = (tmp_path / "a.parquet").read_bytes()
@@ -27,19 +27,19 @@ def file_and_edited_copy(tmp_path):
 
 
 def test_fingerprint_covers_every_byte(file_and_edited_copy):
-    before, after = file_and_edited_copy
-    assert before.stat().st_size == after.stat().st_size
-    assert pq.read_metadata(before).equals(pq.read_metadata(after))
-    assert pq.read_table(before) != pq.read_table(after)
-    assert scan(before)[2] != scan(after)[2]
-    assert scan(before)[2] == scan(before, earlier_fingerprint=scan(after)[2])[2]
+    original, edited = file_and_edited_copy
+    assert original.stat().st_size == edited.stat().st_size
+    assert pq.read_metadata(original).equals(pq.read_metadata(edited))
+    assert pq.read_table(original) != pq.read_table(edited)
+    assert scan(original)[2] != scan(edited)[2]
+    assert scan(original)[2] == scan(original, earlier_fingerprint=scan(edited)[2])[2]
 
 
-def test_older_fingerprints_can_be_compared(file_and_edited_copy):
+def test_fingerprint_in_the_old_format_is_recomputed_in_that_format(file_and_edited_copy):
     path, _ = file_and_edited_copy
     data = path.read_bytes()
-    older = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
-    assert scan(path, earlier_fingerprint=older)[2] == older
+    old_format = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
+    assert scan(path, earlier_fingerprint=old_format)[2] == old_format
 
 
 @pytest.mark.parametrize("row_group_size", [3, 1000, 5000])
@@ -58,18 +58,18 @@ def latin_1(texts):
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
 
-FAR = pa.array([0, 10**15, 1], pa.int64())  # the second value is 30 million years in seconds
+FAR_FUTURE = pa.array([0, 10**15, 1], pa.int64())  # the second value is 30 million years in seconds
 ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        FAR.cast(pa.timestamp("s")),
+        FAR_FUTURE.cast(pa.timestamp("s")),
         pa.array([0, -(10**11), 1], pa.int64()).cast(pa.timestamp("s", "UTC")),
         pa.array([0, 4_000_000, 1], pa.int32()).cast(pa.date32()),
-        FAR.cast(pa.duration("s")),
-        pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), FAR.cast(pa.timestamp("ms"))),
+        FAR_FUTURE.cast(pa.duration("s")),
+        pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), FAR_FUTURE.cast(pa.timestamp("ms"))),
         pa.array([0, 86_400 * 10**6, 1], pa.int64()).cast(pa.time64("us")),
         pa.StructArray.from_arrays([pa.array([0, -1, 1], pa.int32()).cast(pa.time32("ms"))], names=["t"]),
         pa.array([0, -(2**63), 1], pa.int64()).cast(pa.timestamp("ns", "UTC")),
@@ -89,9 +89,11 @@ def test_row_with_unrepresentable_value_is_invalid(tmp_path, values):
 
 
 def test_unreadable_row_is_named_by_number(tmp_path):
-    far = [0] * 5000
-    far[4321] = 10**15
-    pq.write_table(pa.table({"at": pa.array(far).cast(pa.timestamp("s"))}), tmp_path / "a.parquet", row_group_size=3000)
+    times_s = [0] * 5000
+    times_s[4321] = 10**15
+    pq.write_table(
+        pa.table({"at": pa.array(times_s).cast(pa.timestamp("s"))}), tmp_path / "a.parquet", row_group_size=3000
+    )
     spans, _, _ = scan(tmp_path)
     errors = [row.error for span in reversed(spans) for row in corpus.read_span(span) if row.error]
     assert [error.partition(" (")[0] for error in errors] == [f"{tmp_path}/a.parquet row 4321"]
@@ -147,17 +149,17 @@ def write_int96(path, nest, values):
 
 @pytest.mark.parametrize("nest", NESTED.values(), ids=NESTED)
 def test_int96_timestamps_are_exact_in_all_years(tmp_path, nest):
-    moments = [YEAR_9999, YEAR_1, datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]
-    write_int96(tmp_path / "a.parquet", nest, pa.array(moments * 1000))
+    times = [YEAR_9999, YEAR_1, datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]
+    write_int96(tmp_path / "a.parquet", nest, pa.array(times * 1000))
     spans, schema, _ = scan(tmp_path)
     table = to_table([row for span in spans for row in corpus.read_span(span)], schema)
-    expected = nest(pa.array(moments * 1000, pa.timestamp("us")))
+    expected = nest(pa.array(times * 1000, pa.timestamp("us")))
     assert table.column("at").combine_chunks().equals(expected)
-    assert table.column("a.at").to_pylist() == moments * 1000
+    assert table.column("a.at").to_pylist() == times * 1000
 
 
 def test_int96_timestamps_keep_nanoseconds(tmp_path):
-    near = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
-    write_int96(tmp_path / "a.parquet", NESTED["plain"], near)
+    times = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
+    write_int96(tmp_path / "a.parquet", NESTED["plain"], times)
     spans, schema, _ = scan(tmp_path)
-    assert to_table(list(corpus.read_span(spans[0])), schema).column("at").combine_chunks().equals(near)
+    assert to_table(list(corpus.read_span(spans[0])), schema).column("at").combine_chunks().equals(times)

@@ -18,8 +18,8 @@ def write_lines(path, lines):
 
 
 def scan(paths, rows_per_span, limit):
-    kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
-    files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
+    formats = {".parquet": "parquet", ".jsonl": "jsonl"}
+    files = [SourceFile(path=str(path), format=formats[path.suffix], size=path.stat().st_size) for path in paths]
     return corpus.scan(files, Cut(rows_per_unit=rows_per_span), limit, WorkEstimate())
 
 
@@ -36,14 +36,14 @@ def test_jsonl_spans_cover_every_row_once(tmp_path, rows_per_span):
     assert schema.names == ["n", "text"]
 
 
-def test_blank_lines_and_missing_final_newline(tmp_path):
+def test_blank_lines_and_a_missing_final_newline_are_accepted(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\n{"n": 1}\r\n\n  \n{"n": 2}')
     spans, _, _ = scan([file], 1, None)
     assert [row.columns["n"] for row in rows_of(spans)] == [1, 2]
 
 
-def test_surrogate_pair_in_jsonl(tmp_path):
+def test_surrogate_pair_in_jsonl_is_one_character(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}])
     assert b"\\ud83d" in file.read_bytes()
     assert [row.columns for row in rows_of(scan([file], 1, None)[0])] == [{"text": "\U0001f600"}]
@@ -66,13 +66,13 @@ def test_columns_are_merged_and_numbers_widen(tmp_path):
     ]
 
 
-def test_limit_within_a_file(tmp_path):
+def test_limit_can_end_within_a_file(tmp_path):
     files = [write_lines(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(4)]) for name in "ab"]
     spans, _, _ = scan(files, 3, 6)
     assert [row.columns["n"] for row in rows_of(spans)] == [0, 1, 2, 3, 0, 1]
 
 
-def test_file_changed_after_planning(tmp_path):
+def test_file_that_changed_after_planning_is_refused(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
     spans, _, _ = scan([file], 10, None)
     write_lines(file, [{"n": 1}])
@@ -80,7 +80,7 @@ def test_file_changed_after_planning(tmp_path):
         rows_of(spans)
 
 
-def test_first_repeated_id():
+def test_first_repeated_id_is_found_among_a_million():
     with UniqueIds() as ids:
         for n in range(1_000_000):
             ids.add(str(n), 0, n)

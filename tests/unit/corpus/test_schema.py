@@ -22,15 +22,15 @@ def write_lines(path, rows):
 
 def round_trip(*paths):
     """Return the rows of a corpus after a round trip through a unit's file."""
-    kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
-    files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
+    formats = {".parquet": "parquet", ".jsonl": "jsonl"}
+    files = [SourceFile(path=str(path), format=formats[path.suffix], size=path.stat().st_size) for path in paths]
     spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, WorkEstimate())
     sink = io.BytesIO()
     pq.write_table(to_table([row for span in spans for row in read_span(span)], schema), sink)
     return pq.read_table(io.BytesIO(sink.getvalue())).to_pylist()
 
 
-def deep(levels, wrap=lambda value: [value]):
+def nested(levels, wrap=lambda value: [value]):
     value = 1
     for _ in range(levels):
         value = wrap(value)
@@ -43,10 +43,10 @@ def deep(levels, wrap=lambda value: [value]):
         {},
         {"a": {}},
         [{}],
-        deep(60),
-        deep(200),
-        deep(499),
-        deep(499, lambda value: {"a": value}),
+        nested(60),
+        nested(200),
+        nested(499),
+        nested(499, lambda value: {"a": value}),
         {"a": 1, "b": [{"c": {}}]},
     ],
     ids=lambda value: str(value)[:20],
@@ -69,33 +69,33 @@ def test_nan_and_infinity_are_preserved(tmp_path):
     assert [row["y"] for row in rows] == [float("-inf"), 0.0, None]
 
 
-BIG = 2**60 + 1
+LARGE_INTEGER = 2**60 + 1
 
 
 @pytest.mark.parametrize(
-    ("early", "late", "expected"),
+    ("first", "last", "expected"),
     [
-        (BIG, 1.5, (str(BIG), "1.5")),
-        (1.5, BIG, ("1.5", str(BIG))),
-        ([BIG], [1.5], (f"[{BIG}]", "[1.5]")),
-        ({"a": BIG}, {"a": 1.5}, (f'{{"a": {BIG}}}', '{"a": 1.5}')),
+        (LARGE_INTEGER, 1.5, (str(LARGE_INTEGER), "1.5")),
+        (1.5, LARGE_INTEGER, ("1.5", str(LARGE_INTEGER))),
+        ([LARGE_INTEGER], [1.5], (f"[{LARGE_INTEGER}]", "[1.5]")),
+        ({"a": LARGE_INTEGER}, {"a": 1.5}, (f'{{"a": {LARGE_INTEGER}}}', '{"a": 1.5}')),
         (2**53, 1.5, (float(2**53), 1.5)),
-        ({"id": BIG, "n": 1.5}, {"id": 1, "n": 2.5}, ({"id": BIG, "n": 1.5}, {"id": 1, "n": 2.5})),
+        ({"id": LARGE_INTEGER, "n": 1.5}, {"id": 1, "n": 2.5}, ({"id": LARGE_INTEGER, "n": 1.5}, {"id": 1, "n": 2.5})),
         (2**63 + 5, -1, (str(2**63 + 5), "-1")),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("in_two_files", [False, True])
-def test_large_integers_are_never_rounded(tmp_path, early, late, expected, in_two_files):
+def test_large_integers_are_never_rounded(tmp_path, first, last, expected, in_two_files):
     if in_two_files:
-        files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([early, late])]
+        files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([first, last])]
     else:
-        files = [write_lines(tmp_path / "a.jsonl", [{"x": early}, *[{"x": None}] * 5000, {"x": late}])]
+        files = [write_lines(tmp_path / "a.jsonl", [{"x": first}, *[{"x": None}] * 5000, {"x": last}])]
     rows = round_trip(*files)
     assert (rows[0]["x"], rows[-1]["x"]) == expected
 
 
-NEVER = datetime.datetime(9999, 12, 31)
+YEAR_9999 = datetime.datetime(9999, 12, 31)
 
 
 @pytest.mark.parametrize(
@@ -103,24 +103,28 @@ NEVER = datetime.datetime(9999, 12, 31)
     [
         (pa.array([Decimal("1.50")]), pa.array([1.25]), ['"1.50"', "1.25"]),
         (pa.array([Decimal("1.50")]), pa.array(["x"]), ['"1.50"', "x"]),
-        (pa.array([NEVER]), pa.array(["x"]), ['"9999-12-31T00:00:00"', "x"]),
-        (pa.array([NEVER]), pa.array([10**18], pa.timestamp("ns")), ['"9999-12-31T00:00:00"', '"2001-09-09T01:46:40"']),
-        (pa.array([datetime.date(2020, 1, 1)]), pa.array([NEVER]), ['"2020-01-01"', '"9999-12-31T00:00:00"']),
+        (pa.array([YEAR_9999]), pa.array(["x"]), ['"9999-12-31T00:00:00"', "x"]),
+        (
+            pa.array([YEAR_9999]),
+            pa.array([10**18], pa.timestamp("ns")),
+            ['"9999-12-31T00:00:00"', '"2001-09-09T01:46:40"'],
+        ),
+        (pa.array([datetime.date(2020, 1, 1)]), pa.array([YEAR_9999]), ['"2020-01-01"', '"9999-12-31T00:00:00"']),
         (pa.array([b"a"]), pa.array([1]), ['"YQ=="', "1"]),
-        (pa.array([{"a": NEVER}]), pa.array(["x"]), ['{"a": "9999-12-31T00:00:00"}', "x"]),
-        (pa.array([BIG]), pa.array([1.5]), [str(BIG), "1.5"]),
+        (pa.array([{"a": YEAR_9999}]), pa.array(["x"]), ['{"a": "9999-12-31T00:00:00"}', "x"]),
+        (pa.array([LARGE_INTEGER]), pa.array([1.5]), [str(LARGE_INTEGER), "1.5"]),
         (pa.array([3]), pa.array([1.5]), [3.0, 1.5]),
         (pa.array([None], pa.int64()), pa.array([1.5]), [None, 1.5]),
-        (pa.array([[BIG]]), pa.array([[1.5]]), [f"[{BIG}]", "[1.5]"]),
-        (pa.array([BIG]), pa.array([7], pa.int32()), [BIG, 7]),
-        (pa.array([BIG]), pa.array([Decimal("1.50")]), [str(BIG), '"1.50"']),
+        (pa.array([[LARGE_INTEGER]]), pa.array([[1.5]]), [f"[{LARGE_INTEGER}]", "[1.5]"]),
+        (pa.array([LARGE_INTEGER]), pa.array([7], pa.int32()), [LARGE_INTEGER, 7]),
+        (pa.array([LARGE_INTEGER]), pa.array([Decimal("1.50")]), [str(LARGE_INTEGER), '"1.50"']),
         (pa.array([7]), pa.array([Decimal("1.50")]), [Decimal("7.00"), Decimal("1.50")]),
         (pa.array([2**63 + 5], pa.uint64()), pa.array([-1]), [str(2**63 + 5), "-1"]),
         (pa.array([b"\xff"]), pa.array(["a"]), [b"\xff", b"a"]),
     ],
     ids=str,
 )
-def test_conflicting_parquet_types_lose_nothing(tmp_path, first, second, expected):
+def test_conflicting_parquet_types_are_merged_without_loss(tmp_path, first, second, expected):
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     for file, values in zip(files, (first, second), strict=True):
         pq.write_table(pa.table({"prompt": ["p"], "x": values}), file)
@@ -134,7 +138,7 @@ def test_missing_required_column_is_null(tmp_path):
     assert [row["x"] for row in round_trip(tmp_path / "a.parquet", tmp_path / "b.parquet")] == [1, None]
 
 
-def test_parquet_without_statistics(tmp_path):
+def test_parquet_columns_without_statistics_are_merged_as_text(tmp_path):
     for name, values in (("a", [3]), ("b", [1.5])):
         pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet", write_statistics=False)
     assert [row["x"] for row in round_trip(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]

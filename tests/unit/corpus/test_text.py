@@ -27,15 +27,15 @@ def test_spans_can_be_read_in_any_order(write, suffix, rows_per_span):
     data = b"".join(json.dumps({"n": n, "text": "x" * (n % 50)}).encode() + b"\n" for n in range(200))
     spans, schema, fingerprint = scan(write(f"a.jsonl{suffix}", data), rows_per_span)
     assert [row.columns["n"] for row in rows_of(spans)] == list(range(200))
-    for chosen in (spans[::-1][:5], spans[::3]):
-        expected = [n for span in chosen for n in range(span.first_row, span.first_row + span.num_rows)]
-        assert [row.columns["n"] for row in rows_of(chosen)] == expected
+    for some_spans in (spans[::-1][:5], spans[::3]):
+        expected = [n for span in some_spans for n in range(span.first_row, span.first_row + span.num_rows)]
+        assert [row.columns["n"] for row in rows_of(some_spans)] == expected
     assert schema.names == ["n", "text"]
     assert fingerprint == scan(write("plain.jsonl", data), rows_per_span)[2]
 
 
 @pytest.mark.parametrize("rows_per_span", [1, 2, 100])
-def test_invalid_line_has_file_and_line(write, rows_per_span):
+def test_error_of_an_invalid_line_names_file_and_line(write, rows_per_span):
     path = write("a.jsonl.gz", LINES)
     rows = rows_of(scan(path, rows_per_span)[0])
     assert [row.columns.get("prompt") for row in rows] == ["a", None, "é", None, "z"]
@@ -46,7 +46,7 @@ def test_invalid_line_has_file_and_line(write, rows_per_span):
 
 @pytest.mark.parametrize("suffix", ["", ".zst"])
 @pytest.mark.parametrize("rows_per_span", [1, 2, 100])
-def test_csv_rows(write, suffix, rows_per_span):
+def test_csv_rows_and_invalid_rows_are_read(write, suffix, rows_per_span):
     path = write(f"a.csv{suffix}", CSV)
     spans, schema, _ = scan(path, rows_per_span)
     rows = rows_of(spans)
@@ -94,7 +94,7 @@ def request(custom_id="a", **changes):
 
 
 def lines(*requests):
-    return b"".join(json.dumps(r).encode() + b"\n" for r in requests)
+    return b"".join(json.dumps(request).encode() + b"\n" for request in requests)
 
 
 def test_batch_is_detected_and_bodies_are_text(write):
@@ -115,9 +115,9 @@ def test_repeated_custom_id_is_refused(write, tmp_path):
     assert scan(str(tmp_path), limit=302)
 
 
-@pytest.mark.parametrize("first", [b"{bad\n", b"\n[1]\n", b"\xff\n", b"\xef\xbb\xbf\n// comment\n"])
-def test_batch_with_invalid_first_line(write, first):
-    path = write("a.jsonl", first + lines(request(), request("b")))
+@pytest.mark.parametrize("first_lines", [b"{bad\n", b"\n[1]\n", b"\xff\n", b"\xef\xbb\xbf\n// comment\n"])
+def test_batch_with_invalid_first_line(write, first_lines):
+    path = write("a.jsonl", first_lines + lines(request(), request("b")))
     spans, _, _ = scan(path)
     assert {span.format for span in spans} == {"openai-batch"}
     rows = rows_of(spans)

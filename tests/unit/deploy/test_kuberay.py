@@ -32,33 +32,33 @@ def make_objects(path, pods=POD_OPTIONS, **options):
     return manifests(workload, KubeRayOptions(pods=pods, env=ENVIRONMENT, **options))
 
 
-def job(**options):
+def job_objects(**options):
     return make_objects(ROOT / "examples/job.yaml", **options)
 
 
-def service(**options):
+def service_objects(**options):
     return make_objects(ROOT / "examples/serve.yaml", **options)
 
 
 def test_objects_match_kuberay_schemas():
-    for item in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
+    for item in [*job_objects()[1:], *job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service_objects()]:
         jsonschema.validate(item, {"$ref": f"#/$defs/{item['kind']}", "$defs": CRDS["$defs"]})
 
 
-def pods(cluster):
+def pod_specs(cluster):
     head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
     return head["template"]["spec"], workers["template"]["spec"]
 
 
-def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
-    config, ray_job = job()
+def test_job_has_the_configuration_and_one_pod_per_machine(tmp_path):
+    config, ray_job = job_objects()
     cluster = ray_job["spec"]["rayClusterSpec"]
-    head, worker = pods(cluster)
+    head, worker = pod_specs(cluster)
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
-    written, example = (
+    deployed_config, example_config = (
         flags.load_file(GenerateConfig, folder / "job.yaml") for folder in (tmp_path, ROOT / "examples")
     )
-    assert written == example
+    assert deployed_config == example_config
     assert cluster["rayVersion"] == ray.__version__
     group = cluster["workerGroupSpecs"][0]
     assert (group["minReplicas"], group["maxReplicas"]) == (1, 1)
@@ -69,23 +69,26 @@ def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
     assert ray_job["spec"]["shutdownAfterJobFinishes"] is True
 
 
-def test_pods_have_shared_memory_volume_and_few_privileges():
-    for spec in (*pods(job()[1]["spec"]["rayClusterSpec"]), *pods(service()[0]["spec"]["rayClusterConfig"])):
+def test_pods_have_shared_memory_and_a_volume_and_few_privileges():
+    for spec in (
+        *pod_specs(job_objects()[1]["spec"]["rayClusterSpec"]),
+        *pod_specs(service_objects()[0]["spec"]["rayClusterConfig"]),
+    ):
         (container,) = spec["containers"]
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume.pop("name"): volume for volume in json.loads(json.dumps(spec["volumes"]))}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert volumes[mounts["/mnt/peagle"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
-        homes = {"HF_HOME": "/mnt/peagle/huggingface", "PEAGLE_HOME": "/mnt/peagle/home"}
-        assert homes.items() <= {variable["name"]: variable["value"] for variable in container["env"]}.items()
+        folders = {"HF_HOME": "/mnt/peagle/huggingface", "PEAGLE_HOME": "/mnt/peagle/home"}
+        assert folders.items() <= {variable["name"]: variable["value"] for variable in container["env"]}.items()
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_secrets_are_referenced_but_not_written(tmp_path):
-    for cluster in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
+    for cluster in (job_objects()[1]["spec"]["rayClusterSpec"], service_objects()[0]["spec"]["rayClusterConfig"]):
         assert cluster["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
-        assert pods(cluster)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
+        assert pod_specs(cluster)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
     commands = secret_commands(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
     assert [command.split()[6] for command in commands] == ["peagle-ray", "peagle-keys", "peagle-aws"]
@@ -103,12 +106,12 @@ def test_spot_market_selects_spot_nodes(tmp_path, machine, labels, taints):
     path = tmp_path / "run.yaml"
     text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {machine}\nmarket: "
     path.write_text(text + "spot\n")
-    worker = pods(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
+    worker = pod_specs(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
     required = worker["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert {term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]} == labels
     assert {toleration["key"] for toleration in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
     path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if machine.startswith("p5") else "us-east4\n"))
-    assert "affinity" not in pods(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
+    assert "affinity" not in pod_specs(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
 
 
 def test_engine_range_enables_autoscaling(tmp_path):
@@ -120,25 +123,25 @@ def test_engine_range_enables_autoscaling(tmp_path):
 
 
 def test_scheduled_run_writes_to_its_own_folder():
-    config, nightly = job(schedule="0 2 * * *", time_zone="Etc/UTC")
+    config, nightly = job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")
     assert (nightly["kind"], nightly["spec"]["schedule"], nightly["spec"]["timeZone"]) == (
         "RayCronJob", "0 2 * * *", "Etc/UTC",
     )  # fmt: skip
-    assert nightly["spec"]["jobTemplate"] == job()[1]["spec"]
+    assert nightly["spec"]["jobTemplate"] == job_objects()[1]["spec"]
     assert 's3://my-bucket/runs/unit-tests/"${RAY_CLUSTER_NAME%-*}"' in config["data"]["run.sh"]
 
 
-def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
-    (ray_service,) = service()
+def test_service_has_a_serve_config_and_the_keys_of_a_secret():
+    (ray_service,) = service_objects()
     schema = ServeDeploySchema.model_validate(yaml.safe_load(ray_service["spec"]["serveConfigV2"]))
     (application,) = schema.applications
     config = ServeConfig(**application.args)
     assert [model.served_name for model in config.served] == ["coder", "coder-plain"]
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
-    head, worker = pods(ray_service["spec"]["rayClusterConfig"])
-    assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would have no other ports
-    for spec in (head, worker):  # the ingress may run on either of them
+    head, worker = pod_specs(ray_service["spec"]["rayClusterConfig"])
+    assert "ports" not in head["containers"][0]  # otherwise KubeRay would add no default ports to its Service
+    for spec in (head, worker):  # the ingress might run on either of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
@@ -157,7 +160,7 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
         ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: a local path"),
     ],
 )
-def test_local_paths_and_missing_keys_are_refused(tmp_path, text, message):
+def test_unsupported_configurations_are_refused(tmp_path, text, message):
     (tmp_path / "some.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         make_objects(tmp_path / "some.yaml")
@@ -173,16 +176,19 @@ def test_local_paths_and_missing_keys_are_refused(tmp_path, text, message):
 )
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        job(**options)
-    assert job(schedule="@daily")[1]["kind"] == "RayCronJob"
+        job_objects(**options)
+    assert job_objects(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="--schedule is for bulk runs"):
-        service(schedule="0 2 * * *")
+        service_objects(schedule="0 2 * * *")
 
 
 @pytest.fixture
-def scripts(tmp_path):
-    """Return a function that starts a job's script with fake commands; its attribute `calls` returns their calls."""
-    data = job(schedule="0 2 * * *")[0]["data"]
+def start_script(tmp_path):
+    """Return a function that starts a script of a job with fake commands.
+
+    Its method `calls` returns the commands that were called.
+    """
+    data = job_objects(schedule="0 2 * * *")[0]["data"]
     folder = tmp_path / "bin"
     folder.mkdir()
     calls = tmp_path / "calls"
@@ -210,27 +216,27 @@ def scripts(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
-def test_job_script_forwards_exit_code(scripts, code):
-    assert scripts("run.sh", f"exit {code}").wait(20) == code
-    assert scripts.calls() == [
+def test_job_script_has_the_exit_code_of_the_run(start_script, code):
+    assert start_script("run.sh", f"exit {code}").wait(20) == code
+    assert start_script.calls() == [
         "peagle generate --config /etc/peagle/job.yaml --output s3://my-bucket/runs/unit-tests/job-29400000"
     ]
 
 
-def test_job_with_bad_configuration_stops_itself(scripts):
-    assert scripts("run.sh", "exit 2").wait(20) == 2
+def test_job_with_an_invalid_configuration_is_stopped_and_not_retried(start_script):
+    assert start_script("run.sh", "exit 2").wait(20) == 2
     stop = "ray job stop --address http://127.0.0.1:8265 --no-wait peagle-job"
-    assert scripts.calls()[1:] == [stop, "sleep 60"]
+    assert start_script.calls()[1:] == [stop, "sleep 60"]
 
 
-def test_pre_stop_hook_waits_for_the_run(scripts, tmp_path):
-    assert scripts("stop.sh").wait(20) == 0, "there is no run yet"
-    run = scripts("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
+def test_pre_stop_hook_waits_for_the_run(start_script, tmp_path):
+    assert start_script("stop.sh").wait(20) == 0, "there is no run yet"
+    run = start_script("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
     try:
-        while not scripts.calls() or not (tmp_path / "pid").exists():
+        while not start_script.calls() or not (tmp_path / "pid").exists():
             assert run.poll() is None
             time.sleep(0.05)
-        assert scripts("stop.sh").wait(20) == 0
+        assert start_script("stop.sh").wait(20) == 0
         assert run.wait(20) == 3
     finally:
         run.kill()

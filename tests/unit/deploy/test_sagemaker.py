@@ -19,14 +19,14 @@ def card_of(name: str) -> ModelCard:
     return load_catalog().get(name)
 
 
-def drafting(resolved: Preset) -> dict[str, object]:
+def speculative_config(resolved: Preset) -> dict[str, object]:
     config: dict[str, object] = json.loads(resolved.variables[SPECULATIVE_CONFIG_VARIABLE])
     return config
 
 
-def test_preset_uses_published_deployment() -> None:
+def test_preset_is_the_published_deployment() -> None:
     resolved = preset(card_of("qwen3-coder-30b-a3b-instruct"))
-    assert drafting(resolved) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
+    assert speculative_config(resolved) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
     assert resolved.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
     assert "K=3: SageMaker JumpStart (its walk-through), ml.g7e.2xlarge [AWS machine learning blog" in resolved.drafter
     assert resolved.uploads == []
@@ -34,7 +34,7 @@ def test_preset_uses_published_deployment() -> None:
 
 def test_preset_for_a_concurrency_uses_the_recommended_k() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
-    assert drafting(preset(card, concurrency=128))["num_speculative_tokens"] == 7
+    assert speculative_config(preset(card, concurrency=128))["num_speculative_tokens"] == 7
     assert "up to 128 concurrent requests" in preset(card, concurrency=128).drafter
     assert SPECULATIVE_CONFIG_VARIABLE not in preset(card, concurrency=129).variables
 
@@ -45,8 +45,8 @@ def test_preset_prefers_deployment_on_same_instance_type() -> None:
     other = published.model_copy(update={"instance_type": "ml.p6-b200.48xlarge", "num_speculative_tokens": 11})
     head = card.heads["peagle"].model_copy(update={"deployments": [published, other]})
     card = card.model_copy(update={"heads": {"peagle": head}})
-    assert drafting(preset(card))["num_speculative_tokens"] == 3
-    assert drafting(preset(card, instance_type="ml.p6-b200.48xlarge"))["num_speculative_tokens"] == 11
+    assert speculative_config(preset(card))["num_speculative_tokens"] == 3
+    assert speculative_config(preset(card, instance_type="ml.p6-b200.48xlarge"))["num_speculative_tokens"] == 11
 
 
 def test_preset_without_head_explains_why() -> None:
@@ -61,7 +61,7 @@ def test_preset_lists_local_folders_to_upload(tmp_path: Path) -> None:
     head = card.heads["peagle"].model_copy(update={"kind": "folder", "id": str(tmp_path / "head")})
     resolved = preset(card.model_copy(update={"source": source, "heads": {"peagle": head}}))
     assert resolved.variables["SM_VLLM_MODEL"] == "/opt/ml/model"
-    assert drafting(resolved) == PUBLISHED | {"model": "/opt/ml/additional-model-data-sources/eagle"}
+    assert speculative_config(resolved) == PUBLISHED | {"model": "/opt/ml/additional-model-data-sources/eagle"}
     assert resolved.uploads == [
         (tmp_path / "mine", Path("/opt/ml/model")),
         (tmp_path / "head", Path("/opt/ml/additional-model-data-sources/eagle")),
@@ -76,11 +76,11 @@ def test_embedded_model_comes_from_hub_and_its_head_is_uploaded(shipped_head: Pa
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
-def test_own_container_reads_every_preset(name: str) -> None:
+def test_peagle_image_accepts_every_preset(name: str) -> None:
     resolved = preset(card_of(name))
     keys, drafter = (
         serve_options(resolved.variables),
-        drafting(resolved) if SPECULATIVE_CONFIG_VARIABLE in resolved.variables else {},
+        speculative_config(resolved) if SPECULATIVE_CONFIG_VARIABLE in resolved.variables else {},
     )
     assert keys["model"] == resolved.variables["SM_VLLM_MODEL"]
     assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
@@ -109,7 +109,7 @@ def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
     assert created.price.startswith("EC2's price of g7e.2xlarge")
 
 
-def test_s3_data_is_mounted_for_the_container() -> None:
+def test_model_and_head_on_s3_are_mounted_in_the_container() -> None:
     created = make_test_requests(model_data="s3://b/model", head_data="s3://b/head/")
     container = created.model["PrimaryContainer"]
     assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://b/model/"
@@ -119,7 +119,7 @@ def test_s3_data_is_mounted_for_the_container() -> None:
     assert "/opt/ml/additional-model-data-sources/eagle" in container["Environment"][SPECULATIVE_CONFIG_VARIABLE]
 
 
-def test_options_reach_container_and_instances() -> None:
+def test_options_are_set_in_the_requests() -> None:
     created = make_test_requests(
         name="mine", instances=2, usd_per_hour=4.5, max_model_len=32768, ami_version="a", variables=["HF_HOME=/tmp/x=y"]
     )
@@ -147,7 +147,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], reason: str) -> No
         SageMakerOptions(**REQUIRED | options)
 
 
-def test_unknown_price_must_be_set() -> None:
+def test_instance_type_without_a_known_price_needs_one() -> None:
     with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
         make_test_requests(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint
@@ -168,8 +168,8 @@ def test_too_long_variable_is_refused() -> None:
 
 
 def test_too_small_instances_are_refused() -> None:
-    with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as refused:
+    with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as error:
         make_test_requests(instance_type="ml.g6.xlarge", usd_per_hour=1)
-    assert "larger instance type" in refused.value.hint
+    assert "larger instance type" in error.value.hint
     variables = {"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}
     assert make_test_requests(instance_type="ml.g6.12xlarge", usd_per_hour=1, variables=variables).usd_per_hour == 1

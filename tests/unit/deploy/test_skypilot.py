@@ -1,4 +1,4 @@
-"""examples/skypilot.yaml matches SkyPilot's schema and the configuration that it runs."""
+"""Checks that examples/skypilot.yaml matches SkyPilot's schema and the configuration that it runs."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_example_matches_skypilot_schema(task):
     jsonschema.validate(task["resources"], SCHEMA["resources"])
 
 
-def test_example_uses_machine_of_its_configuration(task):
+def test_example_requests_the_machine_of_its_configuration(task):
     command = task["run"].splitlines()[-1]
     assert command == ".venv/bin/peagle generate --config examples/job.yaml"
     workload = read_workload(ROOT / "examples/job.yaml", None, max_name_length=50)

@@ -8,33 +8,31 @@ from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
 from peagle.errors import CapacityError, ConfigError, PrecisionError, PriceError
 
-EIGHT = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_hour_spot=1.0)
-
-
-CPU = Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0)
+EIGHT_GPUS = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_hour_spot=1.0)
+NO_GPU = Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0)
 
 
 @pytest.mark.parametrize(
-    ("machine", "parts", "num"),
+    ("offer", "parts", "num_machines"),  # a part: the accelerators of an engine, and the number of such engines
     [
-        (EIGHT, [(1, 8)], 1),
-        (EIGHT, [(1, 9)], 2),
-        (EIGHT, [(4, 3), (8, 1)], 3),
-        (EIGHT, [(5, 2), (3, 2)], 2),
-        (EIGHT, [(5, 2), (2, 2), (1, 2)], 2),
-        (EIGHT, [(1, 0)], 0),
-        (CPU, [(1, 3)], 3),
+        (EIGHT_GPUS, [(1, 8)], 1),
+        (EIGHT_GPUS, [(1, 9)], 2),
+        (EIGHT_GPUS, [(4, 3), (8, 1)], 3),
+        (EIGHT_GPUS, [(5, 2), (3, 2)], 2),
+        (EIGHT_GPUS, [(5, 2), (2, 2), (1, 2)], 2),
+        (EIGHT_GPUS, [(1, 0)], 0),
+        (NO_GPU, [(1, 3)], 3),
     ],
 )
-def test_engines_are_packed_onto_machines(machine, parts, num):
-    assert count_machines(machine, parts) == num
+def test_engines_are_packed_onto_machines(offer, parts, num_machines):
+    assert count_machines(offer, parts) == num_machines
     with pytest.raises(ConfigError, match="needs 9 accelerators of one machine, and eight has 8"):
-        count_machines(EIGHT, [(9, 1)])
+        count_machines(EIGHT_GPUS, [(9, 1)])
 
 
-def test_machine_of_a_configuration(tmp_path):
-    workload = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
-    assert (workload.region, workload.num_accelerators) == ("us-east-2", 8)
+def test_configuration_must_name_a_machine_with_a_price(tmp_path):
+    offer = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
+    assert (offer.region, offer.num_accelerators) == ("us-east-2", 8)
     with pytest.raises(ConfigError, match="has no instance_type") as error:
         offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
@@ -44,7 +42,7 @@ def test_machine_of_a_configuration(tmp_path):
         offer_of(PriceOptions(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
 
 
-def test_dns_label():
+def test_dns_label_is_made_of_a_name_or_refused():
     assert dns_label("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
     for name in ("8 GPUs", "..."):
         with pytest.raises(ConfigError, match="does not start with a letter"):
@@ -79,7 +77,7 @@ def test_workload_has_settings_of_configuration_and_profile(tmp_path, monkeypatc
     assert {"top_k", "profile"}.isdisjoint(workload.settings)
 
 
-def test_endpoint_has_machines_for_all_models(tmp_path):
+def test_endpoint_has_machines_for_the_most_replicas_of_all_models(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(
         "instance_type: g7e.12xlarge\nmodels:\n- {name: a, tensor_parallel_size: 2, max_replicas: 2}\n"
@@ -91,7 +89,7 @@ def test_endpoint_has_machines_for_all_models(tmp_path):
 MODEL = "qwen3-coder-30b-a3b-instruct"
 
 
-def offer(instance_type):
+def offer_by_name(instance_type):
     return PriceTable.load().offer(instance_type)
 
 
@@ -110,11 +108,11 @@ def target_options(**options):
     ],
 )
 def test_too_small_machine_is_refused(instance_type, options, message):
-    with pytest.raises(CapacityError, match=message) as refused:
-        require_room(offer(instance_type), target_options(**options))
-    assert "name a larger instance type" in refused.value.hint
+    with pytest.raises(CapacityError, match=message) as error:
+        require_room(offer_by_name(instance_type), target_options(**options))
+    assert "name a larger instance type" in error.value.hint
     with pytest.raises(PrecisionError, match="fp8"):
-        require_room(offer("p4d.24xlarge"), target_options(precision="fp8"))
+        require_room(offer_by_name("p4d.24xlarge"), target_options(precision="fp8"))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +124,8 @@ def test_too_small_machine_is_refused(instance_type, options, message):
         ("c7a.large", {"model": "smollm2-135m"}),
     ],
 )
-def test_large_enough_or_unknown_machine_passes(instance_type, options):
-    require_room(offer(instance_type), target_options(**options))
+def test_large_enough_or_unknown_machine_is_accepted(instance_type, options):
+    require_room(offer_by_name(instance_type), target_options(**options))
     require_room(
         Offer(instance_type="x", accelerator="T9", num_accelerators=1, usd_per_hour_on_demand=1.0), target_options()
     )

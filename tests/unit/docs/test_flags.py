@@ -1,4 +1,4 @@
-"""Every `peagle` command and flag in the README, docs and examples exists."""
+"""Every `peagle` command and flag in README, docs and examples exists."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ HIDDEN = {"--fake"}
 
 
 def commands(text):
-    """Return the words of each `peagle` command in blocks of code and between backticks, without comments."""
+    """Return the words of each `peagle` command in code blocks and between backticks, without comments."""
     blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     lines = [
         line
@@ -52,6 +52,6 @@ def test_commands_and_flags_exist(page):
         assert not unknown, f"peagle {' '.join(words)}: {unknown}"
 
 
-def test_commands_of_a_page():
+def test_commands_are_found_in_a_page():
     page = "```\nA=b c/peagle show \\\n  d --failed  # e\npeagle up && peagle down -f | g\n```\nh `peagle runs` i\n"
     assert commands(page) == [["show", "d", "--failed"], ["up"], ["down", "-f"], ["runs"]]

@@ -1,4 +1,4 @@
-"""Pages have short sentences and paragraphs, existing pictures, a place in the navigation, and few words in total."""
+"""Pages have short sentences and paragraphs, existing pictures, a place in the navigation, and few words."""
 
 import re
 import tomllib
@@ -38,7 +38,8 @@ def blocks(text):
 
 
 def sentences(text):
-    return [s for block in blocks(text) for s in re.split(r"(?<=[.!?])\s+", block) if re.search(r"\w", s)]
+    parts = [part for block in blocks(text) for part in re.split(r"(?<=[.!?])\s+", block)]
+    return [part for part in parts if re.search(r"\w", part)]
 
 
 def num_words(text):
@@ -73,29 +74,30 @@ def test_sentences_and_paragraphs_are_short(page):
     text = page.read_text()
     average = mean(map(num_words, sentences(text)))
     assert average <= MAX_WORDS_PER_SENTENCE, f"{average:.1f} words per sentence"
-    long = [block for block in blocks(text) if num_words(block) > MAX_WORDS_PER_PARAGRAPH]
-    assert not long, f"paragraphs of {[num_words(block) for block in long]} words; the first: {long[0][:80]} ..."
+    long_blocks = [block for block in blocks(text) if num_words(block) > MAX_WORDS_PER_PARAGRAPH]
+    lengths = [num_words(block) for block in long_blocks]
+    assert not long_blocks, f"paragraphs of {lengths} words; the first: {long_blocks[0][:80]} ..."
 
 
 @pytest.mark.parametrize("page", sorted({*READER_PAGES, *(ROOT / "docs").rglob("*.md")}), ids=name_of)
 def test_pictures_exist(page):
-    shown = re.findall(r'!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img [^>]*src="([^"]+)"', page.read_text())
-    missing = [link for pair in shown for link in pair if link and not (page.parent / link).is_file()]
+    matches = re.findall(r'!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img [^>]*src="([^"]+)"', page.read_text())
+    missing = [link for pair in matches for link in pair if link and not (page.parent / link).is_file()]
     assert not missing
 
 
-def linked(entries):
-    """Yield the pages of a nav."""
+def pages_of(entries):
+    """Yield the pages in entries of the navigation."""
     for entry in entries:
         for target in entry.values() if isinstance(entry, dict) else [entry]:
             if isinstance(target, str):
                 yield target
             else:
-                yield from linked(target)
+                yield from pages_of(target)
 
 
 def test_each_page_is_in_the_navigation():
-    nav = list(linked(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
+    nav = list(pages_of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
     assert len(nav) == len(set(nav)), "a page is listed twice"
     assert {page for page in nav if not (ROOT / page).exists()} == set()
     folders = [page for page in nav if page.endswith("/")]

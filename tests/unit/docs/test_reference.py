@@ -1,4 +1,4 @@
-"""The generated pages of docs/reference: options of commands, and keys of their YAML."""
+"""The generated pages of docs/reference: the options of commands, on the command line and in YAML."""
 
 import os
 from pathlib import Path
@@ -49,8 +49,8 @@ def configuration_page():
 
 
 @pytest.mark.parametrize(("name", "make"), [("commands.md", commands_page), ("configuration.md", configuration_page)])
-def test_page_is_current(name, make):
+def test_generated_page_is_up_to_date(name, make):
     text = make()
     if os.environ.get("WRITE_DOCS"):
         (FOLDER / name).write_text(text)
-    assert (FOLDER / name).read_text() == text, f"docs/reference/{name} is not current: make docs-reference"
+    assert (FOLDER / name).read_text() == text, f"docs/reference/{name} is out of date: run `make docs-reference`"

@@ -23,7 +23,7 @@ def test_step_times_are_interpolated():
     assert BASELINE.at(64) == BASELINE.steps[2]
 
 
-def test_text_round_trip():
+def test_baseline_as_text_round_trip():
     assert Baseline.from_text(BASELINE.to_text()) == BASELINE
     assert Baseline.from_text("") is None
 
@@ -37,7 +37,7 @@ def test_text_round_trip():
         {"source": "a", "steps": [{"concurrency": 1, "step_s": "1", "plain_step_s": 1}]},
         {"source": "a", "steps": [{"concurrency": 1, "step_s": float("nan"), "plain_step_s": 1}]},
         {"source": "a", "steps": [{"concurrency": 1, "step_s": 1, "plain_step_s": 1, "error": -1}]},
-        {"source": "a", "steps": [{"concurrency": at, "step_s": 1, "plain_step_s": 1} for at in (2, 1)]},
+        {"source": "a", "steps": [{"concurrency": number, "step_s": 1, "plain_step_s": 1} for number in (2, 1)]},
     ],
 )  # fmt: skip
 def test_invalid_baselines_are_refused(data):
@@ -45,7 +45,7 @@ def test_invalid_baselines_are_refused(data):
         Baseline.from_dict(data)
 
 
-def test_recorded_baseline_missing_or_damaged():
+def test_missing_baseline_is_none_and_a_damaged_one_is_refused():
     assert recorded_baseline({}) is recorded_baseline({"baseline": None}) is None
     with pytest.raises(PeagleError, match="damaged"):
         recorded_baseline({"baseline": {"steps": 5}})

@@ -42,7 +42,7 @@ def test_price_is_stated_detected_or_assumed(options, hardware, machine_names, e
     assert (price.instance_type, price.basis) == expected
 
 
-def test_an_ambiguous_gpu_is_refused():
+def test_gpu_of_several_instance_types_has_no_price():
     with pytest.raises(PriceError, match="13 instance types have it") as error:
         resolve_price(PriceOptions(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
@@ -55,15 +55,15 @@ def test_spot_price_of_the_detected_region():
     detected = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
     assert resolve_price(PriceOptions(market="spot"), detected).usd_per_hour == 17.84685
     assert resolve_price(PriceOptions(market="spot", region="us-east-1"), detected).usd_per_hour == 18.7089
-    elsewhere = replace(detected, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
-    assert resolve_price(PriceOptions(market="spot"), elsewhere).region == "us-east-2"
+    unknown_region = replace(detected, machine_names=("p5.48xlarge", "ap-south-1"))  # a region not in the table
+    assert resolve_price(PriceOptions(market="spot"), unknown_region).region == "us-east-2", "the cheapest region"
 
 
 @pytest.mark.parametrize(
     ("options", "accelerator"),
     [({"usd_per_hour": 1}, None), ({"instance_type": "p5.48xlarge"}, "H100"), ({"instance_type": "g6.xlarge"}, None)],
 )
-def test_machines_to_be_added_have_a_stated_price(options, accelerator):
+def test_require_price_accepts_machines_with_a_price(options, accelerator):
     require_price(PriceOptions(**options), accelerator)
 
 
@@ -76,13 +76,13 @@ def test_machines_to_be_added_have_a_stated_price(options, accelerator):
         ({"instance_type": "p5.48xlrage"}, "H100", "no price for the instance type"),
     ],
 )
-def test_machines_to_be_added_need_a_price(options, accelerator, reason):
+def test_require_price_refuses_machines_without_a_price(options, accelerator, reason):
     with pytest.raises(PriceError, match=reason):
         require_price(PriceOptions(**options), accelerator)
 
 
-def require_continuable(options_before, hardware_before, options, hardware):
-    """Check that a run can continue with other price options, on other hardware."""
+def require_price_before(options_before, hardware_before, options, hardware):
+    """Check that a run, resumed with other price options or on other hardware, has the price that it had before."""
     require_same_price(
         options,
         resolve_price(options, hardware),
@@ -100,15 +100,15 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
     ("options_before", "hardware_before", "options", "hardware"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(8)),
-        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # equal per accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
-        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
-        # the type of the machine is detected, at the same price
+        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # the earlier price is kept if none is stated
+        # the instance type is now detected, and has the same price
         (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),
     ],
 )
-def test_a_run_continues_at_the_same_price(options_before, hardware_before, options, hardware):
-    require_continuable(options_before, hardware_before, options, hardware)
+def test_run_continues_at_the_same_price(options_before, hardware_before, options, hardware):
+    require_price_before(options_before, hardware_before, options, hardware)
 
 
 @pytest.mark.parametrize(
@@ -121,59 +121,59 @@ def test_a_run_continues_at_the_same_price(options_before, hardware_before, opti
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), CPU),
     ],
 )
-def test_a_run_does_not_continue_at_another_price(options_before, hardware_before, options, hardware):
+def test_run_does_not_continue_at_another_price(options_before, hardware_before, options, hardware):
     with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
-        require_continuable(options_before, hardware_before, options, hardware)
+        require_price_before(options_before, hardware_before, options, hardware)
 
 
-def test_a_changed_price_table_does_not_change_a_run():
+def test_run_continues_after_a_change_of_the_price_table():
     before, price = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8), resolve_price(H100_SPOT, gpus(8))
     recorded_options = H100_SPOT.model_dump(mode="json", exclude_none=True)
     require_same_price(H100_SPOT, price, gpus(8), before=before, recorded_options=recorded_options, machine="8 x H100")
 
 
-# --- hardware that an instance type or accelerator names
+# --- the hardware of an instance type or accelerator
 
 
-def machine(accelerator=None, **options):
+def hardware_of(accelerator=None, **options):
     return named_machine(PriceOptions(**options), accelerator, num_accelerators=2)
 
 
 def test_instance_type_determines_hardware_and_price():
-    hardware_of_type = machine(instance_type="p5.48xlarge")
+    hardware = hardware_of(instance_type="p5.48xlarge")
     expected = {
         "platform": "cuda", "accelerator": "H100 80GB HBM3", "num_accelerators": 8, "compute_capability": (9, 0),
         "num_cpus": 192,
     }  # fmt: skip
-    assert {name: getattr(hardware_of_type, name) for name in expected} == expected
-    assert round(hardware_of_type.memory_gib) == 80
-    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), hardware_of_type)
+    assert {name: getattr(hardware, name) for name in expected} == expected
+    assert round(hardware.memory_gib) == 80
+    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), hardware)
     assert (price.num_devices, price.basis) == (8, "stated")
 
 
 @pytest.mark.parametrize("options", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
-def test_default_machine_is_this_one(options):
-    assert machine(**options) is None
-    assert machine("any", **options) is None
-    detected, is_for_this_machine = machine_for(PriceOptions(**options), None, num_accelerators=1)
-    assert (detected.num_cpus, is_for_this_machine) == (detect().num_cpus, True)
+def test_hardware_of_this_machine_is_the_default(options):
+    assert hardware_of(**options) is None
+    assert hardware_of("any", **options) is None
+    hardware, is_for_this_machine = machine_for(PriceOptions(**options), None, num_accelerators=1)
+    assert (hardware.num_cpus, is_for_this_machine) == (detect().num_cpus, True)
 
 
 OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, offer in OFFERS.items() if offer.accelerator != "B300"))
-def test_every_priced_machine_has_known_hardware(name):
-    assert machine(instance_type=name).num_accelerators == OFFERS[name].num_accelerators
+def test_every_instance_type_has_known_hardware(name):
+    assert hardware_of(instance_type=name).num_accelerators == OFFERS[name].num_accelerators
 
 
 def test_unknown_accelerators_are_refused():
     with pytest.raises(ConfigError, match="unknown accelerator B300"):
-        machine(instance_type="p6-b300.48xlarge")
+        hardware_of(instance_type="p6-b300.48xlarge")
 
 
 def test_instance_type_must_match_the_accelerator():
     with pytest.raises(ConfigError, match=r"p5\.48xlarge has H100, but accelerator_type is L40S"):
-        machine("L40S", instance_type="p5.48xlarge")
-    assert machine("H100", instance_type="p5.48xlarge") is not None
-    assert machine("A100-80G", instance_type="p4de.24xlarge") is not None
+        hardware_of("L40S", instance_type="p5.48xlarge")
+    assert hardware_of("H100", instance_type="p5.48xlarge") is not None
+    assert hardware_of("A100-80G", instance_type="p4de.24xlarge") is not None

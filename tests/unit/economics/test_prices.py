@@ -20,23 +20,23 @@ def table():
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write_table(text):
+def write_table(tmp_path):
+    def write(text):
         path = tmp_path / "own.csv"
         path.write_text(text)
         return path
 
-    return write_table
+    return write
 
 
-def test_every_packaged_row_names_its_source_and_date(table):
+def test_every_packaged_price_has_a_source_and_a_date(table):
     offers = table.offers
     assert len(offers) == 86
     assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
     assert all("@" in offer.source and date.fromisoformat(offer.as_of).year == 2026 for offer in offers)
 
 
-def test_a_price_is_shared_by_the_devices(table):
+def test_price_of_a_machine_is_divided_by_its_devices(table):
     cpu, gpu = table.price(DEFAULT_CPU_INSTANCE), table.price("p5.48xlarge")
     assert (cpu.device, cpu.num_devices, cpu.accelerator, cpu.usd_per_hour) == ("vcpu", 2, None, 0.10264)
     assert cpu.usd_per_device_s == pytest.approx(0.10264 / 2 / 3600)
@@ -44,12 +44,12 @@ def test_a_price_is_shared_by_the_devices(table):
     assert gpu.usd_per_device_s == pytest.approx(55.04 / 8 / 3600)
 
 
-def test_spot_without_a_region_is_the_cheapest(table):
+def test_spot_price_without_a_region_is_the_cheapest(table):
     price = table.price("p5.48xlarge", market="spot")
     assert (price.region, price.usd_per_hour) == ("us-east-2", 14.0818)
     assert price.doubt == "spot costs $14.0818 to $18.7089 per hour, depending on the region; this is the cheapest"
-    named = table.price("p5.48xlarge", market="spot", region="us-east-1")
-    assert (named.usd_per_hour, named.doubt) == (18.7089, "")
+    regional = table.price("p5.48xlarge", market="spot", region="us-east-1")
+    assert (regional.usd_per_hour, regional.doubt) == (18.7089, "")
     assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # equal in all regions
 
 
@@ -59,14 +59,14 @@ def test_unknown_instance_types_get_suggestions(table):
     assert all(name in error.value.hint for name in ("p5.48xlarge", "--usd-per-hour", "--prices"))
 
 
-def test_a_missing_market_is_an_error(table):
+def test_missing_on_demand_price_is_an_error(table):
     with pytest.raises(PriceError, match=r"no on-demand price .* aws us-east-2 spot \$14\.8034"):
         table.price("p5e.48xlarge")
 
 
-def test_an_override_row_replaces_its_region_only(write):
+def test_own_price_with_a_region_replaces_the_price_of_that_region(write_table):
     table = PriceTable.load(
-        write("provider,region,instance_type,vcpus,usd_per_hour_on_demand\naws,us-east-2,c7a.large,2,0.05\n")
+        write_table("provider,region,instance_type,vcpus,usd_per_hour_on_demand\naws,us-east-2,c7a.large,2,0.05\n")
     )
     assert table.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
     assert table.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
@@ -77,9 +77,9 @@ def test_an_override_row_replaces_its_region_only(write):
     assert "region" in error.value.hint
 
 
-def test_an_override_row_without_a_region_replaces_all(write):
+def test_own_price_without_a_region_replaces_all_prices_of_the_instance_type(write_table):
     table = PriceTable.load(
-        write("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
+        write_table("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
     )
     price = table.price("p5.48xlarge")
     assert (price.usd_per_hour, price.provider, price.as_of) == (40, "", "undated")
@@ -87,10 +87,10 @@ def test_an_override_row_without_a_region_replaces_all(write):
     assert table.price("p5.4xlarge").usd_per_hour == 6.88
 
 
-def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
-    with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as refused:
-        PriceTable.load(write("instance_type,vcpus,usd_per_hour_reserved\nrack-7,64,1.5\n"))
-    assert "usd_per_hour_on_demand" in refused.value.hint
+def test_reserved_prices_are_refused_in_tables_and_read_from_records(write_table, table):
+    with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as error:
+        PriceTable.load(write_table("instance_type,vcpus,usd_per_hour_reserved\nrack-7,64,1.5\n"))
+    assert "usd_per_hour_on_demand" in error.value.hint
     recorded = table.price("p5.48xlarge", region="us-east-1").to_dict() | {"market": "reserved"}
     assert Price.from_dict(recorded).market == "reserved"
 
@@ -110,16 +110,16 @@ def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x has two prices for everywhere"),
     ],
 )
-def test_invalid_tables_are_refused_with_file_and_line(write, text, reason):
-    path = write(text)
+def test_invalid_tables_are_refused_with_file_and_line(write_table, text, reason):
+    path = write_table(text)
     with pytest.raises(PriceError, match=reason) as error:
         PriceTable.load(path)
     assert str(path) in error.value.message
 
 
-def test_a_table_that_cannot_be_read_is_an_error(tmp_path):
+def test_unreadable_table_is_an_error(tmp_path):
     with pytest.raises(PriceError, match="cannot read the price table"):
-        PriceTable.load(tmp_path / "nowhere.csv")
+        PriceTable.load(tmp_path / "missing.csv")
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PriceError, match="cannot read the price table"):
@@ -145,11 +145,11 @@ def test_invalid_prices_are_refused(changes, message):
 def test_price_round_trip(table):
     price = table.price("a4-highgpu-8g")
     assert Price.from_dict(json.loads(json.dumps(price.to_dict()))) == price
-    older = {key: value for key, value in price.to_dict().items() if key != "basis"}
-    assert Price.from_dict(older) == price
+    without_basis = {key: value for key, value in price.to_dict().items() if key != "basis"}
+    assert Price.from_dict(without_basis) == price, "older records have no basis"
 
 
-def test_an_accelerator_with_one_instance_type(table):
+def test_default_instance_of_an_accelerator_with_one_instance_type(table):
     assert default_instance("NVIDIA B300", table) == "p6-b300.48xlarge"
 
 
@@ -161,18 +161,18 @@ def test_an_accelerator_with_one_instance_type(table):
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "g7e.2xlarge", "g6"),
     ],
 )
-def test_an_accelerator_with_several_instance_types(table, device_name, listed, not_listed):
+def test_accelerator_with_several_instance_types_has_no_default(table, device_name, listed, not_listed):
     with pytest.raises(PriceError) as error:
         default_instance(device_name, table)
-    _, *listing = error.value.hint.splitlines()
-    names = [line.split()[0] for line in listing]
+    _, *lines = error.value.hint.splitlines()
+    names = [line.split()[0] for line in lines]
     assert f"{len(names)} instance types have it" in error.value.message
     assert listed in names
     assert not_listed not in names
     assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
 
 
-def test_price_lines_have_devices_price_and_provider(table):
+def test_price_lines_show_devices_price_and_provider(table):
     lines = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
     assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only
@@ -185,7 +185,7 @@ def test_has_accelerator_compares_names(table):
     assert table.has_accelerator("p5.48xlarge", "NVIDIA H100 80GB HBM3")
     assert table.has_accelerator("m7i.large", None)
     assert not table.has_accelerator("p5.48xlarge", "NVIDIA H200")
-    assert not table.has_accelerator("p5.48xlarge", None)  # engines on its CPUs
+    assert not table.has_accelerator("p5.48xlarge", None)  # None: the engines run on CPUs
     assert not table.has_accelerator("m7i.large", "NVIDIA L4")
     assert not table.has_accelerator("m7i.huge", None)
 
@@ -211,5 +211,5 @@ def test_has_accelerator_compares_names(table):
         (None, "NVIDIA L4", False),
     ],
 )
-def test_accelerator_names_of_tables_and_drivers(name, device_name, expected):
+def test_accelerator_names_of_price_tables_match_those_of_gpu_drivers(name, device_name, expected):
     assert is_accelerator(name, device_name) == expected

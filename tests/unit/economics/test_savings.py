@@ -25,24 +25,24 @@ def test_savings_of_a_drafter():
     assert savings.loss_note("head for m") is None
 
 
-def test_a_loss_beyond_the_error_has_a_note():
-    poor = work_savings(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
-    assert poor.saved_usd == pytest.approx(-0.025)
+def test_loss_has_a_note_if_it_exceeds_the_error():
+    large_loss = work_savings(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
+    assert large_loss.saved_usd == pytest.approx(-0.025)
     expected = "head for m cost $0.025 more than without, at an acceptance length of 1.50 where 2.00 breaks even"
-    assert expected in poor.loss_note("head for m")
-    near = work_savings(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
-    assert near.saved_usd < 0
-    assert near.loss_note("head for m") is None
+    assert expected in large_loss.loss_note("head for m")
+    small_loss = work_savings(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
+    assert small_loss.saved_usd < 0
+    assert small_loss.loss_note("head for m") is None
 
 
-def test_generation_is_at_most_the_busy_time():
-    slow = Baseline(source="another machine", steps=(StepTimes(concurrency=1, step_s=1.0, plain_step_s=0.5),))
+def test_generation_costs_at_most_the_busy_time():
+    slow = Baseline(source="a slower machine", steps=(StepTimes(concurrency=1, step_s=1.0, plain_step_s=0.5),))
     savings = work_savings(WORK, has_drafter=True, baseline=slow)
     assert (savings.prompt_usd, savings.generation_usd, savings.undrafted_usd) == (0.0, 0.12, pytest.approx(0.15))
     assert savings.to_dict()["speculation"]["error_usd"] is None
 
 
-def test_savings_without_a_drafter():
+def test_work_without_a_drafter_has_no_savings():
     plain = Baseline(source="bench", steps=(StepTimes(concurrency=8, step_s=0.040, plain_step_s=0.040),))
     work = replace(WORK, num_drafts=0, num_accepted_tokens=0, busy_s=20.0, request_s=160.0)
     savings = work_savings(work, has_drafter=False, baseline=plain)
@@ -67,7 +67,7 @@ def test_savings_without_data_are_unknown(work, baseline):
     assert savings["speculation"]["unknown_usd"] == savings["unsplit_usd"] == 0.12
 
 
-def test_spot_savings():
+def test_spot_savings_include_the_cost_of_lost_work():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
     savings = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
@@ -80,7 +80,7 @@ def test_spot_savings():
 
 
 @st.composite
-def works(draw):
+def work_records(draw):
     num_drafts = draw(st.integers(0, 1000))
     return Work(
         num_requests=1,
@@ -94,7 +94,7 @@ def works(draw):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(items=st.lists(st.tuples(works(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
+@given(items=st.lists(st.tuples(work_records(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
 def test_savings_add_up_in_any_order(items):
     parts = [work_savings(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in items]
     total = sum(parts, Savings())

@@ -26,31 +26,31 @@ from peagle.economics.usage import Work, interpolate_session
 from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
-ALL = Days()
+ALL_DAYS = Days()
 KINDS = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
 
 
-def session(session_id="s", **values):
+def make_session(session_id="s", **values):
     defaults = {"num_devices": 2, "model": "m", "drafter": "head", "instance_type": "i", "usd_per_device_s": 0.01}
     return engine_session(session_id, **defaults | values)
 
 
-def ledger(sessions, work, at=lambda session, moment: interpolate_session(moment, None, session)):
-    return Ledger(run="r", sessions=sessions, work=work, session_at=at)
+def make_ledger(sessions, work, session_at=lambda session, moment: interpolate_session(moment, None, session)):
+    return Ledger(run="r", sessions=sessions, work=work, session_at=session_at)
 
 
-def total_spend(ledger, days=ALL):
+def total_spend(ledger, days=ALL_DAYS):
     return sum((charge.spend for charge in charges(ledger, days)), Spend())
 
 
 @st.composite
-def ledgers(draw):
-    """Draw sessions over several days, and their units."""
+def random_sessions_and_units(draw):
+    """Draw sessions over several days, and the usage of their committed units."""
     sessions, units = [], []
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
         states = {name: draw(seconds) for name in ("load_s", "compile_s", "busy_s", "idle_s")}
-        engine = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
+        engine = make_session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
         sessions.append(replace(engine, last_seen_at=engine.started_at + sum(states.values())))
         for _ in range(draw(st.integers(0, 4))):
             finished_at = engine.started_at + draw(st.floats(0, 1)) * (engine.last_seen_at - engine.started_at)
@@ -60,44 +60,44 @@ def ledgers(draw):
     return sessions, units
 
 
-def ledger_of(sessions, units):
+def ledger_of_run(sessions, units):
     work = {}
     for index, unit in enumerate(units):
         group = SpendingGroup(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
         work[group] = work.get(group, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)
-    return ledger(sessions, work)
+    return make_ledger(sessions, work)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(drawn=ledgers())
-def test_charges_add_up_to_the_account(drawn):
-    sessions, units = drawn
-    whole, reported = total_spend(ledger_of(sessions, units)), account(units, sessions, PRICE)
-    assert whole.attributed_usd == pytest.approx(reported.usd.busy, abs=1e-6)
-    assert whole.loading_usd == pytest.approx(reported.usd.load + reported.usd.compile, abs=1e-6)
-    assert whole.idle_usd == pytest.approx(reported.usd.idle, abs=1e-6)
-    assert whole.lost_usd == pytest.approx(reported.usd.lost, abs=1e-6)
-    assert whole.num_output_tokens == reported.num_output_tokens
+@given(sessions_and_units=random_sessions_and_units())
+def test_charges_add_up_to_the_account(sessions_and_units):
+    sessions, units = sessions_and_units
+    total, run_account = total_spend(ledger_of_run(sessions, units)), account(units, sessions, PRICE)
+    assert total.attributed_usd == pytest.approx(run_account.usd.busy, abs=1e-6)
+    assert total.loading_usd == pytest.approx(run_account.usd.load + run_account.usd.compile, abs=1e-6)
+    assert total.idle_usd == pytest.approx(run_account.usd.idle, abs=1e-6)
+    assert total.lost_usd == pytest.approx(run_account.usd.lost, abs=1e-6)
+    assert total.num_output_tokens == run_account.num_output_tokens
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(drawn=ledgers(), cuts=st.sets(st.integers(-1, 13), max_size=4))
-def test_any_periods_add_up_to_the_total(drawn, cuts):
-    drawn_ledger = ledger_of(*drawn)
+@given(sessions_and_units=random_sessions_and_units(), cuts=st.sets(st.integers(-1, 13), max_size=4))
+def test_spending_of_consecutive_periods_adds_up_to_the_total(sessions_and_units, cuts):
+    run_ledger = ledger_of_run(*sessions_and_units)
     ends = sorted(cuts)
     periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
-    parts, whole = [total_spend(drawn_ledger, days) for days in periods], total_spend(drawn_ledger)
+    parts, whole = [total_spend(run_ledger, days) for days in periods], total_spend(run_ledger)
     for name in KINDS:
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=1e-6)
-    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(drawn_ledger, Days()) for name in KINDS)
+    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(run_ledger, Days()) for name in KINDS)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(drawn=ledgers(), random=st.randoms(use_true_random=False))
-def test_any_order_and_grouping_give_the_same_totals(drawn, random):
-    sessions, units = drawn
-    drawn_ledger = ledger_of(sessions, units)
-    by_day = list(charges(drawn_ledger, Days()))
+@given(sessions_and_units=random_sessions_and_units(), random=st.randoms(use_true_random=False))
+def test_totals_do_not_depend_on_order_or_grouping(sessions_and_units, random):
+    sessions, units = sessions_and_units
+    run_ledger = ledger_of_run(sessions, units)
+    by_day = list(charges(run_ledger, Days()))
     by_day_and_key = statement(by_day, ("day", "key"), Days())
     random.shuffle(by_day)
     shuffled = statement(by_day, ("day", "key"), Days())
@@ -108,33 +108,35 @@ def test_any_order_and_grouping_give_the_same_totals(drawn, random):
         for kind, usd in row["usd"].items():
             assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)
     for result in (by_day_and_key, shuffled, statement(by_day, (), Days())):
-        units_of = defaultdict(int)
+        nanodollars_by_kind = defaultdict(int)
         for row in result["rows"]:
             for kind, usd in row["usd"].items():
-                units_of[kind] += round(usd * 1e9)
-        assert dict(units_of) == {kind: round(usd * 1e9) for kind, usd in result["total"]["usd"].items() if units_of}
+                nanodollars_by_kind[kind] += round(usd * 1e9)
+        assert dict(nanodollars_by_kind) == {
+            kind: round(usd * 1e9) for kind, usd in result["total"]["usd"].items() if nanodollars_by_kind
+        }
         total = result["total"]["usd"]
         parts = sum(round(total[kind] * 1e9) for kind in ("attributed", "overhead", "lost"))
         assert parts == round(total["total"] * 1e9)
-        whole = total_spend(drawn_ledger)
+        whole = total_spend(run_ledger)
         assert total["total"] == pytest.approx(sum(getattr(whole, name) for name in KINDS), abs=1e-6)
 
 
 def test_work_counts_on_its_commit_day():
-    """A unit of 30 s is committed 20 s after midnight."""
-    engine = session(started_at=DAY_S - 10.0, busy_s=30.0)
+    """A unit that takes 30 s is committed 20 s after midnight."""
+    engine = make_session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
-    by_day = list(charges(ledger([engine], committed), Days()))
+    by_day = list(charges(make_ledger([engine], committed), Days()))
     assert [(charge.day, charge.spend.attributed_usd) for charge in by_day] == [(1, 0.6)]
-    lost = list(charges(ledger([engine], {}), Days()))
+    lost = list(charges(make_ledger([engine], {}), Days()))
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
 def test_compile_time_over_midnight_is_counted_once():
-    """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
-    engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
+    """Until an engine is ready, all its seconds count as load. Of 100 s until midnight, 60 s become compile later."""
+    engine = make_session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
     loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    by_day = list(charges(ledger([engine], {}, at=lambda *_: loading), Days()))
+    by_day = list(charges(make_ledger([engine], {}, session_at=lambda *_: loading), Days()))
     assert [charge.day for charge in by_day] == [0, 1]
     assert [charge.spend.loading_usd for charge in by_day] == pytest.approx([2.0, 1.0])
 
@@ -144,15 +146,17 @@ def test_overhead_has_no_key():
         SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0),
         SpendingGroup(0, "batch_1", "bob", "m", None, "{}"): Work(usd=3),
     }
-    rows = statement(charges(ledger([session(load_s=50.0, busy_s=60.0)], work), Days()), ("key",), Days())["rows"]
+    engine = make_session(load_s=50.0, busy_s=60.0)
+    rows = statement(charges(make_ledger([engine], work), Days()), ("key",), Days())["rows"]
     assert [(row["key"], row["usd"]["attributed"], row["usd"]["overhead"], row["usd"]["lost"]) for row in rows] == [
         ("", 0.0, pytest.approx(1.0), pytest.approx(0.2)), ("alice", 1.0, 0.0, 0.0), ("bob", 3.0, 0.0, 0.0),
     ]  # fmt: skip
 
 
-def test_without_a_price_the_cost_is_unknown():
+def test_cost_of_engines_without_a_price_is_unknown():
     work = {SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0, num_output_tokens=5)}
-    result = statement(charges(ledger([session(busy_s=60.0, usd_per_device_s=0.0)], work), Days()), ("key",), Days())
+    engine = make_session(busy_s=60.0, usd_per_device_s=0.0)
+    result = statement(charges(make_ledger([engine], work), Days()), ("key",), Days())
     assert [row["usd"]["total"] for row in result["rows"]] == [None, 1.0]
     total = result["total"]
     assert (total["usd"]["attributed"], total["usd"]["overhead"], total["usd"]["total"]) == (1.0, None, None)
@@ -160,13 +164,13 @@ def test_without_a_price_the_cost_is_unknown():
     assert "no price" in result["notes"][0]
 
 
-def test_spot_charges_compare_with_on_demand():
-    """5 of 35 s, which cost 0.02 USD each, are lost. The other 30 s would cost 0.06 USD each on demand."""
-    spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
+def test_spot_charges_have_the_on_demand_cost_of_work_that_is_not_lost():
+    """Each of 35 s costs 0.02 USD. 5 s are lost; the other 30 s would cost 0.06 USD each on demand."""
+    spot = make_session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
-    savings = total_spend(ledger([spot], work)).savings
+    savings = total_spend(make_ledger([spot], work)).savings
     assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
-    unpriced = total_spend(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
+    unpriced = total_spend(make_ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
     assert unpriced.unpriced_spot_usd == pytest.approx(0.70)
 
 
@@ -180,14 +184,14 @@ def idle_engine(begin_h, end_h):
     )  # fmt: skip
 
 
-def test_nodes_cost_while_any_engine_runs():
+def test_nodes_cost_money_while_any_engine_runs():
     engines = [idle_engine(1, 5), idle_engine(-2, 2), idle_engine(3, 4), idle_engine(8, 9)]
     charges = list(node_charges(engines, Days(), 0.5))
-    assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))
+    assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))  # hours -2 to 5, 8 to 9
     assert {(charge.run, charge.key) for charge in charges} == {(NODES, "")}
 
 
-def test_node_cost_is_divided_by_day():
+def test_cost_of_nodes_is_divided_by_day():
     fourth = MIDNIGHT // DAY_S
     for day, hours in ((fourth - 1, 2), (fourth, 24), (fourth + 1, 3)):
         charges = list(node_charges([idle_engine(-2, 27)], Days(day, day), 0.5))

@@ -12,7 +12,7 @@ def test_tags_round_trip():
 @pytest.mark.parametrize(
     "value", [["team=search", "project=x"], "team=search, project=x", {"team": "search", "project": "x"}]
 )
-def test_tags_from_flags_environment_and_yaml(value):
+def test_tags_are_read_from_flags_environment_and_yaml(value):
     assert TagOptions(tags=value).tags == {"team": "search", "project": "x"}
 
 
@@ -34,6 +34,6 @@ def test_invalid_tags_are_refused(pairs, message):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 1}', "{", 5, None])
-def test_invalid_tag_text_is_refused(text):
+def test_invalid_tags_as_text_are_refused(text):
     with pytest.raises(ValueError, match=r"invalid tags|Expecting"):
         tags_from_text(text)

@@ -46,13 +46,14 @@ def test_session_round_trip_in_parquet(tmp_path):
     assert sessions_from_table(pa.concat_tables(tables)) == [SESSION, other]
 
 
-def test_sessions_without_a_self_check_are_read():
+def test_session_table_without_the_self_check_column_is_read():
     checked = dataclasses.replace(SESSION, self_check='{"outcome": "passed"}')
     assert sessions_from_table(sessions_to_table([checked])) == [checked]
     assert sessions_from_table(sessions_to_table([checked]).drop_columns(["self_check"])) == [SESSION]
 
 
-def edited_record(**changes):
+def changed_record(**changes):
+    """Return the record of a unit with these changes; None removes a field."""
     record = json.loads(UNIT.to_json())
     for name, value in changes.items():
         if value is None:
@@ -68,19 +69,19 @@ def edited_record(**changes):
         (b"", "Expecting value"),
         (b"\xff\xfe", "usage record"),
         ("[1]", "version None is not supported"),
-        (edited_record(version=2), "version 2 is not supported; this peagle reads version 1"),
-        (edited_record(colour="red"), "unknown fields colour"),
-        (edited_record(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
-        (edited_record(num_rows=1.5), "num_rows must be of type int"),
-        (edited_record(num_rows=-1), "num_rows cannot be negative"),
-        (edited_record(session_id=7), "session_id must be of type str"),
-        (edited_record(busy_s=float("nan")), "busy_s must be a number of seconds"),
-        (edited_record(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
-        (edited_record(finished_at=1.0), "finished before it started"),
-        (edited_record(speculation={"num_drafts": 1}), "speculation counts must have"),
+        (changed_record(version=2), "version 2 is not supported; this peagle reads version 1"),
+        (changed_record(colour="red"), "unknown fields colour"),
+        (changed_record(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
+        (changed_record(num_rows=1.5), "num_rows must be of type int"),
+        (changed_record(num_rows=-1), "num_rows cannot be negative"),
+        (changed_record(session_id=7), "session_id must be of type str"),
+        (changed_record(busy_s=float("nan")), "busy_s must be a number of seconds"),
+        (changed_record(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
+        (changed_record(finished_at=1.0), "finished before it started"),
+        (changed_record(speculation={"num_drafts": 1}), "speculation counts must have"),
     ],
 )
-def test_a_malformed_unit_record_is_refused(data, reason):
+def test_malformed_unit_record_is_refused(data, reason):
     with pytest.raises(PeagleError, match=reason) as error:
         UnitUsage.from_json(data)
     assert error.value.message.startswith("not the usage record of a unit")
@@ -118,7 +119,7 @@ def with_column(table, name, values):
         (lambda table: with_column(table, "idle_s", pa.array([None], pa.float64())), "idle_s must be"),
     ],
 )
-def test_a_malformed_session_table_is_refused(change, reason):
+def test_malformed_session_table_is_refused(change, reason):
     with pytest.raises(PeagleError, match=reason) as error:
         sessions_from_table(change(sessions_to_table([SESSION])))
     assert error.value.message.startswith("not a record of engine sessions")
@@ -136,12 +137,12 @@ def test_request_round_trip():
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"prompt": "secret"}, {"usage": {}}])
-def test_invalid_requests_are_refused(change):
+def test_invalid_request_record_is_refused(change):
     with pytest.raises(PeagleError):
         RequestUsage.from_json(json.dumps(json.loads(REQUEST.to_json()) | change))
 
 
-def test_units_of_a_session_add_up():
+def test_usages_of_the_units_of_a_session_add_up():
     both = UNIT + dataclasses.replace(UNIT, started_at=UNIT.started_at - 5)
     assert (both.num_rows, both.num_output_tokens, both.busy_s) == (32, 4096, 86.5)
     assert (both.started_at, both.finished_at) == (UNIT.started_at - 5, UNIT.finished_at)
@@ -149,7 +150,7 @@ def test_units_of_a_session_add_up():
         UNIT + dataclasses.replace(UNIT, session_id="b2")
 
 
-def test_session_since_a_heartbeat():
+def test_session_since_is_the_part_after_a_heartbeat():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 50, busy_s=20.0, idle_s=0.0, num_output_tokens=800, ended=False
     )
@@ -159,7 +160,7 @@ def test_session_since_a_heartbeat():
     assert since.num_output_tokens == 1700
 
 
-def test_session_since_a_heartbeat_during_loading():
+def test_session_since_a_heartbeat_before_the_engine_was_ready():
     loading = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 25, load_s=25.0, compile_s=0.0, busy_s=0.0, idle_s=0.0
     )
@@ -168,12 +169,12 @@ def test_session_since_a_heartbeat_during_loading():
     assert since.started_at == pytest.approx(loading.last_seen_at)
 
 
-def test_session_between_heartbeats():
+def test_session_is_interpolated_between_heartbeats():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 60, busy_s=30.0, idle_s=0.0, num_output_tokens=1000, ended=False
     )
-    then = interpolate_session(SESSION.started_at + 70, earlier, SESSION)
-    assert (then.load_s, then.compile_s, then.busy_s, then.idle_s) == pytest.approx((20, 10, 37.5, 2.5))
-    assert (then.last_seen_at, then.num_output_tokens, then.ended) == (SESSION.started_at + 70, 1375, False)
-    early = interpolate_session(SESSION.started_at + 30, None, earlier)
-    assert (early.load_s, early.compile_s, early.busy_s, early.num_output_tokens) == pytest.approx((10, 5, 15, 500))
+    after = interpolate_session(SESSION.started_at + 70, earlier, SESSION)
+    assert (after.load_s, after.compile_s, after.busy_s, after.idle_s) == pytest.approx((20, 10, 37.5, 2.5))
+    assert (after.last_seen_at, after.num_output_tokens, after.ended) == (SESSION.started_at + 70, 1375, False)
+    before = interpolate_session(SESSION.started_at + 30, None, earlier)  # there is no heartbeat before this time
+    assert (before.load_s, before.compile_s, before.busy_s, before.num_output_tokens) == pytest.approx((10, 5, 15, 500))

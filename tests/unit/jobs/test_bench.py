@@ -1,4 +1,4 @@
-"""`peagle bench`: flags, output and errors. Measurements are tested in unit/bench."""
+"""`peagle bench`: flags, output and errors. Measurements are tested in tests/unit/bench."""
 
 import json
 import os
@@ -20,20 +20,20 @@ def target(tmp_path):
 
 
 def test_bench_prints_tables_and_writes_result(target, tmp_path, write_jsonl, monkeypatch, capsys):
-    def with_fakes(*args):
+    def bench_with_fakes(*args):
         def start(spec, hardware):
             return FakeEngine(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
         return bench(*args, start=start, tokenizer_of=lambda *_: ByteTokenizer())
 
     bench = runner.bench
-    monkeypatch.setattr(runner, "bench", with_fakes)
+    monkeypatch.setattr(runner, "bench", bench_with_fakes)
     skip_waiting(monkeypatch)
     data, result = write_jsonl([{"prompt": f"p{i}"} for i in range(4)]), tmp_path / "result.json"
     arguments = ["--dataset", str(data), "--methods", "none,ngram", "-k", "3", "--concurrency", "1,2", "--repeats", "1"]
     code = run(["bench", "--model", target, *arguments, "--output", str(tmp_path / "out"), "--json", str(result)])
     assert code == 0
-    assert [(c["method"], c["concurrency"]) for c in json.loads(result.read_text())["cells"]] == [
+    assert [(cell["method"], cell["concurrency"]) for cell in json.loads(result.read_text())["cells"]] == [
         ("none", 1), ("none", 2), ("ngram", 1), ("ngram", 2),
     ]  # fmt: skip
     printed = capsys.readouterr().out
@@ -55,11 +55,11 @@ def test_bench_exit_codes(num_left, failed, exit_code, tmp_path, monkeypatch, ca
 
 
 def test_sigterm_interrupts_bench(tmp_path, monkeypatch, capsys):
-    before = signal.getsignal(signal.SIGTERM)  # Ray's handler if another test started Ray
+    previous_handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(runner, "bench", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     assert run(["bench"]) == 3
     assert "peagle bench: interrupted" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
 def test_bench_runs_without_ray():

@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.output import say
 from peagle.quiet import QuietStderr
 
-HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
+HEAVY_MODULES = ("torch", "vllm", "ray", "transformers", "pyarrow")
 
 
 @pytest.mark.parametrize(
@@ -21,36 +21,36 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
         "from jobs import cli; cli.parser_of('evaluate').format_group('all')",
     ],
 )
-def test_help_and_imports_are_light(code):
-    check = f"import sys; {code}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_help_and_imports_load_no_heavy_modules(code):
+    check = f"import sys; {code}; print([m for m in {HEAVY_MODULES!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
 def test_short_help_is_short_and_full_help_is_complete(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run([*command.split(), "--help"])
-    assert stopped.value.code == 0
-    short = capsys.readouterr().out
-    assert len(short.splitlines()) <= 40
-    assert "exit codes" in short
+    assert error.value.code == 0
+    short_help = capsys.readouterr().out
+    assert len(short_help.splitlines()) <= 40
+    assert "exit codes" in short_help
     with pytest.raises(SystemExit):
         cli.run([*command.split(), "--help=all"])
-    everything = capsys.readouterr().out
+    full_help = capsys.readouterr().out
     for option in ["--json", *cli.parser_of(command).options()]:
-        assert f"{option} " in everything or f"{option}\n" in everything or f"{option}," in everything
+        assert f"{option} " in full_help or f"{option}\n" in full_help or f"{option}," in full_help
 
 
-def test_help_of_a_group(capsys):
+def test_help_of_an_option_group(capsys):
     with pytest.raises(SystemExit):
         cli.run(["generate", "--help=sampling"])
     text = capsys.readouterr().out
     assert "--top-k" in text
     assert "--budget-usd" not in text
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run(["generate", "--help=samplign"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert "--help=samplign: unknown group; choose from all," in capsys.readouterr().err
 
 
@@ -62,11 +62,11 @@ def test_help_lists_every_command(capsys):
 
 @pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
 def test_command_modules_can_be_run(command):
-    """For `ray job submit -- python -m jobs.bench`. A module without a main would do nothing and exit with 0."""
-    done = subprocess.run(
+    """This is needed by `ray job submit -- python -m jobs.bench`. Without a main, a module would exit with 0."""
+    result = subprocess.run(
         [sys.executable, "-m", f"jobs.{command}", "--nosuch"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, "--nosuch" in done.stderr or "required" in done.stderr) == (2, True)
+    assert (result.returncode, "--nosuch" in result.stderr or "required" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_command_modules_can_be_run(command):
         (["--nosuch"], "usage: peagle COMMAND"),
     ],
 )
-def test_unknown_command(argv, hint, capsys):
+def test_unknown_command_has_a_hint(argv, hint, capsys):
     assert cli.run(argv) == 2
     assert hint in capsys.readouterr().err
 
 
-def test_unknown_flag(capsys):
-    with pytest.raises(SystemExit) as stopped:
+def test_unknown_flag_has_a_suggestion(capsys):
+    with pytest.raises(SystemExit) as error:
         cli.run(["serve", "keys", "list", "--requests-per-mn", "1"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert (
         "peagle serve keys: error: unknown argument --requests-per-mn: did you mean --requests-per-min?"
         in capsys.readouterr().err
@@ -106,13 +106,13 @@ def test_error_is_on_stderr_and_in_json(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", [[], ["no-such-model"]], ids=["command succeeds", "command fails"])
-def test_unwritable_result_is_an_error(tmp_path, capsys, model):
+def test_unwritable_json_file_is_an_error(tmp_path, capsys, model):
     (tmp_path / "file").write_text("")
     argv = ["models", *model, "--json", str(tmp_path / "file" / "result.json")]
     assert cli.run(argv) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("peagle models: ")
-    assert "result.json" in last or "file" in last
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("peagle models: ")
+    assert "result.json" in last_line or "file" in last_line
 
 
 def test_os_error_is_printed_without_traceback(monkeypatch, capsys):

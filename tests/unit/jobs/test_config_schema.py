@@ -21,7 +21,7 @@ def schema_of(capsys):
 
 
 @pytest.mark.parametrize("command", MODELS)
-def test_schema_has_all_keys_with_descriptions(schema_of, command):
+def test_schema_describes_all_options(schema_of, command):
     schema = schema_of(command)
     jsonschema.Draft202012Validator.check_schema(schema)
     fields = model_of(command).model_fields
@@ -37,7 +37,7 @@ def test_examples_match_schema(schema_of, command, name):
         jsonschema.validate(values | {"temprature": 1}, schema)
 
 
-def test_engines_may_be_a_number(schema_of):
+def test_engines_can_be_a_number_or_a_range(schema_of):
     values = {"input": "i", "output": "o"}
     for engines in (8, "1:8"):
         jsonschema.validate(values | {"engines": engines}, schema_of("generate"))

@@ -24,7 +24,7 @@ def show_config(capsys):
     return show
 
 
-def test_values_have_origins(job, show_config, monkeypatch):
+def test_values_have_their_sources(job, show_config, monkeypatch):
     monkeypatch.setenv("PEAGLE_TOP_K", "3")
     monkeypatch.setenv("PEAGLE_SEED", "4")
     values = show_config(job, "--max-tokens", "9", "--engines", "2")
@@ -39,7 +39,7 @@ def test_values_have_origins(job, show_config, monkeypatch):
     assert values["instance_type"] == ("c7a.large", "assumed")
 
 
-def test_origin_of_profile_keys(show_config, tmp_path, embedded_target, profile):  # noqa: F811
+def test_source_of_profile_options(show_config, tmp_path, embedded_target, profile):  # noqa: F811
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "serve.yaml"
     path.write_text(f"profile: {tmp_path / 'profile.yaml'}\n")
@@ -68,10 +68,10 @@ def test_invalid_configuration_is_refused(tmp_path, capsys):
     assert cli.run(["config", "show", str(path)]) == 2
     printed = capsys.readouterr()
     assert "nobody/has/it" in printed.err
-    assert "temperature" in printed.out  # the keys are shown nevertheless
+    assert "temperature" in printed.out  # the options are shown nevertheless
 
 
 def test_flag_of_another_command_is_refused(job):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.run(["config", "show", str(job), "--max-replicas", "2"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2

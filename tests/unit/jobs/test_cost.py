@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "reference" / "worked-month.md"
 
 @pytest.fixture
 def peagle(tmp_path, monkeypatch, capsys):
-    """Run `peagle` in the folder of the docs' example month; return its output."""
+    """Return a function that runs `peagle` in the folder of the docs' example month, and returns the output."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "runs" / "serve")
     write_nightly(tmp_path / "runs" / "nightly")
@@ -28,44 +28,45 @@ def peagle(tmp_path, monkeypatch, capsys):
     return run
 
 
-def blocks():
-    """Return commands of the docs with their output."""
+def documented_commands():
+    """Return the commands in the docs with their outputs."""
     text = DOCS.read_text(encoding="utf-8")
     return re.findall(r"^\$ peagle (cost .*)\n((?:(?!```).*\n)+)", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: block[0])
-def test_docs_match_cost_command(peagle, block):
-    command, expected = block
+@pytest.mark.parametrize(
+    ("command", "expected"), documented_commands(), ids=[command for command, _ in documented_commands()]
+)
+def test_docs_match_cost_command(peagle, command, expected):
     assert peagle(*command.split()).rstrip() == expected.rstrip()
 
 
 def test_docs_match_savings(peagle):
     saved = json.loads(peagle("cost", "runs/serve", "--format", "json"))["total"]["saved"]
-    drafter = saved["speculation"]
-    savings = (
-        saved["generation_usd"], saved["prompt_usd"], drafter["without_usd"], drafter["error_usd"], drafter["usd"],
+    by_drafter = saved["speculation"]
+    computed = (
+        saved["generation_usd"], saved["prompt_usd"], by_drafter["without_usd"], by_drafter["error_usd"],
+        by_drafter["usd"],
     )  # fmt: skip
     text = DOCS.read_text(encoding="utf-8").partition("## What was saved")[2]
     documented = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
-    assert [f"{usd:.6f}" for usd in savings] == documented
+    assert [f"{usd:.6f}" for usd in computed] == documented
 
 
 def test_formats_have_the_same_total(peagle):
     arguments = ("cost", "runs/*", "--month", "2026-11", "--by", "key,day")
     result = json.loads(peagle(*arguments, "--format", "json"))
     assert result["total"]["usd"]["total"] == pytest.approx(27.825639, abs=1e-6)
-    for form, column in (("csv", "total_usd"), ("focus", "BilledCost")):
-        rows = csv.DictReader(io.StringIO(peagle(*arguments, "--format", form)))
+    for output_format, column in (("csv", "total_usd"), ("focus", "BilledCost")):
+        rows = csv.DictReader(io.StringIO(peagle(*arguments, "--format", output_format)))
         assert sum(Decimal(row[column]) for row in rows) == Decimal(f"{result['total']['usd']['total']:.9f}")
     assert "$27.83" in peagle(*arguments, "--format", "html")
 
 
-HARDWARE = {"hardware": {"description": "1 x H100"}, "precision": "fp8 weights"}
-"""Hardware and precision in a benchmark's report."""
+HARDWARE = {"hardware": {"description": "1 x H100"}, "precision": "fp8 weights"}  # of a benchmark
 
 
-def test_benchmark_as_baseline(peagle):
+def test_benchmark_can_be_the_baseline_of_savings(peagle):
     cells = [
         {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 250.0, "step_s": 0.004},
         {"method": "peagle", "k": 4, "concurrency": 1, "output_tokens_per_s": 500.0, "step_s": 0.0025, "spread": 0.1},
@@ -97,7 +98,7 @@ def test_drafter_that_loses_money_is_reported(peagle):
     assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in text
     assert "where 5.00 breaks even" in text
     text = peagle("cost", "runs/*", "--baseline", "bench.json")
-    assert "! 1 runs used other hardware or precision than the baseline: runs/nightly, ..." in text
+    assert "! 1 run with other hardware or precision than the baseline: runs/nightly" in text
 
 
 def test_months_add_up_to_all_time(peagle):
@@ -126,7 +127,7 @@ def test_invalid_period_or_dimension(peagle, flags, message):
     assert message in peagle("cost", "runs/serve", *flags, code=2)
 
 
-def test_currency_conversion(peagle):
+def test_costs_are_converted_at_the_given_rate(peagle):
     arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
     text = peagle(*arguments)
     assert "13.76 EUR" in text

@@ -1,4 +1,4 @@
-"""`peagle deploy`: its files, and the clients that --apply runs."""
+"""`peagle deploy`: the files that it writes, and the client programs that --apply runs."""
 
 import json
 import stat
@@ -10,7 +10,7 @@ from jobs import cli
 from peagle.deploy.kuberay import MAX_CRON_NAME_LENGTH, MAX_NAME_LENGTH
 
 JOB = "input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\nregion: us-east-1\n"
-NAMES = ["--ami", "ami-1", "--security-group", "sg-1", "--head-profile", "arn:h", "--worker-profile", "arn:w"]
+AWS_FLAGS = ["--ami", "ami-1", "--security-group", "sg-1", "--head-profile", "arn:h", "--worker-profile", "arn:w"]
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def job(tmp_path):
 
 
 @pytest.fixture
-def client(tmp_path, monkeypatch):
-    """Return a function that replaces a client, such as kubectl, by one that saves its arguments and input."""
+def fake_client(tmp_path, monkeypatch):
+    """Return a function that replaces a client program, such as kubectl, by one that saves its arguments and input."""
 
-    def client(name, *, last_command="exit 0"):
+    def fake_client(name, *, last_command="exit 0"):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / name
@@ -34,7 +34,7 @@ def client(tmp_path, monkeypatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(folder))
 
-    return client
+    return fake_client
 
 
 def kuberay(*argv):
@@ -49,15 +49,15 @@ def test_kuberay_prints_objects_and_required_secrets(job, capsys):
     assert "kubectl create secret generic aws" in printed.err
 
 
-def test_kuberay_json_result(job, tmp_path, capsys):
+def test_json_result_has_the_written_objects(job, tmp_path, capsys):
     assert kuberay(job, "--output", str(tmp_path / "sub" / "k.yaml"), "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["name"], result["num_machines"], result["is_applied"]) == ("peagle-job", [1, 1], False)
     assert list(yaml.safe_load_all((tmp_path / "sub" / "k.yaml").read_text())) == result["objects"]
 
 
-def test_kuberay_apply(job, client, tmp_path, capsys):
-    client("kubectl")
+def test_apply_passes_the_objects_to_kubectl(job, fake_client, tmp_path, capsys):
+    fake_client("kubectl")
     assert kuberay(job, "--namespace", "team", "--apply") == 0
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     objects = list(yaml.safe_load_all((tmp_path / "input").read_text()))
@@ -65,8 +65,8 @@ def test_kuberay_apply(job, client, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("made\n")
 
 
-def test_missing_or_failing_client(job, client, capsys, monkeypatch):
-    client("kubectl", last_command='echo "namespaces \\"team\\" not found" >&2; exit 1')
+def test_missing_or_failing_client_is_an_error(job, fake_client, capsys, monkeypatch):
+    fake_client("kubectl", last_command='echo "namespaces \\"team\\" not found" >&2; exit 1')
     assert kuberay(job, "--namespace", "team", "--apply") == 1
     assert 'kubectl apply -f - exited with code 1: namespaces "team" not found' in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
@@ -74,15 +74,15 @@ def test_missing_or_failing_client(job, client, capsys, monkeypatch):
     assert "kubectl is not installed here, so nothing was applied" in capsys.readouterr().err
 
 
-def test_cluster_apply_needs_names_and_output(job, client, tmp_path, capsys):
+def test_cluster_apply_requires_aws_flags_and_output(job, fake_client, tmp_path, capsys):
     file = str(tmp_path / "c.yaml")
-    client("ray")
+    fake_client("ray")
     assert cli.run(["deploy", "cluster", job, "--output", file, "--apply"]) == 2
     assert "--apply requires --ami, --security-group, --head-profile, --worker-profile" in capsys.readouterr().err
-    assert cli.run(["deploy", "cluster", job, *NAMES, "--apply"]) == 2
+    assert cli.run(["deploy", "cluster", job, *AWS_FLAGS, "--apply"]) == 2
     assert "--apply requires --output" in capsys.readouterr().err
     assert not (tmp_path / "arguments").exists()
-    assert cli.run(["deploy", "cluster", job, *NAMES, "--output", file, "--apply"]) == 0
+    assert cli.run(["deploy", "cluster", job, *AWS_FLAGS, "--output", file, "--apply"]) == 0
     assert (tmp_path / "arguments").read_text() == f"up --yes {file}\n"
 
 

@@ -12,10 +12,10 @@ FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace SageMaker by a class that records calls."""
+    """Replace the client of SageMaker's API by a class that records its calls."""
     calls = []
 
-    class Api:
+    class FakeApi:
         def __init__(self, region, *, say):
             calls.append(region)
 
@@ -27,11 +27,11 @@ def calls(monkeypatch):
             calls.append(name)
             return RemovedEndpoint(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
 
-    monkeypatch.setattr(sagemaker_api, "SageMaker", Api)
+    monkeypatch.setattr(sagemaker_api, "SageMaker", FakeApi)
     return calls
 
 
-def test_sagemaker_dry_run(calls, capsys):
+def test_dry_run_prints_the_requests(calls, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
@@ -40,7 +40,7 @@ def test_sagemaker_dry_run(calls, capsys):
     assert calls == []
 
 
-def test_sagemaker_create(calls, capsys):
+def test_flags_are_in_the_requests(calls, capsys):
     flags = [*FLAGS, "--region", "us-west-2", "--variable", "HF_HOME=/tmp", "--concurrency", "128"]
     assert cli.run(["deploy", "sagemaker", MODEL, *flags]) == 0
     region, requests = calls
@@ -53,7 +53,7 @@ def test_sagemaker_create(calls, capsys):
     assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and stops the charges" in capsys.readouterr().out
 
 
-def test_sagemaker_down(calls, capsys):
+def test_down_reports_what_was_deleted(calls, capsys):
     assert cli.run(["deploy", "sagemaker", "--down", "mine"]) == 0
     assert calls == [None, "mine"]
     assert capsys.readouterr().out.splitlines() == [
@@ -72,7 +72,7 @@ def test_sagemaker_down(calls, capsys):
         ((MODEL, *FLAGS, "--role", "me"), "role: must have the form arn:aws:iam"),
     ],
 )
-def test_sagemaker_bad_usage(calls, capsys, arguments, reason):
+def test_invalid_arguments_are_refused(calls, capsys, arguments, reason):
     assert cli.run(["deploy", "sagemaker", *arguments]) == 2
     assert reason in capsys.readouterr().err
     assert calls == []

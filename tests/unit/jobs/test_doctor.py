@@ -10,7 +10,7 @@ from jobs import doctor
 
 ROOT = Path(__file__).parents[3]
 BOTH_LIBRARIES = {"libiomp5": "/x", "libtcmalloc": "/y"}
-GOOD = {
+GOOD_VERSIONS = {
     "ray": "2.60.0",
     "vllm": "0.29.0",
     "torch": "2.13.0+cpu",
@@ -27,47 +27,47 @@ GPU = devices.gpu()
 
 
 def test_good_machine_has_no_findings():
-    assert doctor.find_problems(cpu(), GOOD) == []
-    assert doctor.find_advice(cpu(20, "avx512f"), GOOD, BOTH_LIBRARIES) == []
+    assert doctor.find_problems(cpu(), GOOD_VERSIONS) == []
+    assert doctor.find_advice(cpu(20, "avx512f"), GOOD_VERSIONS, BOTH_LIBRARIES) == []
 
 
 @pytest.mark.parametrize(
     ("hardware", "versions", "problem"),
     [
-        (cpu(), GOOD | {"vllm": None}, "pip install 'peagle[cpu]'"),
-        (GPU, GOOD | {"vllm": None}, "pip install 'peagle[cuda]'"),
-        (cpu(), GOOD | {"torchvision": "0.30"}, "pip uninstall torchvision"),
-        (cpu(free_gib=1), GOOD, "only 1.0 GiB"),
+        (cpu(), GOOD_VERSIONS | {"vllm": None}, "pip install 'peagle[cpu]'"),
+        (GPU, GOOD_VERSIONS | {"vllm": None}, "pip install 'peagle[cuda]'"),
+        (cpu(), GOOD_VERSIONS | {"torchvision": "0.30"}, "pip uninstall torchvision"),
+        (cpu(free_gib=1), GOOD_VERSIONS, "only 1.0 GiB"),
     ],
 )
-def test_problems(hardware, versions, problem):
+def test_each_problem_is_found(hardware, versions, problem):
     problems = doctor.find_problems(hardware, versions)
     assert len(problems) == 1
     assert problem in problems[0]
 
 
 def test_torchvision_with_cuda_torch_is_fine():
-    assert doctor.find_problems(GPU, GOOD | {"torch": "2.13.0", "torchvision": "0.28"}) == []
+    assert doctor.find_problems(GPU, GOOD_VERSIONS | {"torch": "2.13.0", "torchvision": "0.28"}) == []
 
 
 @pytest.mark.parametrize(
     ("hardware", "versions", "libraries", "advice"),
     [
-        (cpu(20, "avx512f"), GOOD | {"ray": "2.59.0"}, BOTH_LIBRARIES, "tested with 2.60.0"),
-        (cpu(20, "avx512f"), GOOD | {"speculators": None}, BOTH_LIBRARIES, "train drafters"),
-        (cpu(20, "avx512f"), GOOD, {"libtcmalloc": "/y"}, "intel-openmp"),
-        (cpu(20, "avx512f"), GOOD, {"libiomp5": "/x"}, "libtcmalloc-minimal4"),
-        (cpu(20, "avx2"), GOOD, BOTH_LIBRARIES, "no AVX-512"),
+        (cpu(20, "avx512f"), GOOD_VERSIONS | {"ray": "2.59.0"}, BOTH_LIBRARIES, "tested with 2.60.0"),
+        (cpu(20, "avx512f"), GOOD_VERSIONS | {"speculators": None}, BOTH_LIBRARIES, "train drafters"),
+        (cpu(20, "avx512f"), GOOD_VERSIONS, {"libtcmalloc": "/y"}, "intel-openmp"),
+        (cpu(20, "avx512f"), GOOD_VERSIONS, {"libiomp5": "/x"}, "libtcmalloc-minimal4"),
+        (cpu(20, "avx2"), GOOD_VERSIONS, BOTH_LIBRARIES, "no AVX-512"),
     ],
 )
-def test_advice(hardware, versions, libraries, advice):
+def test_each_advice_is_found(hardware, versions, libraries, advice):
     notes = doctor.find_advice(hardware, versions, libraries)
     assert len(notes) == 1
     assert advice in notes[0]
 
 
 def test_gpu_node_needs_no_cpu_libraries():
-    assert doctor.find_advice(GPU, GOOD, {}) == []
+    assert doctor.find_advice(GPU, GOOD_VERSIONS, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_gpu_node_needs_no_cpu_libraries():
         (cpu(20), "none", "none", "bf16 weights, bf16 KV cache"),
     ],
 )
-def test_precision_findings(hardware, fp8, int8, auto):
+def test_doctor_reports_the_precisions_of_the_hardware(hardware, fp8, int8, auto):
     result = doctor.examine(hardware)
     assert (result["fp8"], result["int8"], result["precision_auto"]) == (fp8, int8, auto)
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform

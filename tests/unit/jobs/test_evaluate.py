@@ -1,4 +1,4 @@
-"""`peagle evaluate`: flags, output and errors. Evaluations are tested in unit/drafter."""
+"""`peagle evaluate`: flags, output and errors. Evaluations are tested in tests/unit/drafter."""
 
 import json
 
@@ -18,9 +18,9 @@ def models(tmp_path):
 
 @pytest.fixture
 def fake_engines(monkeypatch):
-    """Run evaluations in fake engines."""
+    """Replace the engines of evaluations by fake engines."""
 
-    def with_fakes(*args):
+    def evaluate_with_fakes(*args):
         from peagle.engine.fake import ByteTokenizer
 
         def start(spec, hardware):
@@ -29,7 +29,7 @@ def fake_engines(monkeypatch):
         return evaluate(*args, start=start, tokenizer_of=lambda *_: ByteTokenizer())
 
     evaluate = runner.evaluate
-    monkeypatch.setattr(runner, "evaluate", with_fakes)
+    monkeypatch.setattr(runner, "evaluate", evaluate_with_fakes)
     skip_waiting(monkeypatch)
 
 
@@ -55,7 +55,7 @@ def test_evaluate_prints_table_and_writes_result(models, tmp_path, write_jsonl, 
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_bad_usage_is_refused_before_loading_a_model(arguments, message, capsys):
+def test_invalid_arguments_are_refused_before_loading_a_model(arguments, message, capsys):
     assert run(["evaluate", "--model", "no-such-model", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Each file in `examples/` is a valid configuration (`test_skypilot.py` tests SkyPilot's)."""
+"""Each file in `examples/` is a valid configuration. `test_skypilot.py` tests the SkyPilot example."""
 
 import argparse
 from pathlib import Path

@@ -19,7 +19,7 @@ def run(*argv):
     return models.run(parser.parse_args(argv))
 
 
-def test_list_has_all_models(capsys):
+def test_list_of_models_is_complete(capsys):
     code, result = run()
     names = load_catalog().names()
     assert code == 0
@@ -37,7 +37,7 @@ def test_card_has_facts_and_sources(capsys):
     assert "pull 32887" in printed
 
 
-def test_published_speeds(capsys):
+def test_published_speeds_are_printed_as_a_table(capsys):
     _, result = run("qwen3-coder-30b-a3b-instruct")
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("SPEED-Bench, Code: published, one B200, FP8, output tokens/s")
@@ -51,7 +51,7 @@ def test_published_speeds(capsys):
     assert [table["dataset"] for table in result["published"]] == ["HumanEval", "SPEED-Bench, Code"]
 
 
-def test_published_deployments(capsys):
+def test_published_deployments_are_listed(capsys):
     run("qwen3-coder-30b-a3b-instruct")
     printed = " ".join(capsys.readouterr().out.split())
     assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
@@ -61,11 +61,11 @@ def test_published_deployments(capsys):
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_card_rows_have_sources(name):
     rows = models.card_rows(load_catalog().get(name))
-    unsourced = {label for label, _, source in rows if not source}
-    assert unsourced <= {"target", "", "speculation"}
+    labels_without_source = {label for label, _, source in rows if not source}
+    assert labels_without_source <= {"target", "", "speculation"}
 
 
-def test_sagemaker_env_format(capsys):
+def test_sagemaker_variables_are_printed_with_their_source(capsys):
     _, result = run("gpt-oss-20b", "--sagemaker-env")
     comment, *lines = capsys.readouterr().out.splitlines()
     assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 concurrent requests [")

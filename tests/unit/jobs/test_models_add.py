@@ -13,7 +13,7 @@ def peagle_home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-def test_models_add(peagle_home, shipped_head, capsys):
+def test_added_model_is_printed_and_listed(peagle_home, shipped_head, capsys):
     assert cli.run(["models", "add", str(shipped_head), "--max-concurrency", "4", "--num-speculative-tokens", "6"]) == 0
     printed = capsys.readouterr().out
     assert str(peagle_home / "models" / "smollm2-135m.yaml") in printed
@@ -23,7 +23,7 @@ def test_models_add(peagle_home, shipped_head, capsys):
     assert "yours" in capsys.readouterr().out
 
 
-def test_models_add_json_result(tmp_path, peagle_home, shipped_head):
+def test_json_result_has_the_card_and_folder(tmp_path, peagle_home, shipped_head):
     result = tmp_path / "result.json"
     assert cli.run(["models", "add", str(shipped_head), "--json", str(result)]) == 0
     written = json.loads(result.read_text())
@@ -31,7 +31,7 @@ def test_models_add_json_result(tmp_path, peagle_home, shipped_head):
     assert Path(written["folder"]).parent == peagle_home / "heads"
 
 
-def test_models_add_by_name(peagle_home, shipped_head):
+def test_head_folder_can_be_given_by_name(peagle_home, shipped_head):
     shutil.copytree(shipped_head, peagle_home / "heads" / "mine-peagle-1a2b3c4d")
     assert cli.run(["models", "add", "mine-peagle-1a2b3c4d", "--name", "other"]) == 0
     assert (peagle_home / "models" / "other.yaml").exists()

@@ -7,13 +7,13 @@ from jobs import cli
 
 def test_prices_have_date_and_source(capsys):
     assert cli.run(["prices", "H100"]) == 0
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if line.startswith("p5.48xlarge") and "us-east-1" in line)
+    output = capsys.readouterr().out
+    line = next(line for line in output.splitlines() if line.startswith("p5.48xlarge") and "us-east-1" in line)
     assert "8 x H100" in line
     assert "55.0400" in line
     assert "2026-11-21" in line
-    assert "[1] skypilot-org/skypilot-catalog" in out
-    assert "L4" not in out
+    assert "[1] skypilot-org/skypilot-catalog" in output
+    assert "L4" not in output
 
 
 def test_prices_filter_and_full_table(capsys, tmp_path):
@@ -24,19 +24,19 @@ def test_prices_filter_and_full_table(capsys, tmp_path):
     assert len(all_prices) > 80
 
 
-def test_own_prices(capsys, tmp_path):
-    own = tmp_path / "own.csv"
-    own.write_text("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\nmine,B300,8,40\n")
-    assert cli.run(["prices", "B300", "--prices", str(own)]) == 0
-    out = capsys.readouterr().out
-    assert "mine" in out
-    assert "own.csv" in out
+def test_prices_from_a_file_are_listed(capsys, tmp_path):
+    csv_file = tmp_path / "own.csv"
+    csv_file.write_text("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\nmine,B300,8,40\n")
+    assert cli.run(["prices", "B300", "--prices", str(csv_file)]) == 0
+    output = capsys.readouterr().out
+    assert "mine" in output
+    assert "own.csv" in output
 
 
-@pytest.mark.parametrize(("name", "near"), [("H1000", "H100"), ("p5.48xlrge", "p5.48xlarge")])
-def test_unknown_price_suggests_nearest(capsys, name, near):
+@pytest.mark.parametrize(("name", "suggestion"), [("H1000", "H100"), ("p5.48xlrge", "p5.48xlarge")])
+def test_unknown_name_suggests_the_nearest(capsys, name, suggestion):
     assert cli.run(["prices", name]) != 0
-    assert f"did you mean {near}" in capsys.readouterr().err
+    assert f"did you mean {suggestion}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_unknown_price_suggests_nearest(capsys, name, near):
         (["generate", "--market", "reserved"], "market: 'reserved' was removed: state the price"),
     ],
 )
-def test_removed_options_name_replacement(capsys, command, message):
+def test_error_for_a_removed_option_names_its_replacement(capsys, command, message):
     try:
         code = cli.run(command)
     except SystemExit as exit:

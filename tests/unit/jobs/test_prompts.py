@@ -1,5 +1,3 @@
-"""`peagle prompts`."""
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from jobs.cli import run
 
 @pytest.fixture(autouse=True)
 def small_library(monkeypatch):
-    """One package instead of the whole standard library, which takes ten seconds to parse."""
+    """Use one package instead of the whole standard library, which takes ten seconds to parse."""
     monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"stdlib": str(Path(json.__file__).parent)})
 
 
@@ -43,6 +41,6 @@ def test_excluded_prompts_are_listed(tmp_path, capsys):
         (["--output", "p.jsonl", "--exclude", "humanevil"], "--exclude humanevil: unknown evaluation set"),
     ],
 )
-def test_bad_usage(arguments, message, capsys):
+def test_invalid_arguments_are_refused(arguments, message, capsys):
     assert run(["prompts", *arguments]) == 2
     assert message in capsys.readouterr().err

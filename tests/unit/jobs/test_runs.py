@@ -1,4 +1,4 @@
-"""`peagle runs`, `peagle show` and `Run`, on a run of which half is committed."""
+"""`peagle runs`, `peagle show` and the class `Run`, with a run that is half committed."""
 
 import json
 import shutil
@@ -16,6 +16,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "run"
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with a run, an empty folder and the folder of a training."""
     shutil.copytree(GOLDEN, tmp_path / "runs" / "july" / "first")
     (tmp_path / "runs" / "empty").mkdir()
     training = tmp_path / "runs" / "head"
@@ -24,7 +25,7 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
-def test_list_of_runs(folder, capsys):
+def test_runs_in_a_folder_are_listed(folder, capsys):
     assert cli.run(["runs", str(folder), "--json", str(folder / "list.json")]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2
@@ -33,7 +34,7 @@ def test_list_of_runs(folder, capsys):
     assert (listed["num_rows_left"], listed["usd"]) == (6, pytest.approx(0.00337, abs=1e-5))
 
 
-def test_folders_without_runs(folder, capsys):
+def test_folder_without_runs_is_reported(folder, capsys):
     assert cli.run(["runs", str(folder / "empty")]) == 0
     assert "no runs in" in capsys.readouterr().out
     assert cli.run(["runs", str(folder / "missing")]) == 2
@@ -52,7 +53,7 @@ def test_show_text_and_json_lines(folder, capsys):
     assert rows == list(Run.open(run).rows())
 
 
-def test_show_failed_rows(folder, capsys):
+def test_show_prints_failed_rows(folder, capsys):
     run = folder / "july" / "first"
     assert cli.run(["show", str(run), "--failed"]) == 0
     assert capsys.readouterr().out == "no failed rows\n"
@@ -60,7 +61,7 @@ def test_show_failed_rows(folder, capsys):
     assert "--limit must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_run_as_tables(folder):
+def test_run_is_read_as_pandas_and_arrow(folder):
     run = Run.open(str(folder / "july" / "first"))
     frame = run.to_pandas(["id", "num_output_tokens"])
     assert list(frame.columns) == ["id", "num_output_tokens"]
@@ -80,5 +81,5 @@ def test_completion_in_bash(capsys):
     for typed, completed in completions.items():
         array = " ".join(["peagle", *typed.split()])
         code = f"{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(typed.split())}; _peagle; echo ${{COMPREPLY[@]}}"
-        done = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == completed
+        result = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == completed

@@ -34,7 +34,7 @@ def test_too_many_engines_are_refused(serve_error, embedded_target):
 
 def test_port_in_use_is_refused(serve_error, embedded_target):
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # like Serve's proxy
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # like the proxy of Ray Serve
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
@@ -51,7 +51,7 @@ def test_metrics_port_of_remote_cluster_is_refused(serve_error, monkeypatch):
 
 
 def set_listening_address(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Make Serve report this address and certificate, regardless of the options it is started with."""
+    """Make Ray Serve report this address and certificate, whatever options it is started with."""
     from ray import serve
     from ray.serve import context
 
@@ -121,7 +121,7 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     ],
 )
 def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, options, message):
-    """Otherwise keys would be sent in plain text despite --tls-cert."""
+    """Otherwise, keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
@@ -163,13 +163,13 @@ def test_shutdown_waits_for_running_requests(monkeypatch, capsys, is_remote, del
     monkeypatch.setattr(serve, "shutdown", shutdown)
     config = ServeConfig(models=[{"name": "a", "drain_s": 100}, {"name": "b", "drain_s": 1}])
     job._shutdown(config, is_remote=is_remote, is_up=True)
-    assert now[0] == (200 if is_deleted else 230)  # the limit: twice the longest drain_s, and 30 s
+    assert now[0] == (200 if is_deleted else 230)  # the limit is twice the longest drain_s plus 30 s
     assert calls == [("peagle", False), *([] if is_remote else [("shutdown", now[0])])]
     assert ("was not deleted" not in capsys.readouterr().out) == is_deleted
 
 
 @pytest.mark.parametrize("keys", [None, "keys.json"])
-def test_banner_has_requests_that_work(keys, tmp_path):
+def test_example_requests_in_the_banner_are_valid(keys, tmp_path):
     config = ServeConfig(engine="fake", name="parrot", host="0.0.0.0", port=8123, keys=keys and tmp_path / keys)
     text = serve._banner(config, 9090)
     assert "0.0.0.0" not in text

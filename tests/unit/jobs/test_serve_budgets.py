@@ -4,12 +4,12 @@ import pytest
 
 from jobs import cli
 from peagle.economics.ledger import append_request
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
 @pytest.fixture
 def budgets(tmp_path):
-    """Run `peagle serve budgets`; return its exit code."""
+    """Return a function that runs `peagle serve budgets` and returns the exit code."""
     return lambda *arguments: cli.run(["serve", "budgets", *arguments, "--state", str(tmp_path)])
 
 
@@ -18,7 +18,9 @@ def test_set_list_and_remove_budgets(tmp_path, budgets, capsys):
     assert budgets("set", "team=search", "--budget-usd", "5", "--every", "month") == 0
     assert budgets("set", "endpoint", "--budget-usd", "20") == 0
     now = time.time()
-    append_request(tmp_path / "ledger", a_request(usd=4, tags='{"team": "search"}', started_at=1.0, finished_at=now))
+    append_request(
+        tmp_path / "ledger", make_request_usage(usd=4, tags='{"team": "search"}', started_at=1.0, finished_at=now)
+    )
     capsys.readouterr()
     assert budgets("list") == 0
     search, endpoint = capsys.readouterr().out.splitlines()
@@ -39,5 +41,5 @@ def test_set_list_and_remove_budgets(tmp_path, budgets, capsys):
     [("set",), ("set", "team=search"), ("set", "search", "--budget-usd", "5"), ("set", "a=b", "--budget-usd", "-1"),
      ("list", "--every", "day"), ("remove",)],
 )  # fmt: skip
-def test_bad_usage_is_refused(budgets, arguments):
+def test_invalid_arguments_are_refused(budgets, arguments):
     assert budgets(*arguments) == 2

@@ -8,7 +8,7 @@ import pytest
 from jobs import cli
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway.keys import find, read_keys
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
@@ -27,7 +27,7 @@ def test_add_list_and_revoke_keys(tmp_path, capsys):
     assert json.loads((tmp_path / "keys.json").read_text()) == []
 
 
-def test_concurrent_changes_are_kept(tmp_path):
+def test_concurrently_added_keys_are_all_kept(tmp_path):
     path = str(tmp_path / "keys.json")
 
     def add(number):
@@ -81,7 +81,7 @@ def test_expiry_options_exclude_each_other(tmp_path):
         cli.run(["serve", "keys", "add", "a", "--expires-in-days", "1", "--expires-at", "2099-01-01"])
 
 
-def test_key_tags(tmp_path, capsys):
+def test_tags_of_keys_are_stored_and_listed(tmp_path, capsys):
     path = str(tmp_path / "keys.json")
     flags = ["--tag", "team=search", "--tag", "project=x", "--request-tag", "run"]
     assert cli.run(["serve", "keys", "add", "alice", *flags, "--keys", path]) == 0
@@ -94,7 +94,7 @@ def test_key_tags(tmp_path, capsys):
     assert "not KEY=VALUE" in capsys.readouterr().err
 
 
-def test_set_and_rotate(tmp_path, capsys):
+def test_set_changes_limits_and_rotate_replaces_the_key(tmp_path, capsys):
     file = tmp_path / "keys.json"
 
     def keys(*arguments, code=0):
@@ -109,7 +109,7 @@ def test_set_and_rotate(tmp_path, capsys):
     (after,) = read_keys(file)
     assert (find(old, [after]), find(new, [after])) == (None, after)
     assert (after.budget_usd, after.requests_per_min, after.is_operator) == (20.0, None, False)
-    assert after.created_at == before["created_at"]  # its earlier spending still counts
+    assert after.created_at == before["created_at"]  # so earlier spending of the key still counts
     assert "did you mean alice" in keys("rotate", "alcie", code=2).err
     assert "budget_usd" in keys("set", "alice", "--budget-usd", "-1", code=2).err
     assert read_keys(file) == (after,)
@@ -124,7 +124,7 @@ def test_list_shows_spending(tmp_path, capsys, monkeypatch):
     for record in read_keys(tmp_path / "keys.json"):
         for month, day, usd in ((11, 30, 3.0), (12, 1, 1.5)):
             finished_at = datetime(2026, month, day, 12, tzinfo=UTC).timestamp()
-            request = a_request(
+            request = make_request_usage(
                 f"{record.name}-{month}", account=record.account, usd=usd, started_at=1.0, finished_at=finished_at
             )
             append_request(tmp_path / "ledger", request)

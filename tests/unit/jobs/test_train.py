@@ -1,4 +1,4 @@
-"""`peagle train`: flags and errors. Training is tested in unit/drafter."""
+"""`peagle train`: flags and errors. Training is tested in tests/unit/drafter."""
 
 import importlib.util
 
@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 from jobs.cli import run
 from peagle.errors import StoppedEarly
 
-SMALL = ("--draft-vocab-size", 40)  # the tiny target has 96 tokens
+SMALL_VOCABULARY = ("--draft-vocab-size", 40)  # the tiny target has 96 tokens
 
 
 def _train(*arguments):
     return run(["train", *map(str, arguments)])
 
 
-def test_a_missing_flag_is_bad_usage(capsys):
+def test_missing_flag_is_refused(capsys):
     assert _train("--output", "out") == 2
     assert "--prompts is required" in capsys.readouterr().err
 
@@ -34,7 +34,7 @@ def test_a_missing_flag_is_bad_usage(capsys):
         (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: must be a folder on a disk"),
     ],
 )
-def test_invalid_training_options(capsys, arguments, message):
+def test_invalid_training_options_are_refused(capsys, arguments, message):
     assert _train("--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -42,8 +42,8 @@ def test_invalid_training_options(capsys, arguments, message):
 @pytest.mark.parametrize("responses", ["given", "regenerate"])
 def test_missing_prompts_are_refused(chat_target, tmp_path, capsys, responses):
     output = tmp_path / "out"
-    source = ["--target", chat_target, "--prompts", tmp_path / "none", "--responses", responses]
-    assert _train(*source, *SMALL, "--output", output) == 2
+    flags = ["--target", chat_target, "--prompts", tmp_path / "none", "--responses", responses]
+    assert _train(*flags, *SMALL_VOCABULARY, "--output", output) == 2
     assert "has no prompts or responses" in capsys.readouterr().err
     assert not output.exists()
 
@@ -92,12 +92,12 @@ def test_training_warnings_come_before_generation(foreign_target, monkeypatch, c
         raise StoppedEarly("generation would start")
 
     monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)
-    source = ["--target", foreign_target("gemma3_text"), "--prompts", "stdlib"]
-    assert _train(*source, *SMALL, "--output", "out") == 3
+    flags = ["--target", foreign_target("gemma3_text"), "--prompts", "stdlib"]
+    assert _train(*flags, *SMALL_VOCABULARY, "--output", "out") == 3
     assert "generation would start" in capsys.readouterr().err
 
 
-def test_regeneration_needs_ray(monkeypatch, capsys):
+def test_generating_responses_requires_ray(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _train("--prompts", "stdlib", "--output", "out") == 2
     assert "use --responses given" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`peagle tune`: flags, output and errors. Tuning is tested in unit/tuning."""
+"""`peagle tune`: flags, output and errors. Tuning is tested in tests/unit/tuning."""
 
 import json
 import subprocess
@@ -14,15 +14,15 @@ from peagle.tuning import run as runner
 
 @pytest.fixture
 def arguments(tmp_path, write_jsonl, monkeypatch):
-    """A tuning of two configurations with fake engines."""
+    """Arguments that tune two configurations with fake engines."""
 
-    def with_fakes(*args):
+    def tune_with_fakes(*args):
         return tune(
             *args, start=lambda *_: FakeEngine(FakeTraits(token_s=0.02)), tokenizer_of=lambda *_: ByteTokenizer()
         )
 
     tune = runner.tune
-    monkeypatch.setattr(runner, "tune", with_fakes)
+    monkeypatch.setattr(runner, "tune", tune_with_fakes)
     skip_waiting(monkeypatch)
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
     options = ["--model", str(write_target(tmp_path / "target")), "--dataset", str(data), "--methods", "none"]
@@ -40,7 +40,7 @@ def test_tune_prints_table_and_writes_profile(arguments, tmp_path, capsys):
     assert "max_num_seqs: 2" in profile.read_text()
 
 
-def test_tune_does_not_overwrite_peagle_profile(arguments, tmp_path, monkeypatch):
+def test_tune_does_not_overwrite_the_file_in_peagle_profile(arguments, tmp_path, monkeypatch):
     existing = tmp_path / "taken.yaml"
     existing.write_text("another tuning")
     monkeypatch.setenv("PEAGLE_PROFILE", str(existing))
@@ -61,8 +61,8 @@ def test_budget_must_be_positive(flag, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_tuning_imports_are_light():
+def test_importing_tuning_loads_no_heavy_modules():
     heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
     code = f"import sys, peagle.tuning.run, peagle.tuning.run; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "[]"

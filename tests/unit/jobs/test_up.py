@@ -9,43 +9,43 @@ from pipelines.online import background
 
 
 @pytest.fixture
-def recorder(monkeypatch, tmp_path):
-    """Record what `peagle up` starts. If `error` is set, the start fails with it."""
+def starts(monkeypatch, tmp_path):
+    """Record the endpoints that `peagle up` starts. If `error` is set, the start fails with that error."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    recorded = SimpleNamespace(config=None, port=None, ended=[], error=None)
+    starts = SimpleNamespace(config=None, port=None, ended=[], error=None)
     endpoint = background.Endpoint(
         folder=tmp_path / "endpoints" / "m", state=tmp_path, url="http://x/v1", pid=1, born_at=0.0, started_at=0.0,
         stop_s=1.0,
     )  # fmt: skip
 
     def start(config, *, port):
-        recorded.config, recorded.port = config, port
+        starts.config, starts.port = config, port
         return endpoint
 
-    def wait_until_up(endpoint, say):
-        if recorded.error:
-            raise recorded.error
+    def wait_until_up(endpoint, announce):
+        if starts.error:
+            raise starts.error
 
     monkeypatch.setattr(background, "start", start)
     monkeypatch.setattr(background, "wait_until_up", wait_until_up)
-    monkeypatch.setattr(background, "end", lambda endpoint: recorded.ended.append(endpoint))
-    return recorded
+    monkeypatch.setattr(background, "end", lambda endpoint: starts.ended.append(endpoint))
+    return starts
 
 
-def test_up_takes_model_and_serve_flags(recorder, capsys):
+def test_up_takes_model_and_serve_flags(starts, capsys):
     assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
-    config = recorder.config
-    assert (config.model, config.max_num_seqs, config.idle_timeout, recorder.port) == ("org/model", 2, 1800, 8123)
+    config = starts.config
+    assert (config.model, config.max_num_seqs, config.idle_timeout, starts.port) == ("org/model", 2, 1800, 8123)
     assert "m is up at http://x/v1; `peagle down m` stops it" in capsys.readouterr().out
 
 
-def test_up_chooses_a_free_port(recorder):
+def test_up_chooses_a_free_port(starts):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         used_port = other.getsockname()[1]
         assert cli.run(["up", "--port", str(used_port)]) == 0
-        assert recorder.port == used_port
+        assert starts.port == used_port
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -54,17 +54,17 @@ def test_up_chooses_a_free_port(recorder):
         except OSError:
             pass  # already in use
         assert cli.run(["up"]) == 0
-    assert recorder.port != 8000
+    assert starts.port != 8000
 
 
 @pytest.mark.parametrize(("error", "code"), [(EngineError("no"), 1), (KeyboardInterrupt(), 3)])
-def test_failed_start_is_stopped(recorder, error, code):
-    recorder.error = error
+def test_endpoint_whose_start_failed_is_stopped(starts, error, code):
+    starts.error = error
     assert cli.run(["up", "m"]) == code
-    assert [endpoint.name for endpoint in recorder.ended] == ["m"]
+    assert [endpoint.name for endpoint in starts.ended] == ["m"]
 
 
-def test_up_list(monkeypatch, capsys, tmp_path):
+def test_up_list_prints_endpoints(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     endpoint = SimpleNamespace(
         name="m", status=lambda: "up", url="http://x/v1", started_at=0.0, usd=lambda: 1.5, log=tmp_path, state=tmp_path
@@ -78,7 +78,7 @@ def test_up_list(monkeypatch, capsys, tmp_path):
     assert "unknown" in second
 
 
-def test_down(monkeypatch, capsys, tmp_path):
+def test_down_stops_an_endpoint_once(monkeypatch, capsys, tmp_path):
     ended = []
     endpoint = SimpleNamespace(
         name="m", status=lambda: "ended", url="u", started_at=0.0, usd=lambda: 0.25, log=tmp_path, state=tmp_path,

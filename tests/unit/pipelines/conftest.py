@@ -40,6 +40,6 @@ def ray_metrics(monkeypatch):
             assert min(self.boundaries) > 0
             values.setdefault(self.key(tags), []).append(value)
 
-    for kind in (Counter, Gauge, Histogram):
-        monkeypatch.setattr(f"ray.util.metrics.{kind.__name__}", kind)
+    for metric_class in (Counter, Gauge, Histogram):
+        monkeypatch.setattr(f"ray.util.metrics.{metric_class.__name__}", metric_class)
     return values

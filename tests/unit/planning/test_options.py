@@ -14,8 +14,8 @@ from pipelines.online.config import ServeConfig
 QWEN = "qwen3-coder-30b-a3b-instruct"
 
 
-def plan(**keys):
-    return make_plan(PlanConfig(**({"measured": QWEN, "tokens": "2B", "start_s": 300} | keys)))
+def plan(**options):
+    return make_plan(PlanConfig(**({"measured": QWEN, "tokens": "2B", "start_s": 300} | options)))
 
 
 def test_every_machine_with_the_accelerator_is_compared():
@@ -34,15 +34,15 @@ def test_every_machine_with_the_accelerator_is_compared():
 def test_region_and_provider_can_be_set():
     result = plan(provider="lambda", market="on_demand")
     assert {option["place"] for option in result["options"]} == {"lambda us-east-1"}
-    with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
+    with pytest.raises(PriceError, match="no price for a machine with B200") as error:
         plan(provider="azure")
-    assert "--instance-types" in refused.value.hint
+    assert "--instance-types" in error.value.hint
 
 
 def test_other_accelerators_are_refused_with_a_command():
-    with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as refused:
+    with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as error:
         plan(instance_types="p5.48xlarge")
-    assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in refused.value.hint
+    assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in error.value.hint
 
 
 def test_limit_without_published_latencies_is_refused():
@@ -64,10 +64,10 @@ def machine(**changes):
     return Machine(price=price, **values)  # type: ignore[arg-type]
 
 
-SPOT = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
+INTERRUPTED = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
-def test_estimate_without_interruptions():
+def test_estimate_without_interruptions_loses_no_work():
     result = estimate(machine(), 2, 720_000, provision_s=180)
     assert result.wall_s == pytest.approx(180 + 100 + 3600)
     assert result.usd == pytest.approx(2 * 3700 * 0.001)
@@ -75,8 +75,8 @@ def test_estimate_without_interruptions():
     assert result.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
 
 
-def test_estimate_with_interruptions():
-    result = estimate(machine(**SPOT), 1, 360_000)
+def test_estimate_with_interruptions_matches_the_module_docstring():
+    result = estimate(machine(**INTERRUPTED), 1, 360_000)
     assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the example at the top of options.py
     assert result.wall_s == pytest.approx(3723.5, abs=0.1)
     assert result.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
@@ -89,8 +89,8 @@ def test_devices_without_an_engine_are_idle():
     assert result.usd == pytest.approx(1000 * 0.001)
 
 
-@pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
-def test_machines_for_is_minimal(changes):
+@pytest.mark.parametrize("changes", [{}, INTERRUPTED, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
+def test_number_of_machines_is_the_smallest_that_is_in_time(changes):
     candidate = machine(**changes)
     num_machines = count_machines(candidate, 50e6, 7200, provision_s=180)
     assert num_machines > 2
@@ -99,7 +99,7 @@ def test_machines_for_is_minimal(changes):
         assert (result.wall_s <= 7200 + 1e-6) is is_in_time
 
 
-def test_a_service_does_not_pay_during_replacements():
+def test_service_does_not_pay_while_a_machine_is_replaced():
     candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert candidate.wall_per_paid == 2
     assert candidate.sustained_tokens_per_s == 50
@@ -107,7 +107,7 @@ def test_a_service_does_not_pay_during_replacements():
     assert option.usd_per_h == 3.6
 
 
-def test_published_speeds_by_model_and_the_command_to_run(capsys):
+def test_plan_with_published_speeds_prints_a_valid_command(capsys):
     assert cli.run(["plan", "--model", QWEN, "--tokens", "2B"]) == 0
     text = capsys.readouterr().out
     assert "300 s to start an engine" in text

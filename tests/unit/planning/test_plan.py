@@ -14,9 +14,9 @@ from peagle.planning.sweeps import read_sweep, read_sweeps
 
 @pytest.fixture
 def plan(sweep, prices):
-    def plan(**keys):
-        measured = keys.pop("measured", None) or [sweep()]
-        values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h"} | keys
+    def plan(**options):
+        measured = options.pop("measured", None) or [sweep()]
+        values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h"} | options
         return make_plan(PlanConfig(**values))
 
     return plan
@@ -26,10 +26,10 @@ CELL = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0
 
 
 @pytest.fixture
-def report(tmp_path):
+def write_report(tmp_path):
     """Return a function that writes the report of a benchmark on a machine with the accelerator BIG."""
 
-    def write(name="report.json", **changes):
+    def write_report(name="report.json", **changes):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         values = {
@@ -39,12 +39,12 @@ def report(tmp_path):
         path.write_text(json.dumps(values | changes))
         return path
 
-    return write
+    return write_report
 
 
-def test_the_cheapest_fleet_within_the_deadline(plan):
+def test_cheapest_machines_within_the_deadline_are_chosen(plan):
     chosen = plan()["chosen"]
-    # A machine makes 400 tokens/s in 8 h less 280 s: 11.4 M tokens. Spot costs a quarter.
+    # One machine generates 400 tokens/s for 8 h minus 280 s: 11.4 M tokens. Spot costs a quarter of on-demand.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -52,7 +52,7 @@ def test_the_cheapest_fleet_within_the_deadline(plan):
     assert 0 < chosen["lost_share"] < 0.02
 
 
-def test_a_latency_limit_chooses_the_drafter(plan):
+def test_latency_limit_determines_the_drafter(plan):
     result = plan(max_tpot_ms=22)
     assert (result["chosen"]["method"], result["chosen"]["k"]) == ("peagle", 3)
     by_factor = {row["factor"]: row for row in result["sensitivity"]}
@@ -63,7 +63,7 @@ def test_a_latency_limit_chooses_the_drafter(plan):
 
 
 def test_break_even_acceptance_length(plan):
-    # Within 30 ms, P-EAGLE has 50 tokens/s at an acceptance length of 1.6, and the best without a drafter has 40.
+    # Within 30 ms, P-EAGLE generates 50 tokens/s at an acceptance length of 1.6. Without a drafter, 40 is the maximum.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
@@ -80,12 +80,12 @@ def test_sensitivity_names_exceeded_limits(plan):
     assert "not possible" in text
     assert "exceeds the latency limits" in text
     assert "Below an acceptance length of 1.45, the choice exceeds a given limit." in text
-    loose = plan(max_tpot_ms=30)
-    assert loose["least_acceptance_length"] is None or loose["least_acceptance_length"] < 1.1
-    assert {row["beyond"] for row in loose["sensitivity"] if row["factor"] >= 0.9} == {None}
+    with_loose_limit = plan(max_tpot_ms=30)
+    assert with_loose_limit["least_acceptance_length"] is None or with_loose_limit["least_acceptance_length"] < 1.1
+    assert {row["beyond"] for row in with_loose_limit["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
-def test_a_service_has_machines_and_dollars_per_hour(plan):
+def test_service_has_machines_and_dollars_per_hour(plan):
     result = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert result["chosen"]["num_machines"] == 3  # 400 tokens/s per machine
     assert result["chosen"]["usd_per_h"] == 12
@@ -98,18 +98,18 @@ def test_another_machine_with_the_same_accelerator_can_be_priced(plan):
     assert (chosen["instance_type"], chosen["num_machines"], chosen["num_engines"]) == ("box-8", 1, 8)
 
 
-def test_benchmark_reports_are_read(plan, report):
+def test_benchmark_reports_are_read(plan, write_report):
     price = Price.fixed(usd_per_hour=0.1, device="vcpu", num_devices=2).to_dict()
     hardware = {"platform": "cpu", "num_cpus": 2}
-    keys = {"measured": [report(labels=["DUMMY WEIGHTS: x"], price=price, hardware=hardware)], "within": None}
-    result = plan(**keys, tokens=360_000)
+    options = {"measured": [write_report(labels=["DUMMY WEIGHTS: x"], price=price, hardware=hardware)], "within": None}
+    result = plan(**options, tokens=360_000)
     assert result["labels"] == ["DUMMY WEIGHTS: x"]
     assert result["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
-    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as refused:
-        plan(**keys, tokens=360_000, market="spot")
-    assert "--instance-types" in refused.value.hint
+    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as error:
+        plan(**options, tokens=360_000, market="spot")
+    assert "--instance-types" in error.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, but box-2 has BIG: its speed is unknown"):
-        plan(**keys, tokens=360_000, instance_types="box-2")
+        plan(**options, tokens=360_000, instance_types="box-2")
 
 
 @pytest.mark.parametrize(
@@ -119,35 +119,35 @@ def test_benchmark_reports_are_read(plan, report):
         {"notes": ["Not finished: 3 passes are left."]},  # reports of earlier versions have no key caveats
     ],
 )
-def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, report):
-    text = text_plan(plan(measured=[report(**notes)], instance_types="box-2", within=None))
+def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, write_report):
+    text = text_plan(plan(measured=[write_report(**notes)], instance_types="box-2", within=None))
     assert "report.json: Not finished: 3 passes are left." in text.splitlines()
     assert "a head" not in text
 
 
-def test_an_engine_larger_than_its_machine_is_refused(plan, sweep, report):
+def test_engine_larger_than_its_machine_is_refused(plan, sweep, write_report):
     hardware, table = {"platform": "cpu", "num_cpus": 4}, PriceTable.load()
-    with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as refused:
-        plan(measured=[report(price=table.price("c7a.large").to_dict(), hardware=hardware)], within=None)
-    assert "repeat `peagle bench` with --usd-per-hour, which measures nothing again" in refused.value.hint
+    with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as error:
+        plan(measured=[write_report(price=table.price("c7a.large").to_dict(), hardware=hardware)], within=None)
+    assert "repeat `peagle bench` with --usd-per-hour, which measures nothing again" in error.value.hint
     stated = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
-    result = plan(measured=[report(price=stated, hardware=hardware)], tokens=360_000, within=None)
+    result = plan(measured=[write_report(price=stated, hardware=hardware)], tokens=360_000, within=None)
     assert result["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)
     with pytest.raises(ConfigError, match=r"box-2 has 2 devices, but an engine of sweep\.json uses 4"):
         plan(measured=[sweep(devices_per_engine=4, instance_type="box-8")], instance_types="box-2")
 
 
 @pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
-def test_unpriced_reports_need_an_instance_type(price, plan, report):
+def test_unpriced_reports_need_an_instance_type(price, plan, write_report):
     hardware = {"platform": "cuda", "num_cpus": 8, "accelerator": "NVIDIA BIG 80GB"}
-    file = report(price=price and Price.fixed(**price).to_dict(), hardware=hardware)
+    file = write_report(price=price and Price.fixed(**price).to_dict(), hardware=hardware)
     assert plan(measured=[file], within=None, instance_types="box-8")["chosen"]["num_engines"] == 8
-    for other, has in (("small-2", "LITTLE"), ("cpu-2", "no accelerator")):
-        with pytest.raises(ConfigError, match=f"measured on NVIDIA BIG 80GB, but {other} has {has}"):
-            plan(measured=[file], within=None, instance_types=other)
+    for other_type, other_device in (("small-2", "LITTLE"), ("cpu-2", "no accelerator")):
+        with pytest.raises(ConfigError, match=f"measured on NVIDIA BIG 80GB, but {other_type} has {other_device}"):
+            plan(measured=[file], within=None, instance_types=other_type)
 
 
-def test_lookups_have_no_sensitivity(plan, sweep):
+def test_plan_with_ngram_lookups_has_no_sensitivity_to_acceptance(plan, sweep):
     cells = [
         {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 40.0},
         {"method": "ngram", "k": 3, "concurrency": 1, "output_tokens_per_s": 46.0, "acceptance_length": 3.0},
@@ -159,7 +159,7 @@ def test_lookups_have_no_sensitivity(plan, sweep):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"within": "4m"}, "takes all the time"),
         ({"max_tpot_ms": 5}, "no measurement is within the latency limits"),
@@ -167,14 +167,14 @@ def test_lookups_have_no_sensitivity(plan, sweep):
         ({"max_ttft_ms": 500}, "no measurement is within"),
     ],
 )
-def test_impossible_goals_are_refused_with_reasons(keys, message, plan):
-    with pytest.raises(ConfigError, match=message) as refused:
-        plan(**keys)
-    assert "allow more time" in refused.value.hint
+def test_impossible_goals_are_refused_with_reasons(options, message, plan):
+    with pytest.raises(ConfigError, match=message) as error:
+        plan(**options)
+    assert "allow more time" in error.value.hint
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind", "message", "hint"),
+    ("options", "error", "message", "hint"),
     [
         ({"instance_types": "box-9"}, PriceError, "no price for the instance type 'box-9'", "box"),
         ({"instance_types": "small-2"}, ConfigError, "small-2 has LITTLE: its speed is unknown", "measure on it"),
@@ -182,10 +182,10 @@ def test_impossible_goals_are_refused_with_reasons(keys, message, plan):
         ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )
-def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
-    with pytest.raises(kind, match=message) as refused:
-        plan(**keys)
-    assert hint in refused.value.hint
+def test_machines_without_a_price_are_refused(options, error, message, hint, plan):
+    with pytest.raises(error, match=message) as exception:
+        plan(**options)
+    assert hint in exception.value.hint
 
 
 @pytest.mark.parametrize(
@@ -214,36 +214,36 @@ def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
     ],
 )
 def test_invalid_sweeps_are_refused(changes, message, sweep, plan):
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         plan(measured=[sweep(**changes)])
-    assert refused.value.hint
+    assert error.value.hint
 
 
-def test_several_files_are_priced_separately(plan, sweep):
-    little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
-    files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
+def test_each_measured_file_has_its_own_machines(plan, sweep):
+    little_cells = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
+    files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little_cells)]
     result = plan(measured=files, instance_types="box-2,small-2", within=None)
     places = {(option["measured"], option["instance_type"]) for option in result["options"]}
     assert places == {("big.json", "box-2"), ("little.json", "small-2")}
     assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in result["notes"]
-    with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as refused:
+    with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as error:
         plan(measured=files, instance_types="box-2,cpu-2")
-    assert "big.json was" in refused.value.message
-    assert "little.json was" in refused.value.message
+    assert "big.json was" in error.value.message
+    assert "little.json was" in error.value.message
 
 
-def test_text_names_file_and_precision(plan, report):
-    reports = [report(f"{name}/report.json", precision="fp8 weights, fp8 KV cache") for name in ("a", "b")]
+def test_text_names_file_and_precision_of_measurements(plan, write_report):
+    reports = [write_report(f"{name}/report.json", precision="fp8 weights, fp8 KV cache") for name in ("a", "b")]
     text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
-    where = f"{reports[0]} (fp8 weights, fp8 KV cache)"
-    assert f"requests at once on each, as measured in {where}; " in text
-    assert text.count(where) > 1, "the table's rows name the report, too"
+    source = f"{reports[0]} (fp8 weights, fp8 KV cache)"
+    assert f"requests at once on each, as measured in {source}; " in text
+    assert text.count(source) > 1, "the table's rows name the report, too"
     single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
     assert "measured in" not in single
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"tokens": "many"}, "not a number of tokens, such as 2e9"),
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
@@ -257,12 +257,12 @@ def test_text_names_file_and_precision(plan, report):
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
     ],
 )
-def test_invalid_options_are_refused(keys, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        PlanConfig(**({"measured": ["x.json"]} | keys))
+        PlanConfig(**({"measured": ["x.json"]} | options))
 
 
-def test_plan_command(sweep, prices, tmp_path, capsys):
+def test_plan_command_prints_the_chosen_machines_and_assumptions(sweep, prices, tmp_path, capsys):
     arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
     assert command(["plan", *arguments, "--max-tpot-ms", "22", "--json", str(tmp_path / "p.json")]) == 0
     printed = capsys.readouterr().out
@@ -301,6 +301,6 @@ def test_remeasure_command_has_the_same_cells():
     [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
 )
 def test_unknown_files_and_models_are_refused(name, message):
-    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
+    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as error:
         read_sweep(Path(name))
-    assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")
+    assert error.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

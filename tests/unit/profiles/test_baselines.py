@@ -8,7 +8,7 @@ from peagle.catalog.cards import load_catalog
 from peagle.errors import ConfigError
 from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, break_evens, read_benchmark
 
-MEASURED = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-24-smollm2-135m-cpu.json"
+BENCHMARK_FILE = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-24-smollm2-135m-cpu.json"
 
 
 def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
@@ -32,7 +32,7 @@ def test_baseline_of_cells_by_concurrency(cells):
 
 def test_baseline_of_a_table_equals_its_benchmark():
     (table,) = load_catalog().get("smollm2-135m").steps
-    baseline, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
+    baseline, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(BENCHMARK_FILE).baseline(session())
     assert baseline is not None
     assert measured is not None
     assert {step.concurrency: step.break_even for step in baseline.steps} == pytest.approx(
@@ -42,20 +42,20 @@ def test_baseline_of_a_table_equals_its_benchmark():
         assert (step.step_s, step.plain_step_s) == pytest.approx((reference.step_s, reference.plain_step_s), abs=1e-4)
         assert step.error == pytest.approx(reference.error, abs=1e-3)
     assert baseline_of_table(table, "eagle3", 64) is None
-    between = baseline_of_table(table, "eagle3", 4)
-    assert between is not None
-    assert between.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
+    interpolated = baseline_of_table(table, "eagle3", 4)  # between two measured K
+    assert interpolated is not None
+    assert interpolated.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
 
 
-def test_a_benchmark_applies_to_its_heads_and_model():
-    measured = read_benchmark(MEASURED)
-    assert measured.baseline(session(k=0)) is None, "that head was measured at several K"
-    assert measured.baseline(session(k=9)) is None
-    assert measured.baseline(session("another head")) is None
-    plain = measured.baseline(session(None, 0))
+def test_benchmark_is_the_baseline_only_of_its_heads_and_model():
+    benchmark = read_benchmark(BENCHMARK_FILE)
+    assert benchmark.baseline(session(k=0)) is None, "the head was measured at several K"
+    assert benchmark.baseline(session(k=9)) is None
+    assert benchmark.baseline(session("another head")) is None
+    plain = benchmark.baseline(session(None, 0))
     assert plain is not None
     assert [step.break_even for step in plain.steps] == [1.0] * 4
-    assert measured.baseline(session(None, 0, "another model")) is None
+    assert benchmark.baseline(session(None, 0, "another model")) is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
 
 
 def test_break_evens_of_cells(cell, cells):
-    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
+    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # 1.28 = 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}
     ngram = cell("ngram", 3, 4, 50.0, 1.6)

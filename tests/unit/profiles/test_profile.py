@@ -37,13 +37,13 @@ def test_profile_round_trip(file, profile):
         ("- a", "peagle_profile is missing"),
     ],
 )
-def test_other_files_are_not_profiles(text, message, tmp_path):
+def test_file_that_is_no_profile_is_refused(text, message, tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_profile(tmp_path / "x.yaml")
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         read_profile(tmp_path / "x.yaml")
-    assert "peagle tune" in refused.value.hint
+    assert "peagle tune" in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_invalid_profiles_are_refused(edit, message, change_profile):
         read_profile(change_profile(edit))
 
 
-def test_profile_completes_the_options(file):
-    keys = EngineOptions(profile=file, max_model_len=512)
-    assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("peagle", 3, 4)
-    assert (keys.max_num_batched_tokens, keys.max_model_len) == (2048, 512)
+def test_profile_sets_options_that_are_not_given(file):
+    options = EngineOptions(profile=file, max_model_len=512)
+    assert (options.drafter, options.num_speculative_tokens, options.max_num_seqs) == ("peagle", 3, 4)
+    assert (options.max_num_batched_tokens, options.max_model_len) == (2048, 512)
 
 
 @pytest.mark.parametrize(
@@ -78,18 +78,18 @@ def test_profile_completes_the_options(file):
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_related_options_are_replaced_together(options, expected, file):
-    keys = EngineOptions(profile=file, **options)
-    assert {name: getattr(keys, name) for name in expected} == expected
+def test_given_option_also_replaces_related_options_of_the_profile(options, expected, file):
+    resolved = EngineOptions(profile=file, **options)
+    assert {name: getattr(resolved, name) for name in expected} == expected
 
 
-def test_a_profile_of_another_target_is_refused(file):
-    with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
+def test_profile_of_another_target_is_refused(file):
+    with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as error:
         EngineOptions(profile=file, model="gpt-oss-20b")
-    assert "peagle tune --model gpt-oss-20b" in refused.value.hint
+    assert "peagle tune --model gpt-oss-20b" in error.value.hint
 
 
-def test_a_folder_target_has_several_names(change_profile, tmp_path, monkeypatch):
+def test_target_folder_can_be_given_by_relative_path(change_profile, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
     file = change_profile(lambda data: data["engine"].update(model=str(tmp_path / "target")))

@@ -15,17 +15,17 @@ def object_schema(num_properties, num_required=0):
     return {"type": "object", "properties": {name: {} for name in names}, "required": names[:num_required]}
 
 
-def nested(depth):
+def nested_schema(depth):
     schema = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
 
 
-LARGE = {
+SCHEMAS_BEYOND_A_BOUND = {
     "optional properties": object_schema(201),
     "properties of all objects": {"allOf": [object_schema(600, 600), object_schema(600, 600)]},
-    "depth": nested(65),
+    "depth": nested_schema(65),
     "an enum": {"enum": list(range(2001))},
     "unions together": {"anyOf": [{"enum": list(range(1000))}] * 3},
     "maxItems": {"type": "array", "maxItems": 100_001},
@@ -37,7 +37,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("schema", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("schema", SCHEMAS_BEYOND_A_BOUND.values(), ids=SCHEMAS_BEYOND_A_BOUND)
 def test_schema_beyond_a_bound_is_refused(schema):
     message = schema_error(schema)
     assert message == schema_error(json.dumps(schema))
@@ -45,10 +45,10 @@ def test_schema_beyond_a_bound_is_refused(schema):
     assert schema_error({"properties": {"inner": schema}}) is not None
 
 
-def test_schema_that_stalled_an_engine_is_refused_quickly():
+def test_schema_with_thousands_of_properties_is_refused_quickly():
     started_at = time.process_time()
     assert "3,000" in schema_error(object_schema(3000)) or "bytes" in schema_error(object_schema(3000))
-    assert time.process_time() - started_at < 5  # the engine was blocked for minutes
+    assert time.process_time() - started_at < 5  # such a schema once blocked an engine for minutes
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def test_schema_that_stalled_an_engine_is_refused_quickly():
     [
         object_schema(200),
         object_schema(1000, 900),
-        nested(60),
+        nested_schema(60),
         {"enum": ["a"] * 2000},
         {"maxItems": 100_000},
         {"$ref": "#"},
         True,
     ],
 )
-def test_schema_within_the_bounds_passes(schema):
+def test_schema_within_the_bounds_is_accepted(schema):
     assert schema_error(schema) is None
 
 
 def test_schema_deeper_than_pythons_stack_is_refused():
-    assert "nested" in schema_error(nested(5000))
-    message = schema_error("[" * 60_000)  # not valid JSON, which is also refused elsewhere
+    assert "nested" in schema_error(nested_schema(5000))
+    message = schema_error("[" * 60_000)  # this is also invalid JSON, which other checks refuse
     assert message is None or "nested" in message
 
 
@@ -85,44 +85,44 @@ def test_bounds_of_patterns_grammars_and_choices():
 
 
 @pytest.mark.parametrize("text", ["a{1, ", "a{1 ", "a{ ", "a{1", "{1, "])
-def test_repetition_check_is_linear(text):
-    """Sixty kilobytes of blanks once blocked all streams of the endpoint for 45 seconds."""
+def test_repetition_check_takes_linear_time(text):
+    """60 KB of blanks once blocked all streams of an endpoint for 45 seconds."""
     started_at = time.process_time()
     assert grammar_error(text + text[-1] * 60_000) is None
     assert grammar_error(text * 12_000) is None
     assert time.process_time() - started_at < 5
 
 
-HEAVY = object_schema(201)
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": HEAVY}}]
-STRICT = [{"type": "function", "function": {"name": "f", "parameters": HEAVY, "strict": True}}]
+TOO_LARGE = object_schema(201)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": TOO_LARGE}}]
+STRICT_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": TOO_LARGE, "strict": True}}]
 
 
 @pytest.mark.parametrize(
     ("body", "field"),
     [
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": HEAVY}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": TOO_LARGE}}},
             "response_format",
         ),
-        ({"response_format": {"type": "structural_tag", "structures": [{"schema": HEAVY}]}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": [{"schema": TOO_LARGE}]}}, "response_format"),
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a{999999}"}}},
             "response_format",
         ),
-        ({"structured_outputs": {"json": HEAVY}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": json.dumps(HEAVY)}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": TOO_LARGE}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(TOO_LARGE)}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a{999999}"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a"] * 3000}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "a" * 70_000}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"structural_tag": json.dumps({"a": HEAVY})}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": json.dumps({"a": TOO_LARGE})}}, "structured_outputs.structural_tag"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": "a{999999}"}},
             "structured_outputs.whitespace_pattern",
         ),
         ({"tools": TOOLS, "tool_choice": "required"}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools[0]"),
-        ({"tools": STRICT}, "tools[0]"),
+        ({"tools": STRICT_TOOLS}, "tools[0]"),
     ],
 )
 def test_every_constraint_of_a_request_is_bounded(body, field):
@@ -134,14 +134,14 @@ def test_every_constraint_of_a_request_is_bounded(body, field):
     [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "auto"}, {"response_format": "x"},
      {"structured_outputs": [1]}, {"tools": "x", "tool_choice": "required"}, {"tools": [1], "tool_choice": "required"}],
 )  # fmt: skip
-def test_requests_without_constraints_pass(body):
+def test_requests_without_constraints_are_accepted(body):
     assert constraint_error(body) is None
 
 
 def test_bulk_runs_have_the_same_bounds():
     with pytest.raises(ValueError, match="optional properties"):
-        SamplingOptions(json_schema=json.dumps(HEAVY))
-    assert "optional properties" in parse_overrides({"json_schema": HEAVY})
+        SamplingOptions(json_schema=json.dumps(TOO_LARGE))
+    assert "optional properties" in parse_overrides({"json_schema": TOO_LARGE})
     assert "optional properties" not in str(parse_overrides({"json_schema": object_schema(10)}))
 
 
@@ -163,6 +163,6 @@ def test_token_id_outside_the_vocabulary_is_refused(values, field, token_id):
     assert bounds.token_id_error(values, None) is None
 
 
-def test_valid_token_ids_and_texts_pass():
+def test_valid_token_ids_and_texts_are_accepted():
     for values in ({"prompt": [0, 99]}, {"prompt": "text"}, {"prompt": ["a", "b"]}, {"prompt": []}, {"logit_bias": {}}):
         assert bounds.token_id_error({**values, "stop_token_ids": None}, 100) is None

@@ -6,10 +6,11 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits, SamplingOptions
 
 CHAT = "/v1/chat/completions"
-BATCH = PromptSpec(body_column="body", chat=True)
+BODY_PROMPTS = PromptSpec(body_column="body", chat=True)
 
 
-def build(columns, *, prompts=BATCH, column=None):
+def build(columns, *, prompts=BODY_PROMPTS, column=None):
+    """Build the request of a row, where `column` is the column with sampling parameters."""
     limits = SamplingLimits(max_model_len=300, can_seed=False, vocab_size=256)
     spec = SamplingSpec(base=SamplingOptions().model_dump(), column=column, limits=limits)
     return RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), 300), spec).build(columns)
@@ -24,11 +25,11 @@ def test_chat_template_applies_only_to_chats():
 
 
 @pytest.mark.parametrize("prompt", [["ab"], [[97, 98]]])
-def test_list_with_one_prompt(prompt):
+def test_list_with_one_prompt_is_accepted(prompt):
     assert build({"url": "/v1/completions", "body": {"prompt": prompt}}) == Request(prompt_token_ids=[97, 98])
 
 
-def test_row_constraint_replaces_that_of_the_run():
+def test_constraint_of_a_row_replaces_the_constraint_of_the_run():
     sampling = build({"url": "/v1/completions", "body": {"prompt": "a", "structured_outputs": {"regex": "x"}}}).sampling
     assert sampling == {"json_schema": None, "structured_outputs": {"regex": "x"}}
 
@@ -47,7 +48,7 @@ class RecordingTokenizer(ByteTokenizer):
         return super().encode(text)
 
 
-def test_template_receives_all_variables():
+def test_chat_template_gets_the_template_fields_of_the_body():
     tokenizer = RecordingTokenizer()
     body = {
         "messages": [{"role": "user", "content": "x"}],
@@ -62,7 +63,7 @@ def test_template_receives_all_variables():
     }
     limits = SamplingLimits(max_model_len=300)
     spec = SamplingSpec(base=SamplingOptions().model_dump(), limits=limits)
-    RequestBuilder(PromptBuilder(BATCH, tokenizer, 300), spec).build({"url": CHAT, "body": body})
+    RequestBuilder(PromptBuilder(BODY_PROMPTS, tokenizer, 300), spec).build({"url": CHAT, "body": body})
     assert tokenizer.template_arguments == (
         [{"role": "user", "content": "x"}],
         {
@@ -118,13 +119,13 @@ def test_invalid_body_is_a_row_error(url, body, reason, message):
     assert error.message.startswith(message)
 
 
-def test_chat_without_chat_template():
+def test_chat_is_refused_without_a_chat_template():
     error = build({"url": CHAT, "body": {"messages": [{"role": "user", "content": "x"}]}},
                   prompts=PromptSpec(body_column="body", chat=False))  # fmt: skip
     assert (error.reason, error.message) == ("invalid", "the model has no chat template")
 
 
-def test_sampling_column():
+def test_sampling_column_is_used_only_if_named():
     plain = PromptSpec(column="prompt", chat=False)
     row = {"prompt": "a", "sampling": {"temperature": 0.5, "n": 2}}
     assert build(row, prompts=plain, column="sampling").sampling == {"temperature": 0.5, "n": 2}

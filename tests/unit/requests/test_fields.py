@@ -1,6 +1,6 @@
-"""The table of request fields, compared with the installed schemas and with docs/requests.md.
+"""Compares the table of request fields with the schemas of vLLM and OpenAI, and with docs/requests.md.
 
-WRITE_DOCS=1 (`make docs-requests`) writes the page's table instead.
+With WRITE_DOCS=1 (`make docs-requests`), the table of that page is written instead.
 """
 
 import json
@@ -20,7 +20,7 @@ from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "requests.md"
 OPENAI_MODULES = {CHAT_URL: chat_create_params, COMPLETIONS_URL: completion_create_params}
-SOURCE = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS_URL: {"prompt": "x"}}
+MINIMAL_BODY = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS_URL: {"prompt": "x"}}
 
 
 def vllm_schema(url):
@@ -39,8 +39,8 @@ def openai_fields(url):
 
 
 @pytest.mark.parametrize("url", OPENAI_MODULES)
-def test_table_has_all_fields_of_installed_schemas(url):
-    """New fields of vLLM or OpenAI's client fail here and need a decision."""
+def test_table_has_all_fields_of_vllm_and_openai(url):
+    """If an upgrade adds a field, this test fails until the table says how the field is used."""
     in_table = {name for name, field in FIELDS.items() if url in field.urls}
     assert in_table == set(vllm_schema(url).model_fields) | openai_fields(url)
 
@@ -53,8 +53,8 @@ def test_honoured_fields_exist_in_vllm(url):
     assert honoured <= set(vllm_schema(url).model_fields)
 
 
-def values_of(name):
-    """Return the field with a value that has an effect, and the fields that it requires."""
+def fields_with(name):
+    """Return the field with a value that has an effect, and the other fields that it requires."""
     examples = {
         "model": "m", "stop": ["x"], "stop_token_ids": [1], "bad_words": ["x"], "logit_bias": {"1": 1},
         "allowed_token_ids": [1], "repetition_detection": {"max_pattern_size": 2, "min_count": 2}, "top_logprobs": 1,
@@ -76,10 +76,10 @@ def values_of(name):
     ("url", "name"),
     [(url, name) for name, field in FIELDS.items() for url in field.urls if name not in ("messages", "prompt")],
 )
-def test_bulk_honours_or_refuses_every_field(url, name):
-    plain = parse_body(url, SOURCE[url])
-    values = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
-    body = parse_body(url, {**SOURCE[url], **values})
+def test_bulk_runs_honour_ignore_or_refuse_every_field(url, name):
+    plain = parse_body(url, MINIMAL_BODY[url])
+    values = fields_with(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
+    body = parse_body(url, {**MINIMAL_BODY[url], **values})
     use = FIELDS[name].use
     if (
         use in ("parsed", "online", "refused")
@@ -91,14 +91,14 @@ def test_bulk_honours_or_refuses_every_field(url, name):
     else:
         assert (body == plain) == (use != "honoured" or name == "model")
     for value in (None, *FIELDS[name].neutral):
-        assert parse_body(url, {**SOURCE[url], name: value}) == plain
+        assert parse_body(url, {**MINIMAL_BODY[url], name: value}) == plain
     if use == "parsed":
-        parsed = parse_body(url, {**SOURCE[url], **values}, has_tool_parser=True, has_parser=True)
+        parsed = parse_body(url, {**MINIMAL_BODY[url], **values}, has_tool_parser=True, has_parser=True)
         assert parsed.parsing == values
 
 
 @pytest.mark.parametrize("url", OPENAI_MODULES)
-def test_fields_refused_online(url):
+def test_endpoints_refuse_unknown_and_unsupported_fields(url):
     for name, field in FIELDS.items():
         refused = refused_field(url, {name: object()}, in_bulk=False)
         if url not in field.urls:
@@ -107,8 +107,8 @@ def test_fields_refused_online(url):
             assert (refused is not None) == (field.use == "refused")
 
 
-def test_row_parameters_have_the_names_of_vllm():
-    """The engine passes them to vLLM unchanged; `json_schema` is peagle's."""
+def test_sampling_parameters_of_rows_are_honoured_fields():
+    """Rows have the names of vLLM's fields, and `json_schema`, which is peagle's own."""
     names = set(RequestSampling.model_fields) - {"json_schema"}
     assert names == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
         "model",
@@ -117,12 +117,12 @@ def test_row_parameters_have_the_names_of_vllm():
     }
 
 
-def test_reasoning_efforts_equal_those_of_vllm():
+def test_reasoning_efforts_match_vllm():
     (literal, _) = typing.get_args(vllm_schema(CHAT_URL).model_fields["reasoning_effort"].annotation)
     assert typing.get_args(literal) == EFFORTS
 
 
-def test_constraint_names_equal_those_of_vllm():
+def test_constraint_names_match_vllm():
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     for name, kind in (
@@ -134,7 +134,7 @@ def test_constraint_names_equal_those_of_vllm():
         assert all(field in message for field in names)
 
 
-def test_page_has_the_table():
+def test_docs_page_has_the_table():
     support = {
         "honoured": ("yes", "yes"),
         "parsed": ("yes", "with a parser"),

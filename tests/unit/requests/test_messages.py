@@ -1,4 +1,4 @@
-"""Messages in every form of OpenAI's clients, and inputs of chat templates, compared with vLLM's."""
+"""Checks that messages of OpenAI's clients are parsed and passed to chat templates as by vLLM."""
 
 import copy
 from pathlib import Path
@@ -15,7 +15,7 @@ HISTORY = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
 ]
-FORMS = {
+CONVERSATIONS = {
     "tool history": HISTORY,
     "tool history without a content": [USER, {"role": "assistant", "tool_calls": [CALL]}, HISTORY[2]],
     "tool answer in parts": [*HISTORY[:2], {**HISTORY[2], "content": [{"type": "text", "text": "rain"}]}],
@@ -58,19 +58,19 @@ def vllm_conversation(messages, content_format="string"):
     return parse_chat_messages(request.messages, text_model, content_format)[0]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_messages_match_vllm(name):
-    assert parse_messages(FORMS[name]) == vllm_conversation(FORMS[name])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_parsed_messages_match_vllm(name):
+    assert parse_messages(CONVERSATIONS[name]) == vllm_conversation(CONVERSATIONS[name])
 
 
-def test_tool_arguments_may_be_an_object():
-    """Conversation files often have objects."""
+def test_tool_arguments_can_be_an_object():
+    """Files of conversations often have objects, where the API has JSON text."""
     call = {**CALL, "function": {"name": "f", "arguments": {"city": "Oslo"}}}
     assert parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])[1]["tool_calls"] == [call]
 
 
-def test_null_keys_are_dropped():
-    """In columnar files, every struct has every key."""
+def test_fields_with_null_are_dropped():
+    """In columnar files, every struct has every field."""
     assert parse_messages([{**USER, "tool_calls": None, "name": None}]) == [USER]
 
 
@@ -93,7 +93,7 @@ def test_null_keys_are_dropped():
         ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "function_call is not supported"),
     ],
 )
-def test_invalid_messages(message, expected):
+def test_invalid_messages_are_refused(message, expected):
     assert parse_messages([USER, message]).startswith(f", message 1: {expected}")
 
 
@@ -135,13 +135,13 @@ def test_expects_parts_matches_vllm(name):
     assert expects_parts(TEMPLATES[name]) == (_detect_content_format(TEMPLATES[name], default="string") == "openai")
 
 
-def test_expects_parts_matches_vllm_for_shipped_templates():
+def test_expects_parts_matches_vllm_for_the_templates_of_vllm():
     from vllm.renderers import hf
     from vllm.transformers_utils import chat_templates
 
-    shipped = [path.read_text() for path in Path(chat_templates.__file__).parent.glob("*.jinja")]
-    assert shipped
-    for text in shipped:
+    templates = [path.read_text() for path in Path(chat_templates.__file__).parent.glob("*.jinja")]
+    assert templates
+    for text in templates:
         assert expects_parts(text) == (hf._detect_content_format(text, default="string") == "openai")
 
 

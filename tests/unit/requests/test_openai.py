@@ -34,12 +34,12 @@ def test_chat_parameters_are_translated():
     assert body.sampling == {"max_tokens": 9, "temperature": 0.5, "stop": ["END"], "logprobs": 2}
 
 
-def test_completion_parameters():
+def test_completion_parameters_are_translated():
     body = parse_body("/v1/completions", {"prompt": "once", "logprobs": 3, "echo": False, "best_of": 1, "top_k": -1})
     assert (body.content, body.is_chat, body.sampling) == ("once", False, {"logprobs": 3, "top_k": 0})
 
 
-def test_parameters_of_one_prompt():
+def test_parameters_with_the_names_of_vllm_are_kept():
     parameters = {
         "stop_token_ids": [1],
         "include_stop_str_in_output": True,
@@ -57,16 +57,18 @@ def test_parameters_of_one_prompt():
         assert parse_body(url, {**source, **parameters}).sampling == parameters
 
 
-def test_structural_tag():
+def test_structural_tag_becomes_a_constraint():
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     (constraint,) = parse_body(CHAT_URL, {"messages": MESSAGES, "response_format": tag}).sampling.values()
     assert json.loads(constraint["structural_tag"]) == tag
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("text", {}), ("json_object", {"json_schema": '{"type": "object"}'})])
-def test_response_formats_without_a_schema(kind, expected):
+@pytest.mark.parametrize(
+    ("response_type", "expected"), [("text", {}), ("json_object", {"json_schema": '{"type": "object"}'})]
+)
+def test_response_format_without_a_schema_is_translated(response_type, expected):
     for url, source in ((CHAT_URL, {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
-        assert parse_body(url, {**source, "response_format": {"type": kind}}).sampling == expected
+        assert parse_body(url, {**source, "response_format": {"type": response_type}}).sampling == expected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_response_formats_without_a_schema(kind, expected):
         ),
     ],
 )
-def test_invalid_bodies(body, message):
+def test_invalid_bodies_are_refused(body, message):
     assert parse_body(CHAT_URL, body).startswith(message)
 
 
@@ -124,7 +126,7 @@ COMPLETIONS = [
 ]
 
 
-def row(**changes):
+def make_row(**changes):
     values = {
         "id": "000000007", "response": "hello", "finish_reason": "stop", "num_prompt_tokens": 5,
         "num_cached_tokens": 2, "num_output_tokens": 3, "model": "m", "completions": None,
@@ -132,19 +134,19 @@ def row(**changes):
     return values | changes
 
 
-def line(row, *, is_chat):
+def make_line(row, *, is_chat):
     return output_line(row, custom_id="mine", is_chat=is_chat, created=1_700_000_000, run_id="r")
 
 
-def parse_strictly(kind, body):
-    """Return the body as the client's own type, which must know every key."""
-    answer = kind.model_validate(body, strict=True)
+def parse_strictly(answer_type, body):
+    """Return the body as a type of OpenAI's client, which must have every field of the body."""
+    answer = answer_type.model_validate(body, strict=True)
     assert not answer.model_extra
     return answer
 
 
 def test_chat_answer_parses_in_openai_client():
-    answer = line(row(), is_chat=True)
+    answer = make_line(make_row(), is_chat=True)
     assert list(answer) == ["id", "custom_id", "response", "error"]
     assert (answer["custom_id"], answer["error"]) == ("mine", None)
     assert (answer["response"]["status_code"], set(answer["response"])) == (200, {"status_code", "request_id", "body"})
@@ -156,43 +158,49 @@ def test_chat_answer_parses_in_openai_client():
 
 
 def test_completion_answer_parses_in_openai_client():
-    text = parse_strictly(Completion, line(row(num_cached_tokens=None), is_chat=False)["response"]["body"])
+    text = parse_strictly(Completion, make_line(make_row(num_cached_tokens=None), is_chat=False)["response"]["body"])
     assert (text.object, text.choices[0].text, text.usage.total_tokens) == ("text_completion", "hello", 8)
 
 
-def test_several_choices_with_logprobs():
-    chat = parse_strictly(ChatCompletion, line(row(completions=COMPLETIONS), is_chat=True)["response"]["body"])
+def test_several_choices_with_logprobs_parse_in_openai_client():
+    chat = parse_strictly(
+        ChatCompletion, make_line(make_row(completions=COMPLETIONS), is_chat=True)["response"]["body"]
+    )
     choices = [(c.index, c.message.content, c.finish_reason) for c in chat.choices]
     assert choices == [(0, "é x", "stop"), (1, "y", "length")]
     first = chat.choices[0].logprobs.content[0]
     assert (first.token, first.bytes, first.logprob) == ("é", [195, 169], -0.5)
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("é", -0.5), ("e", -1.0)]
-    text = parse_strictly(Completion, line(row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
+    text = parse_strictly(Completion, make_line(make_row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
     logprobs = text.choices[0].logprobs
     assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["é", " x"], [0, 1], [-0.5, -0.1])
     assert logprobs.top_logprobs == [{"é": -0.5, "e": -1.0}, {}]
 
 
-def test_ids_depend_on_run_and_row():
-    assert line(row(), is_chat=True) == line(row(), is_chat=True)
-    other = output_line(row(), custom_id="mine", is_chat=True, created=1, run_id="another")
-    assert other["id"] != line(row(), is_chat=True)["id"] != line(row(id="000000008"), is_chat=True)["id"]
+def test_id_of_a_line_depends_on_run_and_row():
+    assert make_line(make_row(), is_chat=True) == make_line(make_row(), is_chat=True)
+    other = output_line(make_row(), custom_id="mine", is_chat=True, created=1, run_id="another")
+    assert (
+        other["id"]
+        != make_line(make_row(), is_chat=True)["id"]
+        != make_line(make_row(id="000000008"), is_chat=True)["id"]
+    )
 
 
 @pytest.mark.parametrize("reason", ["invalid", "prompt_too_long", "refused"])
-def test_invalid_request_is_answered_with_400(reason):
+def test_error_line_of_an_invalid_request_has_status_400(reason):
     answer = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
     assert (answer["custom_id"], answer["error"], answer["response"]["status_code"]) == ("mine", None, 400)
     assert answer["response"]["body"]["error"]["code"] == reason
     assert answer["response"]["body"]["error"]["message"] == "no"
 
 
-def test_engine_failure_is_an_error_without_response():
+def test_error_line_of_an_engine_failure_has_no_response():
     answer = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
     assert (answer["response"], answer["error"]) == (None, {"code": "engine_died", "message": "no"})
 
 
-def test_tools_with_a_parser():
+def test_tools_are_accepted_with_a_parser():
     body = parse_body(
         CHAT_URL,
         {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"},
@@ -205,12 +213,12 @@ def test_tools_with_a_parser():
     assert parse_body("/v1/completions", {"prompt": "x"}, has_parser=True).parsing is None
 
 
-def test_message_of_a_parsed_row():
+def test_message_of_a_parsed_row_has_reasoning_and_tool_calls():
     call = {"id": "call-1", "name": "f", "arguments": "{}"}
-    whole = {"text": "<think>hm</think><tool_call>", "finish_reason": "stop", "logprobs": None}
+    unparsed = {"text": "<think>hm</think><tool_call>", "finish_reason": "stop", "logprobs": None}
     row = {
         "id": "7", "response": "", "finish_reason": "tool_calls", "num_prompt_tokens": 1, "num_output_tokens": 2,
-        "num_cached_tokens": None, "model": "m", "completions": [whole], "reasoning": "hm", "tool_calls": [call],
+        "num_cached_tokens": None, "model": "m", "completions": [unparsed], "reasoning": "hm", "tool_calls": [call],
     }  # fmt: skip
     line = output_line(row, custom_id="a", is_chat=True, created=1, run_id="r")
     (choice,) = line["response"]["body"]["choices"]

@@ -20,7 +20,7 @@ class WordTokenizer:
         return " ".join(f"<{m['role']}> {m['content']}" for m in conversation) + " <assistant>"
 
 
-def config(**options):
+def make_config(**options):
     return GenerateConfig(input="x", output="y", **options)
 
 
@@ -28,29 +28,29 @@ def build(spec, columns, max_model_len=100):
     return PromptBuilder(spec, WordTokenizer(), max_model_len).build(columns)
 
 
-def test_default_prompt_columns():
-    assert resolve_prompts(config(), ["prompt", "messages"], True).messages_column == "messages"
-    assert resolve_prompts(config(), ["prompt"], True).column == "prompt"
+def test_messages_column_is_preferred_to_the_prompt_column():
+    assert resolve_prompts(make_config(), ["prompt", "messages"], True).messages_column == "messages"
+    assert resolve_prompts(make_config(), ["prompt"], True).column == "prompt"
 
 
-def test_plain_prompt_with_and_without_chat_template():
+def test_prompt_column_is_tokenized_with_or_without_chat_template():
     assert build(PromptSpec(column="prompt", chat=True), {"prompt": "a b"}) == list(range(4))
     assert build(PromptSpec(column="prompt", chat=False), {"prompt": "a b"}) == [0, 1, 99]
 
 
-def test_system_prompt():
+def test_system_prompt_is_added():
     assert len(build(PromptSpec(column="prompt", chat=True, system_prompt="be brief"), {"prompt": "a"})) == 6
 
 
-def test_prompt_template():
-    spec = resolve_prompts(config(prompt_template="{{ a }} and {{ b }}"), ["a", "b"], False)
+def test_prompt_template_is_rendered():
+    spec = resolve_prompts(make_config(prompt_template="{{ a }} and {{ b }}"), ["a", "b"], False)
     assert build(spec, {"a": "x", "b": 3}) == [0, 1, 2, 99]
 
 
 @pytest.mark.parametrize("options", [{"chat": True}, {"messages_column": "m"}, {"system_prompt": "s"}])
 def test_chat_options_need_a_chat_template(options):
     with pytest.raises(ConfigError, match="chat template"):
-        resolve_prompts(config(**options), ["prompt", "m"], False)
+        resolve_prompts(make_config(**options), ["prompt", "m"], False)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_chat_options_need_a_chat_template(options):
         ),
     ],
 )
-def test_invalid_rows_do_not_raise(spec, columns, reason):
+def test_invalid_rows_become_row_errors(spec, columns, reason):
     result = build(spec, columns)
     assert isinstance(result, RowError)
     assert result.reason == reason
 
 
-def test_empty_prompt_without_special_tokens():
+def test_prompt_without_tokens_is_a_row_error():
     class WithoutSpecialTokens(WordTokenizer):
         def encode(self, text, add_special_tokens=True):
             return list(range(len(text.split())))

@@ -5,7 +5,7 @@ from peagle.requests.sampling import SamplingLimits, SamplingOptions, conflict, 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def test_parse_overrides():
+def test_overrides_are_parsed_from_objects_and_json_text():
     assert parse_overrides({"temperature": 1, "stop": "x", "n": None}) == {"temperature": 1.0, "stop": ["x"]}
     assert parse_overrides('{"max_tokens": 3}') == {"max_tokens": 3}
     assert parse_overrides(None) == parse_overrides("") == {}
@@ -14,7 +14,7 @@ def test_parse_overrides():
     )
 
 
-def nested(levels):
+def nested_schema(levels):
     schema = {}
     for _ in range(levels):
         schema = {"not": schema}
@@ -45,16 +45,16 @@ def nested(levels):
         ({"json_schema": {"$schema": {}}}, "json_schema: not a valid JSON schema: "),
         ({"json_schema": '{"$schema": 7}'}, "json_schema: not a valid JSON schema: "),
         ({"json_schema": {"$schema": "http://[bad"}}, "json_schema: not a valid JSON schema: "),
-        ({"json_schema": nested(300)}, "json_schema: it is nested deeper than 64 levels"),
+        ({"json_schema": nested_schema(300)}, "json_schema: it is nested deeper than 64 levels"),
         ({"json_schema": '{"not":' * 3000 + "{}" + "}" * 3000}, "json_schema: it is nested deeper than 64 levels"),
-        ({"json_schema": nested(5000)}, "nested too deeply"),
+        ({"json_schema": nested_schema(5000)}, "nested too deeply"),
         ('{"json_schema":' * 3000 + "{}" + "}" * 3000, "nested too deeply"),
         ({"json_schema": "/etc/passwd"}, "json_schema: not valid JSON"),
         ("{bad", "not valid JSON"),
         ([1], "a list, not an object of parameters"),
     ],
 )
-def test_invalid_overrides(values, message):
+def test_invalid_overrides_are_refused(values, message):
     assert parse_overrides(values).startswith(message)
 
 
@@ -73,7 +73,7 @@ def test_invalid_overrides(values, message):
         ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU crashes with seeded sampling"),
     ],
 )
-def test_conflicting_parameters(changes, message):
+def test_conflicting_parameters_are_refused(changes, message):
     limits = SamplingLimits(max_model_len=100, has_drafter=True, can_seed=False)
     assert conflict({**SamplingOptions().model_dump(), "max_tokens": 10, **changes}, limits).startswith(message)
 
@@ -85,8 +85,8 @@ def test_supported_parameters_do_not_conflict():
     assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
 
 
-def test_top_k_off_is_normalised():
-    """Both values must give the same fingerprint."""
+def test_both_values_that_disable_top_k_are_equal():
+    """So a run can continue with either value: its fingerprint is the same."""
     assert SamplingOptions(top_k=-1) == SamplingOptions(top_k=0)
     assert parse_overrides({"top_k": -2}).startswith("top_k: Input should be greater than or equal to -1")
 

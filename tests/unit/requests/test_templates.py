@@ -39,7 +39,7 @@ def render(text, row=ROW, columns=COLUMNS):
         ("{% filter upper %}{{ a }}{% endfilter %}{{ dict(k=1).k }}", "X1"),
     ],
 )  # fmt: skip
-def test_valid_templates(text, rendered):
+def test_template_renders_without_missing_columns_or_with_alternatives(text, rendered):
     assert render(text) == rendered
 
 
@@ -52,7 +52,7 @@ def test_valid_templates(text, rendered):
         "{% filter upper %}{{ c }}{% endfilter %}", "{% if c.k == 1 %}{% endif %}", "{{ (c or c.k).x if c.k else a }}",
     ],
 )  # fmt: skip
-def test_required_missing_column_is_refused(text):
+def test_template_that_needs_a_missing_column_is_refused(text):
     with pytest.raises(InputError, match="prompt_template uses 'c', which is not a column"):
         Template(text).require_columns(COLUMNS)
 
@@ -68,22 +68,22 @@ def test_required_missing_column_is_refused(text):
         "{{ rec | string }}", "{{ rec | urlencode }}", "{{ rec | xmlattr }}{{ items | string }}", "{{ b | e }}",
     ],
 )  # fmt: skip
-def test_null_and_nan_are_never_printed(text):
+def test_template_that_prints_null_or_nan_fails(text):
     with pytest.raises(jinja2.TemplateError):
         Template(text).render(ROW)
 
 
-def test_missing_value_is_named_with_its_path():
+def test_error_has_the_path_of_the_null_value():
     row = {"rec": {"list": [1, {"k": None}]}}
     with pytest.raises(jinja2.UndefinedError, match=r"'rec\.list\[1\]\.k' is null"):
         Template("{{ rec.list[1].k }}").render(row)
 
 
-def test_tojson():
+def test_tojson_replaces_nan_and_keeps_options():
     row = {"rec": {"q": "a <b> & 'é'", "n": [None, float("nan"), float("inf"), 1.5]}, "at": datetime.date(2026, 1, 2)}
-    plain = """{"q": "a <b> & 'é'", "n": [null, null, null, 1.5]}"""
-    assert Template("{{ rec | tojson }}").render(row) == plain
-    assert json.loads(Template("{{ rec | tojson(indent=2, sort_keys=true) }}").render(row)) == json.loads(plain)
+    text = """{"q": "a <b> & 'é'", "n": [null, null, null, 1.5]}"""
+    assert Template("{{ rec | tojson }}").render(row) == text
+    assert json.loads(Template("{{ rec | tojson(indent=2, sort_keys=true) }}").render(row)) == json.loads(text)
     assert Template("{{ at | tojson }}{{ [1] | tojson }}").render(row) == '"2026-01-02"[1]'
     assert "\\u00e9" in Template("{{ rec | tojson(ensure_ascii=true) }}").render(row)
 

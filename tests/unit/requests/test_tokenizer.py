@@ -17,14 +17,14 @@ from peagle.requests.tokenizer import load_tokenizer
 tokenizer = load_tokenizer({str(embedded_target)!r})
 print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_template, "torch" in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     reference = AutoTokenizer.from_pretrained(embedded_target)
-    assert done.stdout.strip() == str(
+    assert process.stdout.strip() == str(
         [type(reference).__name__, reference.encode(TEXT), reference.chat_template, False]
     )
 
 
-def test_other_tokenizers_use_transformers(chat_target, tmp_path):
+def test_other_tokenizer_classes_are_loaded_by_transformers(chat_target, tmp_path):
     for file in chat_target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -34,12 +34,12 @@ def test_other_tokenizers_use_transformers(chat_target, tmp_path):
 
 
 @pytest.mark.parametrize("config", [None, "[]", "{", '{"model_type": "llama"}'])
-def test_tokenizer_errors_are_those_of_transformers(config, tmp_path):
+def test_loading_fails_with_the_error_of_transformers(config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     errors = []
     for load in (load_tokenizer, AutoTokenizer.from_pretrained):
-        with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
+        with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as error:
             load(tmp_path)
-        errors.append(repr(info.value))
+        errors.append(repr(error.value))
     assert errors[0] == errors[1]

@@ -1,5 +1,3 @@
-"""A plan of one unit of two rows, for run directories."""
-
 import pyarrow as pa
 import pytest
 
@@ -9,6 +7,7 @@ from peagle.runs.plan import Plan, WorkUnit
 
 @pytest.fixture
 def one_unit_plan():
+    """A plan of one unit with two rows."""
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     return Plan(
         units=(WorkUnit(unit=0, first_id=0, span=span),),

@@ -1,4 +1,4 @@
-"""Plan, prepare, commit, export and audit runs without Ray or an engine."""
+"""A run that is planned, prepared, committed, exported and audited without Ray or an engine."""
 
 import json
 
@@ -24,7 +24,7 @@ ANSWER = Generation(
 
 
 class CorpusRun:
-    """A finished run over `path`; every row is answered with "x"."""
+    """A finished run over the corpus at `path`, in which every answer is "x"."""
 
     def __init__(self, path, output, **options):
         config = GenerateConfig(input=str(path), output=output, engine="fake", usd_per_hour=1, **options)
@@ -44,14 +44,14 @@ class CorpusRun:
         return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
 
     def export(self, output_format):
-        """Export the run, and return its rows and dead letters. JSON is parsed strictly."""
+        """Export the run, and return the exported rows and dead letters."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
-        letters = strict_lines(folder / "errors.jsonl")
+        letters = parse_json_lines(folder / "errors.jsonl")
         if output_format == "parquet":
             with open_to_read(folder / "output.parquet") as file:
                 return pq.read_table(file), letters
-        return strict_lines(folder / "output.jsonl"), letters
+        return parse_json_lines(folder / "output.jsonl"), letters
 
     def findings(self):
         """Return the findings of an audit of the units."""
@@ -74,8 +74,8 @@ class CorpusRun:
             return pq.read_table(file)
 
 
-def strict_lines(path):
-    """Parse JSON lines; refuse NaN and infinities."""
+def parse_json_lines(path):
+    """Parse JSON lines, and refuse NaN and infinities, which are not JSON."""
     return [json.loads(line, parse_constant=_refuse) for line in path.read_bytes().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""All types of Parquet survive a run, in processes with and without Ray."""
+"""All column types of Parquet are kept by a run, in processes with and without Ray."""
 
 import base64
 import datetime
@@ -18,15 +18,15 @@ from ray.data.extensions import ArrowPythonObjectArray, ArrowTensorArray, ArrowV
 from peagle.corpus.extensions import cast_to_plain
 from peagle.corpus.text import BATCH_COLUMNS
 from peagle.runs.columns import OUTPUT_SCHEMA, names_in_file
-from tests.unit.runs.corpus_run import CorpusRun, strict_lines
+from tests.unit.runs.corpus_run import CorpusRun, parse_json_lines
 
 ID = uuid.UUID(int=7)
-BIG = np.arange(8000.0).reshape(2, 4000)  # its repr is shortened
+LARGE_ARRAY = np.arange(8000.0).reshape(2, 4000)  # its repr is shortened
 DAY = datetime.date(2026, 1, 2)
 
 
-def extension(type_, *stored):
-    return pa.ExtensionArray.from_storage(type_, pa.array(stored, type_.storage_type))
+def extension_array(type_, *values):
+    return pa.ExtensionArray.from_storage(type_, pa.array(values, type_.storage_type))
 
 
 def struct_of(array):
@@ -38,17 +38,18 @@ def list_of(array):
 
 
 BOOL8, TENSOR = pa.bool8(), pa.fixed_shape_tensor(pa.float32(), (2, 2), dim_names=["x", "y"])
+# By name: a column of three values, and the values that an export as JSON has.
 COLUMNS = {
-    "bool8": (extension(BOOL8, 1, None, 0), [True, None, False]),
-    "bool8 in structs": (struct_of(extension(BOOL8, 1, None, 0)), [{"k": True}, {"k": None}, {"k": False}]),
-    "bool8 in lists": (list_of(extension(BOOL8, 1, None, 0)), [[True], [None], [False]]),
-    "uuid": (extension(pa.uuid(), ID.bytes, None, ID.bytes), [str(ID), None, str(ID)]),
-    "uuid in lists": (list_of(extension(pa.uuid(), *[ID.bytes] * 3)), [[str(ID)]] * 3),
-    "json": (extension(pa.json_(), '{"a": 1}', None, "2"), ['{"a": 1}', None, "2"]),
-    "opaque": (extension(pa.opaque(pa.int32(), "a", "b"), 1, None, 2), [1, None, 2]),
-    "tensor": (extension(TENSOR, [1, 2, 3, 4], None, [0] * 4), [[1, 2, 3, 4], None, [0] * 4]),
-    "tensor in structs": (struct_of(extension(TENSOR, *[[1, 2, 3, 4]] * 3)), [{"k": [1, 2, 3, 4]}] * 3),
-    "Ray tensor": (ArrowTensorArray.from_numpy(np.stack([BIG] * 3)), [BIG.ravel().tolist()] * 3),
+    "bool8": (extension_array(BOOL8, 1, None, 0), [True, None, False]),
+    "bool8 in structs": (struct_of(extension_array(BOOL8, 1, None, 0)), [{"k": True}, {"k": None}, {"k": False}]),
+    "bool8 in lists": (list_of(extension_array(BOOL8, 1, None, 0)), [[True], [None], [False]]),
+    "uuid": (extension_array(pa.uuid(), ID.bytes, None, ID.bytes), [str(ID), None, str(ID)]),
+    "uuid in lists": (list_of(extension_array(pa.uuid(), *[ID.bytes] * 3)), [[str(ID)]] * 3),
+    "json": (extension_array(pa.json_(), '{"a": 1}', None, "2"), ['{"a": 1}', None, "2"]),
+    "opaque": (extension_array(pa.opaque(pa.int32(), "a", "b"), 1, None, 2), [1, None, 2]),
+    "tensor": (extension_array(TENSOR, [1, 2, 3, 4], None, [0] * 4), [[1, 2, 3, 4], None, [0] * 4]),
+    "tensor in structs": (struct_of(extension_array(TENSOR, *[[1, 2, 3, 4]] * 3)), [{"k": [1, 2, 3, 4]}] * 3),
+    "Ray tensor": (ArrowTensorArray.from_numpy(np.stack([LARGE_ARRAY] * 3)), [LARGE_ARRAY.ravel().tolist()] * 3),
     "Ray ragged tensor": (
         ArrowVariableShapedTensorArray.from_numpy([np.ones((1, 2)), np.ones((2, 2)), np.ones((2, 1))]),
         [{"data": [1.0] * n, "shape": shape} for n, shape in ((2, [1, 2]), (4, [2, 2]), (2, [2, 1]))],
@@ -77,20 +78,20 @@ COLUMNS = {
 }  # fmt: skip
 
 # String views are read as strings, since Arrow cannot select rows of string views. Parquet stores both alike.
-AS_TEXT = {"string view": pa.string(), "views in structs": pa.struct([("k", pa.string())])}
+STORED_TYPES = {"string view": pa.string(), "views in structs": pa.struct([("k", pa.string())])}
 
 
-def write(path, columns):
+def write_table(path, columns):
     pq.write_table(pa.table({"prompt": ["a", "b", None], **columns}), path)
     return path
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
-    array, in_json = COLUMNS[name]
-    path = write(tmp_path / "a.parquet", {"x": array})
+def test_columns_of_all_types_are_exported_as_parquet_and_json(tmp_path, name):
+    array, json_values = COLUMNS[name]
+    path = write_table(tmp_path / "a.parquet", {"x": array})
     original = pq.read_table(path).column("x")
-    expected_type = AS_TEXT.get(name, original.type)
+    expected_type = STORED_TYPES.get(name, original.type)
     run = CorpusRun(path, tmp_path / "run")
     assert run.findings() == []
     for table in (run.table(), run.export("parquet")[0]):
@@ -99,10 +100,10 @@ def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
     # Rows must be sortable, since a retry reorders them.
     assert cast_to_plain(table).sort_by([("id", "descending")]).column("x")[0] == cast_to_plain(table).column("x")[1]
     rows, letters = run.export("jsonl")
-    assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == in_json
+    assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == json_values
 
 
-WITHOUT_RAY = """
+EXPORT_AND_AUDIT = """
 import sys
 from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.export import export
@@ -118,18 +119,18 @@ print("ray" in sys.modules)
 
 
 def test_extension_types_are_read_without_ray(tmp_path):
-    path = write(tmp_path / "a.parquet", {name: array for name, (array, _) in COLUMNS.items()})
+    path = write_table(tmp_path / "a.parquet", {name: array for name, (array, _) in COLUMNS.items()})
     run = CorpusRun(path, tmp_path / "run")
     (rows, _), (table, _) = run.export("jsonl"), run.export("parquet")
-    other = subprocess.run([sys.executable, "-c", WITHOUT_RAY, tmp_path / "run"], capture_output=True, text=True)
-    assert (other.stdout, other.stderr) == ("[]\nFalse\n", "")
-    assert strict_lines(tmp_path / "run/export/jsonl/output.jsonl") == rows
+    process = subprocess.run([sys.executable, "-c", EXPORT_AND_AUDIT, tmp_path / "run"], capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == ("[]\nFalse\n", "")
+    assert parse_json_lines(tmp_path / "run/export/jsonl/output.jsonl") == rows
     assert pq.read_table(tmp_path / "run/export/parquet/output.parquet").equals(table)
 
 
 def test_ray_objects_are_copied_without_decoding(tmp_path):
     array = ArrowPythonObjectArray.from_objects([{"a": 1}, None, object])
-    run = CorpusRun(write(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
+    run = CorpusRun(write_table(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
     (table, _), (rows, _) = run.export("parquet"), run.export("jsonl")
     assert table.column("x")[0].as_py() == {"a": 1}
     assert isinstance(rows[0]["x"], str)
@@ -137,26 +138,28 @@ def test_ray_objects_are_copied_without_decoding(tmp_path):
 
 def test_columns_with_different_types_become_text(tmp_path):
     for name, array in (("a", COLUMNS["uuid"][0]), ("b", COLUMNS["bool8"][0]), ("c", COLUMNS["Ray tensor"][0])):
-        write(tmp_path / f"{name}.parquet", {"x": array})
+        write_table(tmp_path / f"{name}.parquet", {"x": array})
     run = CorpusRun(tmp_path, tmp_path / "run")
     values = [json.loads(text) for text in run.table().column("x").to_pylist() if text is not None]
-    assert values == [str(ID), True, *[BIG.ravel().tolist()] * 2]
+    assert values == [str(ID), True, *[LARGE_ARRAY.ravel().tolist()] * 2]
 
 
-LETTER_KEYS = ["id", "unit", "attempt", "reason", "message", "row", "error"]
-RESERVED = dict.fromkeys(
+DEAD_LETTER_KEYS = ["id", "unit", "attempt", "reason", "message", "row", "error"]
+RESERVED_NAMES = dict.fromkeys(
     [
-        *OUTPUT_SCHEMA.names, "prompt_token_ids", "sampling", "error", *LETTER_KEYS, *BATCH_COLUMNS[:3], "input_id",
-        "input_input_id", "unit", "usage", "peagle.unit", "peagle.usage", "peagle", "__peagle_error",
+        *OUTPUT_SCHEMA.names, "prompt_token_ids", "sampling", "error", *DEAD_LETTER_KEYS, *BATCH_COLUMNS[:3],
+        "input_id", "input_input_id", "unit", "usage", "peagle.unit", "peagle.usage", "peagle", "__peagle_error",
         "__peagle_prompt_token_ids", "__peagle_sampling", "__peagle_unit", "response.text", "completions.text",
         "", "a.b", "self", "loop", "range", "columns", "value", "name",
     ]
 )  # fmt: skip
 
 
-def corpus(folder, suffix):
-    """Two good rows and one that becomes a dead letter; each value is its column's name."""
-    rows = [{"prompt": f"p{n}", **{name: f"{name}{n}" for name in RESERVED if name != "sampling"}} for n in range(3)]
+def write_corpus(folder, suffix):
+    """Write two valid rows and one that becomes a dead letter. Values are named after their columns."""
+    rows = [
+        {"prompt": f"p{n}", **{name: f"{name}{n}" for name in RESERVED_NAMES if name != "sampling"}} for n in range(3)
+    ]
     rows[2]["prompt"] = None
     path = folder / f"a{suffix}"
     if suffix == ".parquet":
@@ -168,7 +171,7 @@ def corpus(folder, suffix):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_input_columns_keep_their_names(tmp_path, suffix):
-    path, rows = corpus(tmp_path, suffix)
+    path, rows = write_corpus(tmp_path, suffix)
     run = CorpusRun(path, tmp_path / "run")
     stored = names_in_file(list(rows[0]), keeps_inputs=True)[len(rows[0]) :]
     names = dict(zip(OUTPUT_SCHEMA.names, stored, strict=True))
@@ -185,9 +188,9 @@ def test_input_columns_keep_their_names(tmp_path, suffix):
     assert [row["custom_id"] for row in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
 
 
-def test_column_with_peagle_metadata_keeps_its_type(tmp_path):
-    marked = [pa.field("n", pa.int64(), metadata={"peagle": mark}) for mark in ("json", "wide")]
-    for index, column in enumerate(marked):
+def test_input_column_with_peagle_metadata_keeps_its_type(tmp_path):
+    columns = [pa.field("n", pa.int64(), metadata={"peagle": value}) for value in ("json", "wide")]
+    for index, column in enumerate(columns):
         schema = pa.schema([("prompt", pa.string()), column])
         pq.write_table(pa.Table.from_pylist([{"prompt": "p", "n": 7}], schema), tmp_path / f"{index}.parquet")
         run = CorpusRun(tmp_path / f"{index}.parquet", tmp_path / f"run{index}")

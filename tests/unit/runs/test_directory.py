@@ -16,7 +16,7 @@ from peagle.runs.suspects import Note, UnitNotes
 from peagle.storage import storage_path, write_atomic
 
 
-def usage(**changes):
+def make_usage(**changes):
     return unit_usage("s", **{"num_rows": 2, "num_prompt_tokens": 10, "num_output_tokens": 20, **changes})
 
 
@@ -40,40 +40,40 @@ def local_run(tmp_path, one_unit_plan):
     return make_run(tmp_path / "run", one_unit_plan)
 
 
-def table_of(run, unit):
+def read_unit(run, unit):
     return pq.read_table(io.BytesIO(run.unit_path(unit).read_bytes()))
 
 
-TABLE = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
+ROWS = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
 
 
 def test_unit_is_committed_when_its_file_exists(run):
     assert run.committed() == set()
-    assert run.commit(0, TABLE, usage(), [])
+    assert run.commit(0, ROWS, make_usage(), [])
     assert run.committed() == {0}
-    assert table_of(run, 0).to_pylist() == TABLE.to_pylist()
-    assert list(run.usages()) == [usage()]
+    assert read_unit(run, 0).to_pylist() == ROWS.to_pylist()
+    assert list(run.usages()) == [make_usage()]
 
 
 def test_first_commit_wins(run):
     first = [{"id": "1", "reason": "first"}]
-    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), first)
-    assert not run.commit(0, TABLE, usage(num_rows=2), [{"id": "1", "reason": "second"}])
-    assert table_of(run, 0).num_rows == 1
+    assert run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), first)
+    assert not run.commit(0, ROWS, make_usage(num_rows=2), [{"id": "1", "reason": "second"}])
+    assert read_unit(run, 0).num_rows == 1
     assert list(run.dead_letters()) == first
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_leftovers_of_killed_attempts_are_ignored_and_removed(run):
+def test_files_of_killed_attempts_are_ignored_and_removed(run):
     write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b'{"id": "0", "reason": "orphan"}\n')
     UnitNotes(run.suspects, 0, "session").write(Note(rows=(1,), alone=True, died=True))
-    run.commit(0, TABLE, usage(), [])
+    run.commit(0, ROWS, make_usage(), [])
     assert list(run.dead_letters()) == []
     assert run.remove_leftovers() == 1
     assert list(run.failed.iterdir()) == []
 
 
-def test_opening_removes_leftovers(local_run):
+def test_open_removes_temporary_files(local_run):
     leftover = local_run.data / ".unit-00000000.parquet.0123.tmp"
     leftover.touch()
     local_run.open()
@@ -89,7 +89,7 @@ def test_folder_with_other_files_is_refused(tmp_path, local_run, s3):
 
 
 @pytest.mark.parametrize("existing_file", ["plan.0123456789ab.parquet", "run.json"])
-def test_next_driver_completes_a_half_created_directory(tmp_path, local_run, existing_file):
+def test_next_driver_completes_a_partly_created_directory(tmp_path, local_run, existing_file):
     run = RunDirectory(tmp_path / "killed")
     for folder in (".lease", "data", "failed"):
         (run.root / folder).mkdir(parents=True)
@@ -98,7 +98,7 @@ def test_next_driver_completes_a_half_created_directory(tmp_path, local_run, exi
     leftover = run.root / f".{existing_file}.0123abcd.tmp"
     leftover.write_bytes(b"PAR1")
     run.require_own()
-    assert leftover.exists()  # without the lease, another driver may be writing it
+    assert leftover.exists()  # without the lease: another driver might be writing this file
     assert run.create({"schema": 1}, local_run.plan())
     assert not leftover.exists()
     assert (run.manifest()["schema"], run.plan()) == (1, local_run.plan())
@@ -126,7 +126,7 @@ def test_dead_letters_of_uncommitted_units_are_kept(run):
 
 
 def test_driver_without_lease_changes_nothing(local_run):
-    local_run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    local_run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), [dead_letter(1)])
     with hold(local_run) as lease:
         local_run.hold(lease)
         other_lease = (local_run.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
@@ -142,7 +142,7 @@ def test_driver_without_lease_changes_nothing(local_run):
 
 
 def test_only_one_of_two_concurrent_retries_is_written(run):
-    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), [dead_letter(1)])
     before = run.plan()
     retries = [Retry(unit=1, supersedes=0, rows=(1,))]
     run.add_retries(retries, number=1)
@@ -164,20 +164,20 @@ def test_damaged_unit_is_named_with_a_hint(run, content):
         list(run.usages())
 
 
-def test_foreign_parquet_file_is_named(run):
+def test_parquet_file_of_another_program_is_named(run):
     sink = io.BytesIO()
-    pq.write_table(TABLE, sink)
+    pq.write_table(ROWS, sink)
     write_atomic(run.unit_path(0), sink.getvalue())
     with pytest.raises(PeagleError, match="not written by peagle"):
         list(run.usages())
 
 
-def letter(row_id, reason="x"):
+def dead_letter(row_id, reason="x"):
     return {"id": f"{row_id:09d}", "reason": reason}
 
 
 def test_retry_replaces_dead_letters_of_its_rows(run):
-    assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    assert run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), [dead_letter(1)])
     plan = plan_retry(run, run.plan())
     assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
     assert run.plan() == plan
@@ -186,36 +186,36 @@ def test_retry_replaces_dead_letters_of_its_rows(run):
     assert [usage.num_failed_rows for usage in run.usages()] == [0]
 
     assert plan_retry(run, plan) == plan
-    assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
-    assert list(run.dead_letters()) == [letter(1, "again")]
+    assert run.commit(1, ROWS.slice(1, 0), make_usage(num_rows=0, num_failed_rows=1), [dead_letter(1, "again")])
+    assert list(run.dead_letters()) == [dead_letter(1, "again")]
     assert [usage.num_failed_rows for usage in run.usages()] == [0, 1]
     assert run.remove_leftovers() == 0
 
-    third = plan_retry(run, run.plan())
-    assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
-    assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
+    next_plan = plan_retry(run, run.plan())
+    assert (next_plan.units[-1].unit, next_plan.units[-1].supersedes, next_plan.units[-1].attempt) == (2, 1, 3)
+    assert run.commit(2, ROWS.slice(1), make_usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
     assert sum(usage.num_rows for usage in run.usages()) == 2
 
 
 def test_regenerated_unit_has_new_dead_letters(run):
-    run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
+    run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), [dead_letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
     (regenerated, retry) = plan.remaining_units(run.committed())
     assert ((regenerated.unit, regenerated.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
 
     reopened = RunDirectory(run.root)
-    assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
-    assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
-    assert list(reopened.dead_letters()) == [letter(0, "new")]
+    assert reopened.commit(0, ROWS.slice(0, 0), make_usage(num_rows=0, num_failed_rows=1), [dead_letter(0, "new")])
+    assert reopened.commit(1, ROWS.slice(1), make_usage(num_rows=1), [])
+    assert list(reopened.dead_letters()) == [dead_letter(0, "new")]
     assert [usage.num_failed_rows for usage in reopened.usages()] == [1, 0]
 
-    third = plan_retry(reopened, plan)
-    assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
+    next_plan = plan_retry(reopened, plan)
+    assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in next_plan.units[2:]] == [(2, 0, (0,), 2)]
     assert list(reopened.dead_letters()) == []
     assert [usage.num_failed_rows for usage in reopened.usages()] == [0, 0]
-    assert plan_retry(reopened, third) == third
+    assert plan_retry(reopened, next_plan) == next_plan
 
 
 def test_damaged_retry_plan_is_named(run):
@@ -224,14 +224,14 @@ def test_damaged_retry_plan_is_named(run):
         run.plan()
 
 
-def test_stop_signal_reaches_only_the_drivers_own_workers(run):
-    worker, next_driver_worker = (RunDirectory(run.root, driver=number) for number in (1, 2))
+def test_stop_signal_is_only_for_workers_of_the_same_driver(run):
+    worker, worker_of_next_driver = (RunDirectory(run.root, driver=number) for number in (1, 2))
     with hold(run) as lease:
         run.hold(lease)
         assert worker.stop.grace_s() is None
         run.stop.request(7.5)
         assert worker.stop.grace_s() == 7.5
-        assert next_driver_worker.stop.grace_s() is None
+        assert worker_of_next_driver.stop.grace_s() is None
     with hold(run):  # the signal of a killed driver is cleared
         assert worker.stop.grace_s() is None
 
@@ -249,7 +249,7 @@ def test_lost_store_responses_do_not_duplicate_a_commit(remote_run, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(fault, method="PUT", path="/data/", times=2)
     s3.fail(fault, method="PUT", path="/failed/")
-    assert remote_run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
+    assert remote_run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), letters)
     assert list(remote_run.dead_letters()) == letters
     assert [usage.num_rows for usage in remote_run.usages()] == [1]
     assert remote_run.remove_leftovers() == 0
@@ -258,25 +258,25 @@ def test_lost_store_responses_do_not_duplicate_a_commit(remote_run, s3, fault):
 def test_failed_store_write_commits_nothing(remote_run, s3):
     s3.fail(403, method="PUT", path="/data/")
     with pytest.raises(StorageError, match=r"unit-00000000\.parquet"):
-        remote_run.commit(0, TABLE, usage(), [])
+        remote_run.commit(0, ROWS, make_usage(), [])
     assert remote_run.committed() == set()
-    assert remote_run.commit(0, TABLE, usage(), [])
+    assert remote_run.commit(0, ROWS, make_usage(), [])
     s3.fail(403, method="GET", path="/data/unit")
-    with pytest.raises(StorageError, match="cannot be read") as refused:
+    with pytest.raises(StorageError, match="cannot be read") as error:
         list(remote_run.usages())
-    assert "damaged" not in str(refused.value)
+    assert "damaged" not in str(error.value)
 
 
 def test_unit_metadata_on_s3_is_read_once(remote_run, s3):
     for unit in range(40):
-        remote_run.commit(unit, TABLE, usage(), [])
+        remote_run.commit(unit, ROWS, make_usage(), [])
     assert [usage.num_rows for usage in remote_run.usages()] == [2] * 40
     assert remote_run.remove_leftovers() == 0
     assert list(remote_run.dead_letters()) == []
     assert s3.count("GET", "/data/unit") == 40
 
 
-def test_stop_on_s3_is_polled_in_a_thread(remote_run, s3, one_unit_plan):
+def test_stop_signal_on_s3_is_polled_again_after_an_error(remote_run, s3, one_unit_plan):
     poll_stop = remote_run.stop.reader()
     s3.fail(403, method="GET", path=".stop.json")
     remote_run.stop.request(7.5)
@@ -289,7 +289,7 @@ def test_stop_on_s3_is_polled_in_a_thread(remote_run, s3, one_unit_plan):
 
 
 def test_copied_unit_file_is_not_a_unit(run):
-    run.commit(0, TABLE, usage(), [])
+    run.commit(0, ROWS, make_usage(), [])
     write_atomic(run.data / "unit-00000001 (copy).parquet", b"")
     write_atomic(run.data / "unit-x.parquet", b"")
     assert run.committed() == {0}
@@ -297,7 +297,7 @@ def test_copied_unit_file_is_not_a_unit(run):
 
 
 def test_missing_or_damaged_dead_letters_are_an_error(run):
-    run.commit(0, TABLE, usage(num_failed_rows=1), [{"id": "000000001"}])
+    run.commit(0, ROWS, make_usage(num_failed_rows=1), [{"id": "000000001"}])
     path = run.failed / run.dead_letters_name(0)
     write_atomic(path, b'{"id"')
     with pytest.raises(PeagleError, match="dead letters of unit 0"):

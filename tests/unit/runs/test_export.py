@@ -24,7 +24,7 @@ from peagle.storage import atomic_file, s3_files, write_atomic
 NUM_UNITS, ROWS_PER_UNIT = 3, 2
 
 
-def usage(unit):
+def usage_of(unit):
     return unit_usage(
         num_rows=ROWS_PER_UNIT,
         num_failed_rows=int(unit == 1),
@@ -34,7 +34,7 @@ def usage(unit):
     )
 
 
-def output(ids, **columns):
+def output_table(ids, **columns):
     rows = [
         {
             **dict.fromkeys(OUTPUT_SCHEMA.names),
@@ -51,12 +51,12 @@ def output(ids, **columns):
 
 @pytest.fixture
 def make_run(root):
-    def make(kind="jsonl", **manifest):
+    def make(input_format="jsonl", **manifest):
         units = tuple(
             WorkUnit(
                 unit=unit,
                 first_id=unit * 3,
-                span=Span(path="/srv/corpus.jsonl", format=kind, first_row=unit * 3, num_rows=3),
+                span=Span(path="/srv/corpus.jsonl", format=input_format, first_row=unit * 3, num_rows=3),
             )
             for unit in range(NUM_UNITS)
         )
@@ -71,11 +71,11 @@ def make_run(root):
 def commit(run, unit, *, row=None, **columns):
     letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
     ids = [f"{unit * 3 + index:09d}" for index in range(ROWS_PER_UNIT)]
-    assert run.commit(unit, output(ids, **columns), usage(unit), letters)
+    assert run.commit(unit, output_table(ids, **columns), usage_of(unit), letters)
 
 
 @pytest.fixture
-def whole_run(make_run):
+def finished_run(make_run):
     """A run whose units are all committed, in the order of the corpus."""
     run = make_run()
     for unit in range(NUM_UNITS):
@@ -83,11 +83,11 @@ def whole_run(make_run):
     return run
 
 
-def lines(run, output_format, name="output.jsonl"):
+def exported_lines(run, output_format, name="output.jsonl"):
     return [json.loads(line) for line in (run.root / "export" / output_format / name).read_bytes().splitlines()]
 
 
-def exported(run):
+def exported_parquet(run):
     return io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes())
 
 
@@ -96,19 +96,19 @@ def test_jsonl_export_has_rows_in_order_and_dead_letters(make_run):
     moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     for unit in (2, 0, 1):
         commit(run, unit, row="{bad", when=[moment] * 2, raw=[b"\xff"] * 2, score=[float("nan"), 0.5])
-    done = export(run, "jsonl")
-    rows = lines(run, "jsonl")
+    result = export(run, "jsonl")
+    rows = exported_lines(run, "jsonl")
     assert [row["id"] for row in rows] == [f"{n:09d}" for n in (0, 1, 3, 4, 6, 7)]
     assert (rows[0]["response"], rows[0]["when"], rows[0]["raw"], rows[0]["score"], rows[1]["score"]) == (
         "é", moment.isoformat(), "/w==", None, 0.5,
     )  # fmt: skip
-    assert [letter["row"] for letter in lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
-    assert (done.num_rows, done.num_failed_rows, done.num_units) == (6, 1, 3)
-    assert done.num_nulls == {"score": 3}
-    assert "note: column 'score': NaN or infinity became null in 3 rows" in done.describe()
-    assert export(run, "jsonl", force=False) == done
-    whole = export(run, "parquet")
-    assert (whole.num_nulls, "note" in whole.describe()) == ({}, False)
+    assert [letter["row"] for letter in exported_lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
+    assert (result.num_rows, result.num_failed_rows, result.num_units) == (6, 1, 3)
+    assert result.num_nulls == {"score": 3}
+    assert "note: column 'score': NaN or infinity became null in 3 rows" in result.describe()
+    assert export(run, "jsonl", force=False) == result
+    parquet_result = export(run, "parquet")
+    assert (parquet_result.num_nulls, "note" in parquet_result.describe()) == ({}, False)
 
 
 def test_openai_export_has_a_line_for_each_custom_id(make_run):
@@ -118,24 +118,26 @@ def test_openai_export_has_a_line_for_each_custom_id(make_run):
         row = {"custom_id": "bad", "body": {}}
         commit(run, unit, row=row, custom_id=[f"a{unit}", f"b{unit}"], url=urls)
     export(run, "openai-batch")
-    rows = lines(run, "openai-batch")
+    rows = exported_lines(run, "openai-batch")
     assert [row["custom_id"] for row in rows] == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert [row["response"]["body"]["object"] for row in rows[:2]] == ["chat.completion", "text_completion"]
     assert [row["response"]["body"]["created"] for row in rows[::2]] == [100, 101, 102]
-    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    (error,) = exported_lines(run, "openai-batch", "errors.jsonl")
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert len({row["id"] for row in [*rows, error]}) == 7
 
 
-@pytest.mark.parametrize(("kind", "row", "custom_id"), [("jsonl", {"x": 1}, "4"), ("openai-batch", "{bad", None)])
-def test_rows_without_custom_id_use_their_id_unless_in_a_batch(make_run, kind, row, custom_id):
-    run = make_run(kind)
-    columns = {"custom_id": ["a", "b"], "url": ["/v1/completions"] * 2} if kind == "openai-batch" else {}
+@pytest.mark.parametrize(
+    ("input_format", "row", "custom_id"), [("jsonl", {"x": 1}, "4"), ("openai-batch", "{bad", None)]
+)
+def test_custom_id_is_the_row_id_unless_the_input_is_a_batch(make_run, input_format, row, custom_id):
+    run = make_run(input_format)
+    columns = {"custom_id": ["a", "b"], "url": ["/v1/completions"] * 2} if input_format == "openai-batch" else {}
     for unit in range(NUM_UNITS):
         commit(run, unit, row=row, **columns)
     export(run, "openai-batch")
-    assert lines(run, "openai-batch")[0]["custom_id"] == ("a" if columns else "000000000")
-    assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == custom_id
+    assert exported_lines(run, "openai-batch")[0]["custom_id"] == ("a" if columns else "000000000")
+    assert exported_lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == custom_id
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,10 @@ def test_error_lines_hide_server_paths(make_run, reason, message, manifest, mess
     assert span.path.startswith("/")
     message = message.replace("PATH", span.path)
     dead_letter = {"reason": reason, "id": "4", "unit": 0, "row": "{", "message": message}
-    rows = output(["000000000"], custom_id=["a"], url=["/v1/completions"])
-    assert run.commit(0, rows, usage(0), [dead_letter])
+    rows = output_table(["000000000"], custom_id=["a"], url=["/v1/completions"])
+    assert run.commit(0, rows, usage_of(0), [dead_letter])
     export(run, "openai-batch", partial=True)
-    (error,) = lines(run, "openai-batch", "errors.jsonl")
+    (error,) = exported_lines(run, "openai-batch", "errors.jsonl")
     api_error = error["error"] or error["response"]["body"]["error"]
     assert api_error["message"].startswith(message_start)
     assert span.path not in json.dumps(error)
@@ -169,63 +171,66 @@ def test_openai_export_uses_the_served_name(make_run, manifest, model):
     run = make_run("openai-batch", **manifest)
     commit(run, 0, custom_id=["a", "b"], url=["/v1/completions"] * 2)
     export(run, "openai-batch", partial=True)
-    assert [row["response"]["body"]["model"] for row in lines(run, "openai-batch")] == [model] * 2
+    assert [row["response"]["body"]["model"] for row in exported_lines(run, "openai-batch")] == [model] * 2
 
 
-def test_parquet_export_has_large_row_groups(whole_run, monkeypatch):
+def test_parquet_export_has_large_row_groups(finished_run, monkeypatch):
     monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
-    export(whole_run, "parquet")
-    file = pq.ParquetFile(exported(whole_run))
+    export(finished_run, "parquet")
+    file = pq.ParquetFile(exported_parquet(finished_run))
     assert file.schema_arrow.equals(OUTPUT_SCHEMA)
     assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [4, 2]
     file.close()
 
 
 @pytest.mark.parametrize("root", ["disk"], indirect=True)
-def test_only_incomplete_exports_are_repeated(whole_run):
-    first = export(whole_run, "jsonl")
-    file = whole_run.root / "export" / "jsonl" / "output.jsonl"
-    content, made_at = file.read_bytes(), file.stat().st_mtime_ns
-    assert export(whole_run, "jsonl", force=False) == first
-    assert file.stat().st_mtime_ns == made_at
+def test_export_is_repeated_only_if_it_is_incomplete(finished_run):
+    first = export(finished_run, "jsonl")
+    file = finished_run.root / "export" / "jsonl" / "output.jsonl"
+    content, modified_at = file.read_bytes(), file.stat().st_mtime_ns
+    assert export(finished_run, "jsonl", force=False) == first
+    assert file.stat().st_mtime_ns == modified_at
     file.write_bytes(b"cut off")
     stale_upload, recent_upload = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
     for temporary in (stale_upload, recent_upload):
         temporary.write_bytes(b"partial")
     os.utime(stale_upload, (time.time() - 2 * 24 * 3600,) * 2)
-    assert export(whole_run, "jsonl", force=False) == first
+    assert export(finished_run, "jsonl", force=False) == first
     assert file.read_bytes() == content
     assert list(file.parent.glob(".*")) == [recent_upload]
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
-def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
+def test_export_to_s3_keeps_unfinished_recent_uploads(finished_run, s3, monkeypatch):
     monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # S3's minimum
-    folder = whole_run.root / "export" / "jsonl"
+    folder = finished_run.root / "export" / "jsonl"
     with atomic_file(folder / "output.jsonl") as unfinished_upload:
         unfinished_upload.write(bytes(6 << 20))  # its first part is uploaded
-        export(whole_run, "jsonl")
+        export(finished_run, "jsonl")
         unfinished_upload.write(b"the rest")
     assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
 
 
-def test_export_is_repeated_after_a_new_commit(whole_run):
-    export(whole_run, "jsonl")
-    whole_run.unit_path(1).unlink()
+def test_export_is_repeated_after_a_new_commit(finished_run):
+    export(finished_run, "jsonl")
+    finished_run.unit_path(1).unlink()
     ids = [f"{3 + index:09d}" for index in range(ROWS_PER_UNIT)]
-    assert whole_run.commit(1, output(ids, x=["new"] * ROWS_PER_UNIT), replace(usage(1), session_id="again"), [])
-    done = export(RunDirectory(whole_run.root), "jsonl", force=False)
-    assert [row.get("x") for row in lines(whole_run, "jsonl")] == [None, None, "new", "new", None, None]
-    assert done.num_failed_rows == 0
-    assert lines(whole_run, "jsonl", "errors.jsonl") == []
+    assert finished_run.commit(
+        1, output_table(ids, x=["new"] * ROWS_PER_UNIT), replace(usage_of(1), session_id="again"), []
+    )
+    result = export(RunDirectory(finished_run.root), "jsonl", force=False)
+    assert [row.get("x") for row in exported_lines(finished_run, "jsonl")] == [None, None, "new", "new", None, None]
+    assert result.num_failed_rows == 0
+    assert exported_lines(finished_run, "jsonl", "errors.jsonl") == []
 
 
-def test_export_of_older_version_is_repeated(whole_run):
-    first = export(whole_run, "jsonl")
-    metadata_path = whole_run.root / "export" / "jsonl" / "export.json"
-    older = {key: value for key, value in json.loads(metadata_path.read_bytes()).items() if key != "commits"}
-    write_atomic(metadata_path, json.dumps(older).encode())
-    assert export(whole_run, "jsonl", force=False) == first
+def test_export_whose_metadata_has_no_commits_is_repeated(finished_run):
+    first = export(finished_run, "jsonl")
+    metadata_path = finished_run.root / "export" / "jsonl" / "export.json"
+    metadata = json.loads(metadata_path.read_bytes())
+    del metadata["commits"]  # as an older version of peagle wrote it
+    write_atomic(metadata_path, json.dumps(metadata).encode())
+    assert export(finished_run, "jsonl", force=False) == first
     assert json.loads(metadata_path.read_bytes())["commits"] == first.commits
 
 
@@ -240,12 +245,12 @@ def test_partial_export_must_be_requested(make_run, capsys):
     assert export(run, "jsonl", partial=True, force=False).num_rows == 4
 
 
-def test_damaged_unit_is_named(whole_run):
-    data = whole_run.unit_path(1).read_bytes()
-    write_atomic(whole_run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
+def test_damaged_unit_is_named(finished_run):
+    data = finished_run.unit_path(1).read_bytes()
+    write_atomic(finished_run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
     with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
-        export(whole_run, "jsonl")
-    assert not (whole_run.root / "export" / "jsonl" / "output.jsonl").exists()
+        export(finished_run, "jsonl")
+    assert not (finished_run.root / "export" / "jsonl" / "output.jsonl").exists()
 
 
 def test_unknown_format_or_folder_is_refused(tmp_path, capsys):
@@ -261,28 +266,30 @@ def test_retried_rows_keep_their_position(make_run, output_format):
     for unit in range(NUM_UNITS):
         ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
         letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
-        assert run.commit(unit, output(ids), replace(usage(unit), num_failed_rows=1), letters)
+        assert run.commit(unit, output_table(ids), replace(usage_of(unit), num_failed_rows=1), letters)
     plan = plan_retry(run, run.plan())
     for retry in plan.units[3:5]:
-        assert run.commit(retry.unit, output([retry.row_id(0)]), usage(retry.unit), [])
+        assert run.commit(retry.unit, output_table([retry.row_id(0)]), usage_of(retry.unit), [])
     with pytest.raises(ConfigError, match="5 of 6 units are committed"):
         export(run, output_format)
-    done = export(run, output_format, partial=True)
-    rows = lines(run, "jsonl") if output_format == "jsonl" else pq.read_table(exported(run)).to_pylist()
+    result = export(run, output_format, partial=True)
+    rows = (
+        exported_lines(run, "jsonl") if output_format == "jsonl" else pq.read_table(exported_parquet(run)).to_pylist()
+    )
     assert [int(row["id"]) for row in rows] == [0, 1, 2, 3, 4, 5, 6, 8]
-    assert (done.num_rows, done.num_failed_rows, done.num_units) == (8, 0, 5)
+    assert (result.num_rows, result.num_failed_rows, result.num_units) == (8, 0, 5)
 
 
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
-def test_export_is_strict_json(make_run, url):
+def test_infinite_logprobs_are_exported_as_valid_json(make_run, url):
     run = make_run("openai-batch")
     logprob = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
-    kinds = OUTPUT_SCHEMA.field("completions").type
+    completions_type = OUTPUT_SCHEMA.field("completions").type
     completion = {"text": "a", "finish_reason": "stop", "num_output_tokens": 1, "logprobs": [logprob]}
-    table = output(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
+    table = output_table(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
     index = table.schema.get_field_index("completions")
-    table = table.set_column(index, "completions", pa.array([[completion], None], kinds))
-    assert run.commit(0, table, usage(0), [])
+    table = table.set_column(index, "completions", pa.array([[completion], None], completions_type))
+    assert run.commit(0, table, usage_of(0), [])
     export(run, "openai-batch", partial=True)
     text = (run.root / "export" / "openai-batch" / "output.jsonl").read_bytes().splitlines()[0]
     logprobs = json.loads(text, parse_constant=pytest.fail)["response"]["body"]["choices"][0]["logprobs"]
@@ -293,7 +300,7 @@ def test_export_is_strict_json(make_run, url):
         assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
-def run_with(root, responses):
+def run_with_answers(root, responses):
     units = tuple(
         WorkUnit(unit=unit, first_id=unit, span=Span(path="a", format="jsonl", first_row=unit, num_rows=1))
         for unit in range(len(responses))
@@ -307,13 +314,13 @@ def run_with(root, responses):
     return run
 
 
-def test_first_answers_are_described(root):
-    lines = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
+def test_first_two_answers_are_shown(root):
+    lines = describe_answers(run_with_answers(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
     assert lines[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
     assert lines[1:4] == ["  000000000", "  |   one", "  |     two"]
     assert lines[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
-    assert describe_answers(run_with(root / "empty", [])) == ""
+    assert describe_answers(run_with_answers(root / "empty", [])) == ""
 
 
 def test_control_sequences_in_answers_are_escaped(root):
-    assert "\x1b" not in describe_answers(run_with(root, ["\x1b[2J\x07gone" + "x" * 500]))
+    assert "\x1b" not in describe_answers(run_with_answers(root, ["\x1b[2J\x07gone" + "x" * 500]))

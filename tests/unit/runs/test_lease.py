@@ -24,8 +24,8 @@ def write_lease(root, lease):
 
 
 @pytest.fixture
-def foreign_lease(root):
-    """A lease of a driver on another host that was never released."""
+def lease_of_other_host(root):
+    """A lease that a driver on another host has not released."""
     with hold(root):
         own = read_lease(root)
     lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
@@ -43,43 +43,43 @@ def test_lease_describes_driver_and_outcome(root):
     assert not after.seems_alive()
 
 
-def test_error_is_the_outcome_and_frees_the_lease(root):
+def test_lease_is_released_with_the_error_of_its_driver(root):
     with pytest.raises(PeagleError), hold(root):
         raise PeagleError("the disk is full", hint="buy one")
     assert read_lease(root).outcome == "PeagleError: the disk is full"
-    started = time.monotonic()
+    started_at = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half of the time to live
+    assert time.monotonic() - started_at < 15  # the new driver did not wait for the expiry after 30 s
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
 def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
-        announced, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as error, hold(root, announce=announced.append):
+        messages, started_at = [], time.monotonic()
+        with pytest.raises(RunInUse) as error, hold(root, announce=messages.append):
             pass
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started_at < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
             assert part in str(error.value)
-        assert "waiting 20 s" in announced[0]
+        assert "waiting 20 s" in messages[0]
         assert read_lease(root).number == 1
 
 
-def test_silent_driver_is_replaced_after_expiry(root, foreign_lease):
-    write_lease(root, replace(foreign_lease, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
-    started = time.monotonic()
+def test_silent_driver_is_replaced_after_expiry(root, lease_of_other_host):
+    write_lease(root, replace(lease_of_other_host, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
+    started_at = time.monotonic()
     with hold(root) as own:
-        assert own.number == foreign_lease.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # the time to live of the silent driver's lease, not of the new one
+        assert own.number == lease_of_other_host.number + 1
+    assert 1.0 <= time.monotonic() - started_at < 15  # the old lease expires after 1 s, the new one after 30 s
 
 
-def test_wrong_clock_does_not_expire_a_lease(root, foreign_lease):
-    beat = threading.Timer(0.3, lambda: write_lease(root, replace(foreign_lease, beat=1, renewed_at=0.0)))
-    beat.start()
+def test_wrong_clock_does_not_expire_a_lease(root, lease_of_other_host):
+    heartbeat = threading.Timer(0.3, lambda: write_lease(root, replace(lease_of_other_host, beat=1, renewed_at=0.0)))
+    heartbeat.start()
     with pytest.raises(RunInUse, match="elsewhere"), hold(root):
         pass
-    beat.join()
+    heartbeat.join()
 
 
 def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
@@ -96,7 +96,7 @@ def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
-def test_reused_pid_is_not_the_driver(root):
+def test_driver_is_gone_if_another_process_has_its_pid(root):
     with hold(root):
         own = read_lease(root)
     assert not own.is_gone()
@@ -104,31 +104,31 @@ def test_reused_pid_is_not_the_driver(root):
 
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
-    with hold(root, expiry_s=1.0) as slow:
+    with hold(root, expiry_s=1.0) as replaced:
         other = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
         write_lease(root, other)
-        assert slow.lost.wait(2)
+        assert replaced.lost.wait(2)
     assert read_lease(root) == other
 
 
-def test_one_of_several_simultaneous_drivers_wins(root, foreign_lease):
-    outcomes, all_done = [], threading.Barrier(4)
+def test_one_of_several_simultaneous_drivers_gets_the_lease(root, lease_of_other_host):
+    outcomes, all_tried = [], threading.Barrier(4)
 
     def drive():
         try:
             with hold(root):
-                outcomes.append("won")
-                all_done.wait(20)
+                outcomes.append("holds the lease")
+                all_tried.wait(20)
         except RunInUse:
             outcomes.append("refused")
-            all_done.wait(20)
+            all_tried.wait(20)
 
     threads = [threading.Thread(target=drive) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(outcomes) == ["refused"] * 3 + ["won"]
+    assert sorted(outcomes) == ["holds the lease"] + ["refused"] * 3
 
 
 def test_damaged_lease_is_named(root):
@@ -144,18 +144,18 @@ def test_unwritable_lease_folder_is_a_config_error(tmp_path):
         pass
 
 
-def test_vanished_lease_is_read_again(root, monkeypatch):
+def test_next_lease_is_read_if_a_listed_one_is_gone(root, monkeypatch):
     with hold(root):
         pass
     with hold(root):
         pass
-    listings = [[1]]  # as listed before the second driver removed the first one's lease
+    listings = [[1]]  # as listed before the second driver removed the first driver's lease
     monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
 
-def return_stale_read(monkeypatch):
-    """Make the next read of the lease return None, as before the first driver started."""
+def make_next_read_return_none(monkeypatch):
+    """Make the next read of the lease return None, as if it had been read before any driver started."""
     stale_reads = [None]
     monkeypatch.setattr(
         lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
@@ -166,7 +166,7 @@ def test_stale_lease_number_is_skipped(root, monkeypatch):
     for _ in range(3):
         with hold(root):
             pass
-    return_stale_read(monkeypatch)
+    make_next_read_return_none(monkeypatch)
     with hold(root) as own:
         assert own.number == 4
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
@@ -177,18 +177,18 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
         with hold(root):
             pass
     with hold(root) as other:
-        return_stale_read(monkeypatch)
+        make_next_read_return_none(monkeypatch)
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
         other.require()
 
 
-def test_lost_lease_is_noticed_on_check(root):
-    with hold(root) as slow:
-        slow.require()
+def test_lost_lease_is_refused_when_required(root):
+    with hold(root) as lost:
+        lost.require()
         write_lease(root, replace(read_lease(root), number=2, token="another's"))
         with pytest.raises(RunInUse, match="taken over"):
-            slow.require()
+            lost.require()
 
 
 def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
@@ -204,7 +204,7 @@ def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
             assert not second.is_lost()
 
 
-def test_errors_after_a_takeover_say_so(root):
+def test_error_after_a_takeover_names_the_takeover(root):
     def drive():
         with hold(root):
             write_lease(root, replace(read_lease(root), number=2, token="another's"))
@@ -227,7 +227,7 @@ def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 # --- on S3
 
 
-def test_lease_survives_short_store_failures(s3):
+def test_lease_is_kept_during_short_store_failures(s3):
     root = storage_path("s3://bucket/run")
     with hold(root, expiry_s=1.0) as own:
         before = read_lease(root).beat
@@ -240,7 +240,7 @@ def test_lease_survives_short_store_failures(s3):
     assert read_lease(root).outcome == "ended"
 
 
-def test_trial_objects_of_killed_drivers_are_removed(s3):
+def test_probe_objects_of_killed_drivers_are_removed(s3):
     root = storage_path("s3://bucket/run")
     write_atomic(root / ".lease" / "0.0123.json", b"{}")
     with hold(root):

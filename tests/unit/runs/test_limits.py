@@ -8,13 +8,13 @@ from peagle.runs.limits import Limits, MaxFailedRows, Situation, find_reached_li
 NOW = datetime.datetime(2026, 11, 21, 17, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))
 
 
-def situation(**changes):
+def make_situation(**changes):
     return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_processed_rows": 50, "num_failed_rows": 3, **changes})
 
 
 @pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
 def test_budget_reserves_the_cost_of_shutdown(spent_usd, stops):
-    limit_reached = find_reached_limit(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
+    limit_reached = find_reached_limit(Limits(budget_usd=10.0, reserve_usd=0.4), make_situation(spent_usd=spent_usd))
     assert (limit_reached is not None) == stops
     if limit_reached:
         assert limit_reached.limit == "budget"
@@ -24,12 +24,12 @@ def test_budget_reserves_the_cost_of_shutdown(spent_usd, stops):
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
 def test_deadline_reserves_time_for_shutdown(now, stops):
-    limit_reached = find_reached_limit(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
+    limit_reached = find_reached_limit(Limits(deadline_at=2000.0, reserve_s=37.0), make_situation(now=now))
     assert (limit_reached and limit_reached.limit) == ("deadline" if stops else None)
 
 
 @pytest.mark.parametrize(
-    ("text", "failed", "done", "stops"),
+    ("text", "num_failed_rows", "num_processed_rows", "stops"),
     [
         ("0", 0, 10, False),
         ("0", 1, 1, True),
@@ -42,12 +42,14 @@ def test_deadline_reserves_time_for_shutdown(now, stops):
         ("100%", 200, 200, False),
     ],
 )
-def test_dead_letters_are_limited_by_number_or_share(text, failed, done, stops):
+def test_dead_letters_are_limited_by_number_or_share(text, num_failed_rows, num_processed_rows, stops):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
-    limit_reached = find_reached_limit(limits, situation(num_failed_rows=failed, num_processed_rows=done))
+    situation = make_situation(num_failed_rows=num_failed_rows, num_processed_rows=num_processed_rows)
+    limit_reached = find_reached_limit(limits, situation)
     assert (limit_reached is not None) == stops
     if limit_reached:
-        assert limit_reached.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
+        rows = f"{num_failed_rows} of {num_processed_rows} rows"
+        assert limit_reached.message == f"{rows} are dead letters, more than --max-failed-rows {text}"
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "5 %%"])
@@ -71,7 +73,7 @@ def test_invalid_row_limit_is_refused(text):
         ("2026-11-30", "2026-11-30T00:00:00+01:00"),
     ],
 )
-def test_deadline_forms(text, expected):
+def test_deadline_is_parsed_as_a_duration_or_a_time(text, expected):
     assert parse_deadline(text, NOW) == (expected and datetime.datetime.fromisoformat(expected).timestamp())
 
 
@@ -82,7 +84,7 @@ def test_invalid_deadline_is_refused(text):
 
 
 @pytest.fixture
-def berlin(monkeypatch):
+def berlin_time(monkeypatch):
     """A machine in a zone whose clocks go forward on 2026-03-29 and back on 2026-10-25."""
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     time.tzset()
@@ -91,13 +93,13 @@ def berlin(monkeypatch):
     time.tzset()
 
 
-def utc(text):
+def utc_timestamp(text):
     return datetime.datetime.fromisoformat(f"{text}+00:00").timestamp()
 
 
-@pytest.mark.usefixtures("berlin")
+@pytest.mark.usefixtures("berlin_time")
 @pytest.mark.parametrize(
-    ("now", "text", "at"),
+    ("now", "text", "deadline"),
     [
         # after a clock change
         ("2026-10-20T12:00", "2026-10-30T18:30", "2026-10-30T17:30"),
@@ -126,5 +128,6 @@ def utc(text):
         ("2026-10-20T12:00", "2026-10-30T18:30+02:00", "2026-10-30T16:30"),
     ],
 )
-def test_local_times_follow_clock_changes(now, text, at):
-    assert parse_deadline(text, datetime.datetime.fromtimestamp(utc(now))) == utc(at)
+def test_deadline_is_in_local_time_across_clock_changes(now, text, deadline):
+    """`now` and `deadline` are in UTC."""
+    assert parse_deadline(text, datetime.datetime.fromtimestamp(utc_timestamp(now))) == utc_timestamp(deadline)

@@ -13,14 +13,14 @@ def copy_of(name):
     return (ROOT / "logs" / name).read_bytes()
 
 
-def test_logs_folder(tmp_path):
+def test_logs_folder_is_local_and_differs_between_runs(tmp_path):
     assert logs_folder(tmp_path) == tmp_path / "logs"
     folder = logs_folder(ROOT)
     assert folder.is_absolute()
     assert folder != logs_folder(storage_path("s3://bucket/other"))
 
 
-def test_grown_logs_are_copied_and_long_ones_are_truncated(s3, tmp_path, monkeypatch):
+def test_changed_log_is_copied_and_truncated_to_its_end(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_BYTES", 10)
     log = tmp_path / "engine.log"
     copy = LogCopy(ROOT, log, "engine.log")
@@ -35,7 +35,7 @@ def test_grown_logs_are_copied_and_long_ones_are_truncated(s3, tmp_path, monkeyp
     assert copy_of("engine.log") == b" and ended"
 
 
-def test_failed_log_copy_is_repeated(s3, tmp_path):
+def test_failed_copy_of_a_log_is_repeated(s3, tmp_path):
     log = tmp_path / "engine.log"
     log.write_text("why")
     copy = LogCopy(ROOT, log, "engine.log")
@@ -63,7 +63,7 @@ def _wait_for_copy_and_fail(log):
     raise AssertionError("no copy was made")
 
 
-def test_local_logs_are_not_copied(tmp_path):
+def test_logs_of_local_runs_are_not_copied(tmp_path):
     log = tmp_path / "logs" / "driver.log"
     log.parent.mkdir()
     log.write_text("one")

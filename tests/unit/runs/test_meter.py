@@ -8,7 +8,7 @@ def meter(clock):
     return EngineMeter(monotonic=clock)
 
 
-def test_docstring_example(meter, clock):
+def test_busy_seconds_are_divided_by_the_requests_of_each_unit(meter, clock):
     meter.ready(0)
     meter.start(1)
     clock.now += 2
@@ -21,7 +21,7 @@ def test_docstring_example(meter, clock):
     assert meter.pop_busy_s(2) == 0
 
 
-def test_every_second_has_one_state(meter, clock):
+def test_every_second_counts_in_one_state(meter, clock):
     clock.now += 30
     meter.ready(compile_s=12)
     clock.now += 5
@@ -35,7 +35,7 @@ def test_every_second_has_one_state(meter, clock):
     assert totals.num_output_tokens == 40
 
 
-def test_compile_time_is_limited_by_the_start(meter, clock):
+def test_compile_time_is_at_most_the_time_to_start(meter, clock):
     clock.now += 10
     meter.ready(compile_s=99)
     assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)

@@ -62,28 +62,28 @@ def test_small_units_come_first_and_the_cut_is_stored(corpus, tmp_path):
     assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
 
 
-def test_older_plans_are_read_and_cut_as_before(corpus, tmp_path):
+def test_plan_without_work_and_cut_is_read_and_cut_as_before(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     table = pq.read_table(io.BytesIO(plan_to_bytes(plan))).drop_columns(["work"])
     metadata = {key: value for key, value in table.schema.metadata.items() if key != b"peagle.small_units"}
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), sink)
-    old = plan_from_bytes(sink.getvalue())
-    assert [unit.num_rows for unit in old.units] == [4, 4, 2]
-    assert {unit.work for unit in old.units} == {0}
-    resumed = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, engines=8), old.cut)
+    old_plan = plan_from_bytes(sink.getvalue())
+    assert [unit.num_rows for unit in old_plan.units] == [4, 4, 2]
+    assert {unit.work for unit in old_plan.units} == {0}
+    resumed = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, engines=8), old_plan.cut)
     assert [unit.span for unit in resumed.units] == [unit.span for unit in plan.units]
 
 
-def test_work_of_units_and_retries(tmp_path):
+def test_work_of_units_and_retries_is_estimated_from_max_tokens_and_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "a", "sampling": {"max_tokens": 1000}}, {"prompt": "b"}, {"prompt": "c" * 4000}, {"prompt": "d"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=1, max_tokens=100))
     assert [unit.work for unit in plan.units] == [1001, 100, 200, 100]
-    (whole,) = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=9, max_tokens=100)).units
-    assert whole.work == 1401
-    assert replace(whole, rows=(0,)).work == 350
+    (one_unit,) = make_plan(GenerateConfig(input=str(path), output=tmp_path, rows_per_unit=9, max_tokens=100)).units
+    assert one_unit.work == 1401
+    assert replace(one_unit, rows=(0,)).work == 350, "a retry of one of its four rows"
 
 
 def test_retry_keeps_span_and_ids(corpus, tmp_path):
@@ -111,22 +111,24 @@ def test_regenerated_unit_skips_retried_rows(corpus, tmp_path):
     assert plan.remaining_units(())[0].work == plan.units[0].work // 2
 
 
-def unit(number, work):
+def make_unit(number, work):
     return WorkUnit(
         unit=number, first_id=number, span=Span(path="a", format="csv", first_row=number, num_rows=1, work=work)
     )
 
 
 def test_longest_units_come_first():
-    units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0), unit(6, 0)]
+    works = [10, 1000, 9, 1001, 600, 0, 0]
+    units = [make_unit(number, work) for number, work in enumerate(works)]
+    # Units of similar work stay in their order: it is compared in powers of two.
     assert [unit.unit for unit in longest_first(units)] == [1, 3, 4, 0, 2, 5, 6]
 
 
-def test_pieces_keep_order_and_shrink_to_one_unit():
-    units = [unit(number, 0) for number in range(20_000)]
-    pieces = chunks(units)
-    assert list(itertools.chain(*pieces)) == units
-    assert all(len(piece) == 1 for piece in pieces[-512:])
-    assert len(pieces) < 3_000
-    assert max(map(len, pieces)) <= 256
+def test_chunks_keep_the_order_and_end_with_single_units():
+    units = [make_unit(number, 0) for number in range(20_000)]
+    all_chunks = chunks(units)
+    assert list(itertools.chain(*all_chunks)) == units
+    assert all(len(chunk) == 1 for chunk in all_chunks[-512:])
+    assert len(all_chunks) < 3_000
+    assert max(map(len, all_chunks)) <= 256
     assert chunks(units[:3]) == [units[:1], units[1:2], units[2:3]]

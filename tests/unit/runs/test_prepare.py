@@ -18,7 +18,7 @@ from pipelines.batch.streaming import prepare_units
 
 @pytest.fixture
 def planned_batch(tmp_path):
-    """Three units of two rows as Ray Data transports them, with their run and its directory."""
+    """Three units of two rows as a batch of Ray Data, with their resolved run and its directory."""
     corpus = tmp_path / "prompts.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"line\\n{n}"}) + "\n" for n in range(6)))
     config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=2)
@@ -36,26 +36,26 @@ def test_each_unit_becomes_one_row(planned_batch):
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
-def test_unit_with_only_retried_rows_is_empty(planned_batch):
+def test_unit_without_rows_is_prepared_as_empty(planned_batch):
     batch, resolved, directory = planned_batch
     unit = directory.plan().units[1].without({0, 1})
     (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
     assert not is_unfinished(prepared)
     empty = PreparedUnit(prepared)
     assert (empty.unit, empty.prompts, empty.letters()) == (unit, [], [])
-    whole = PreparedUnit(decode_rows(next(prepare_units(batch, run=resolved))))
-    assert empty.output({}, "m", None).schema == whole.output({}, "m", None).schema
+    full = PreparedUnit(decode_rows(next(prepare_units(batch, run=resolved))))
+    assert empty.output({}, "m", None).schema == full.output({}, "m", None).schema
 
 
-def test_stopped_run_prepares_nothing_more(planned_batch):
+def test_no_unit_is_prepared_after_a_stop(planned_batch):
     batch, resolved, directory = planned_batch
-    stage = prepare_units(batch, run=resolved)
-    assert not is_unfinished(decode_rows(next(stage)))
+    blocks = prepare_units(batch, run=resolved)
+    assert not is_unfinished(decode_rows(next(blocks)))
     directory.stop.request(5)
-    assert [is_unfinished(decode_rows(block)) for block in stage] == [True]
+    assert [is_unfinished(decode_rows(block)) for block in blocks] == [True]
 
 
-def test_tokenizer_has_the_engines_revision(monkeypatch):
+def test_tokenizer_is_loaded_with_the_revision(monkeypatch):
     loads = []
     monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
     monkeypatch.setattr(local, "load_tokenizer", lambda *args: loads.append(args))
@@ -67,10 +67,12 @@ def test_tokenizer_has_the_engines_revision(monkeypatch):
 
 @pytest.fixture
 def sample_rows(tmp_path):
-    def sample(rows, **keys):
+    """Return a function that samples a corpus of these rows, with these options of the run."""
+
+    def sample(rows, **options):
         path = tmp_path / "in.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = GenerateConfig(input=str(path), output=tmp_path / "run", max_tokens=10, **keys)
+        config = GenerateConfig(input=str(path), output=tmp_path / "run", max_tokens=10, **options)
         plan = make_plan(config)
         limits = SamplingLimits(max_model_len=100, has_drafter=False, can_seed=True)
         prompts = resolve_prompts(config, plan.schema.names, False, body_column=None, where="input")

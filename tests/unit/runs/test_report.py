@@ -40,34 +40,34 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     assert values["num_engines"] == expected
 
 
-def plan(num_units, num_retries=0):
+def plan_of(num_units, num_retries=0):
     units = [SimpleNamespace(unit=number) for number in range(num_units)]
     return SimpleNamespace(units=units, num_retries=num_retries)
 
 
 @pytest.mark.parametrize(
-    ("reads", "times"),
+    ("reads", "num_calls"),
     [
-        ([(plan(1), {0}), (plan(1), {0})], 1),
-        ([(plan(2), {0}), (plan(2), {0})], 1),  # the driver that finishes the run makes the result
-        ([(plan(1), {0}), (plan(2, 1), {0})], 1),  # a retry was added
-        ([(plan(1), {0}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1}), (plan(2, 1), {0, 1})], 2),  # and committed
-        ([(plan(2), {0}), (plan(2), {0, 1}), (plan(2), {0, 1}), (plan(2), {0, 1})], 2),
+        ([(plan_of(1), {0}), (plan_of(1), {0})], 1),
+        ([(plan_of(2), {0}), (plan_of(2), {0})], 1),  # the driver that finishes the run makes the result
+        ([(plan_of(1), {0}), (plan_of(2, 1), {0})], 1),  # a retry was added
+        ([(plan_of(1), {0}), *[(plan_of(2, 1), {0, 1})] * 3], 2),  # a retry was added and committed
+        ([(plan_of(2), {0}), *[(plan_of(2), {0, 1})] * 3], 2),
     ],
 )
-def test_result_is_repeated_if_the_run_changed_meanwhile(reads, times):
+def test_result_is_computed_again_if_the_run_was_finished_meanwhile(reads, num_calls):
     calls = []
     run = SimpleNamespace(plan=lambda: reads[0][0], committed=lambda: reads.pop(0)[1])
     report.retry_if_changed(run, lambda: calls.append(1))
-    assert len(calls) == times
+    assert len(calls) == num_calls
 
 
-EVIL = "<script>alert(1)</script>"
+SCRIPT = "<script>alert(1)</script>"
 
 
 @pytest.fixture
 def run(tmp_path, one_unit_plan):
-    """A run of the fake engine; each test commits its only unit."""
+    """A run of the fake engine. Each test commits its rows."""
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run_facts = {"model": "fake", "num_engines": 1}
@@ -85,7 +85,7 @@ def commit(run, rows, *, unit=0, letters=()):
     assert run.commit(unit, table, usage, letters)
 
 
-def a_row(number, **more):
+def make_row(number, **more):
     return {
         "id": f"{number:09d}",
         "prompt": f"prompt {number}",
@@ -100,8 +100,8 @@ def a_row(number, **more):
     }
 
 
-def test_statistics_of_rows(run):
-    rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
+def test_row_figures_have_finish_reasons_and_percentiles(run):
+    rows = [make_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
     figures = row_figures(run)
     assert figures["num_read"] == 100
@@ -115,8 +115,8 @@ def test_statistics_of_rows(run):
     }  # fmt: skip
 
 
-def test_three_sample_rows_with_truncated_texts(run):
-    commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
+def test_row_figures_have_three_samples_with_truncated_texts(run):
+    commit(run, [make_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
     assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
@@ -124,8 +124,8 @@ def test_three_sample_rows_with_truncated_texts(run):
     assert samples[1]["answer"].endswith("x …")
 
 
-def test_samples_of_two_rows_without_times(run):
-    commit(run, [a_row(number, ttft_s=None) for number in range(2)])
+def test_row_figures_of_two_rows_without_times(run):
+    commit(run, [make_row(number, ttft_s=None) for number in range(2)])
     figures = row_figures(run)
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
     assert "ttft_s" not in figures["measures"]
@@ -135,13 +135,13 @@ def test_large_runs_are_sampled(run, monkeypatch):
     monkeypatch.setattr(report, "MAX_UNITS", 2)
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
-        commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
+        commit(run, [make_row(10 * unit + number) for number in range(5)], unit=unit)
     figures = row_figures(run)
     assert figures["num_read"] == 6
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
-def test_no_statistics_without_rows(run):
+def test_row_figures_are_none_without_rows(run):
     assert row_figures(run) is None
     commit(run, [], letters=[{"reason": "refused", "message": "no"}])
     assert row_figures(run) is None
@@ -150,7 +150,7 @@ def test_no_statistics_without_rows(run):
 def test_failures_are_counted_by_reason(run):
     letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
     letters += [{"reason": "invalid", "message": "second"}]
-    commit(run, [a_row(0)], letters=letters)
+    commit(run, [make_row(0)], letters=letters)
     counted_failures = failures(run)
     assert [(failure["reason"], failure["count"]) for failure in counted_failures] == [("invalid", 2), ("refused", 1)]
     assert counted_failures[0]["example"] == "first"
@@ -165,31 +165,35 @@ def test_histogram_has_every_value(values):
     assert bins["first"] <= min(values)
 
 
-def test_histogram_groups_the_largest_percent():
+def test_last_bin_of_a_histogram_has_the_largest_values():
     bins = histogram(np.array([*range(1000), 10**6]))
     assert bins["has_more"]
     assert bins["counts"][-1] >= 1
     assert bins["first"] + bins["step"] * (len(bins["counts"]) - 1) < 1200
 
 
-def test_report_survives_damaged_dead_letters(run):
-    commit(run, [a_row(0)], letters=[{"reason": "invalid", "message": "no"}])
+def test_report_is_made_without_failures_if_dead_letters_are_missing(run):
+    commit(run, [make_row(0)], letters=[{"reason": "invalid", "message": "no"}])
     (letters,) = (run.root / "failed").iterdir()
     letters.unlink()
-    made = make_report(run)
-    assert made["account"]["num_failed_rows"] == 1
-    assert made["failures"] is None
-    assert made["rows"]["num_read"] == 1
-    assert f"The failures are not shown: {letters}" in made["notes"][-1]
+    result = make_report(run)
+    assert result["account"]["num_failed_rows"] == 1
+    assert result["failures"] is None
+    assert result["rows"]["num_read"] == 1
+    assert f"The failures are not shown: {letters}" in result["notes"][-1]
 
 
 def test_report_has_row_sections_and_labels_the_fake_engine(run):
-    commit(run, [a_row(0, response=EVIL, prompt=EVIL), a_row(1)], letters=[{"reason": "invalid", "message": EVIL}])
-    made = make_report(run)
+    commit(
+        run,
+        [make_row(0, response=SCRIPT, prompt=SCRIPT), make_row(1)],
+        letters=[{"reason": "invalid", "message": SCRIPT}],
+    )
+    result = make_report(run)
     page = (run.root / "report.html").read_text(encoding="utf-8")
-    assert EVIL not in page
+    assert SCRIPT not in page
     assert page.count("&lt;script&gt;alert(1)") == 3
     assert "FAKE ENGINE: speed and dollars are not real" in page
-    assert made["run"]["is_stand_in"] is True
-    assert made["timeline"]["engines"][0]["spans"] == [("load", 0.0, 1.0), ("busy", 1.0, 6.0), ("lost", 6.0, 8.0)]
+    assert result["run"]["is_stand_in"] is True
+    assert result["timeline"]["engines"][0]["spans"] == [("load", 0.0, 1.0), ("busy", 1.0, 6.0), ("lost", 6.0, 8.0)]
     assert json.loads((run.root / "report.json").read_bytes())["failures"][0]["count"] == 1

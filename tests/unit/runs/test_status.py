@@ -22,12 +22,12 @@ from peagle.storage import write_atomic, write_json
 SPECULATION = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(5, 0, 0))
 
 
-def session(name, *, age_s=0.0, ended=False, **values):
+def make_session(name, *, age_s=0.0, ended=False, **values):
     times = {"started_at": time.time() - age_s, "load_s": 2.0, "busy_s": 7.0, "idle_s": 1.0}
     return engine_session(name, ended=ended, **times, **values)
 
 
-def commit(run, unit, *, session_id="now", num_failed_rows=0):
+def commit(run, unit, *, session_id="running", num_failed_rows=0):
     usage = unit_usage(
         session_id,
         num_rows=2 - num_failed_rows,
@@ -43,7 +43,7 @@ def commit(run, unit, *, session_id="now", num_failed_rows=0):
 
 @pytest.fixture
 def run(root):
-    """Four units of two rows: one committed by a killed engine, one by a running engine."""
+    """A run of four units of two rows. A killed engine committed the first unit, a running engine the second."""
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(4))
     schema = pa.schema([("prompt", pa.string())])
@@ -51,15 +51,15 @@ def run(root):
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent a second
     plan = Plan(units=units, rows_per_unit=2, schema=schema, corpus_fingerprint="c")
     run.create({"price": price.to_dict()}, plan)
-    run.write_session(session("killed", num_output_tokens=50, age_s=1000))
-    run.write_session(session("now", num_output_tokens=56))
+    run.write_session(make_session("killed", num_output_tokens=50, age_s=1000))
+    run.write_session(make_session("running", num_output_tokens=56))
     commit(run, 0, session_id="killed", num_failed_rows=1)
     commit(run, 1)
     return run
 
 
-def hold(run, **keys):
-    return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **keys)
+def hold(run, **options):
+    return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **options)
 
 
 def test_status_labels_the_fake_engine(run):
@@ -69,7 +69,7 @@ def test_status_labels_the_fake_engine(run):
     assert StatusReader(run).read().price == f"{price}; FAKE ENGINE: speed and dollars are not real"
 
 
-def test_status_of_a_running_run(run):
+def test_status_of_a_run_in_progress(run):
     with hold(run):
         status = StatusReader(run).read()
     assert status.state == "running"
@@ -81,7 +81,7 @@ def test_status_of_a_running_run(run):
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5
     assert status.usd == pytest.approx(0.2)
-    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
+    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, at 7 tokens/s
     text = status.describe()
     for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "5.7 s", "process"):
         assert part in text
@@ -95,7 +95,7 @@ def test_engine_is_alive_between_heartbeats(run, attempt_options, run_heartbeat_
     manifest = {**run.manifest(), **({"config": {"heartbeat_s": run_heartbeat_s}} if run_heartbeat_s else {})}
     write_atomic(run.root / "run.json", json.dumps(manifest).encode())
     for index in range(1, 4):
-        run.write_session(session(f"s{index}", engine_index=index, age_s=75.0 * index))
+        run.write_session(make_session(f"s{index}", engine_index=index, age_s=75.0 * index))
     with hold(run, **attempt_options):
         assert StatusReader(run).read().num_engines == num_engines
 
@@ -110,15 +110,15 @@ def test_status_of_a_stopped_run(run):
     assert "no engine running" in status.describe()
 
 
-@pytest.mark.parametrize("ago_s", [0.0, 1000.0])
-def test_remote_driver_is_alive_until_its_lease_expires(run, ago_s):
+@pytest.mark.parametrize("silent_s", [0.0, 1000.0])
+def test_remote_driver_is_alive_until_its_lease_expires(run, silent_s):
     with hold(run):
         pass
-    lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - ago_s)
+    lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - silent_s)
     write_atomic(run.root / ".lease" / "1.json", lease_module._to_bytes(lease))
     status = StatusReader(run).read()
-    assert status.state == ("silent" if ago_s else "running")
-    assert ("no heartbeat since" in status.driver) == bool(ago_s)
+    assert status.state == ("silent" if silent_s else "running")
+    assert ("no heartbeat since" in status.driver) == bool(silent_s)
 
 
 def test_reader_sees_new_commits_and_retries(run):
@@ -167,36 +167,36 @@ def test_watch_interval_must_be_positive(run, capsys, flags):
 PRICE = Price.fixed(usd_per_hour=7200, device="vcpu", num_devices=2)  # a dollar for each second of a vCPU
 
 
-def session_lasting(name, life_s, *, num_devices=1, ended=False):
+def make_session_of(name, life_s, *, num_devices=1, ended=False):
     return engine_session(name, num_devices=num_devices, started_at=1000.0, load_s=life_s, ended=ended)
 
 
 @pytest.fixture
 def spending(clock):
-    earlier = [session_lasting("killed", 10.0), session_lasting("ended", 5.0, ended=True)]
+    earlier = [make_session_of("killed", 10.0), make_session_of("ended", 5.0, ended=True)]
     return Spending([], earlier, PRICE, heartbeat_s=4.0, monotonic=clock)
 
 
-def test_earlier_attempts_cost_their_heartbeats(spending, clock):
+def test_sessions_of_earlier_attempts_cost_nothing_more(spending, clock):
     assert spending.usd == 15.0
     clock.now += 1000
-    assert spending.observe([session_lasting("killed", 10.0), session_lasting("ended", 5.0, ended=True)]) == 15.0
+    assert spending.observe([make_session_of("killed", 10.0), make_session_of("ended", 5.0, ended=True)]) == 15.0
 
 
-def test_engine_costs_between_heartbeats(spending, clock):
-    assert spending.observe([session_lasting("a", 3.0, num_devices=2)]) == 15 + 6
+def test_cost_of_an_engine_is_extrapolated_between_heartbeats(spending, clock):
+    assert spending.observe([make_session_of("a", 3.0, num_devices=2)]) == 15 + 6
     clock.now += 1.5
-    assert spending.observe([session_lasting("a", 3.0, num_devices=2)]) == 15 + 9
-    assert spending.observe([session_lasting("a", 4.0, num_devices=2)]) == 15 + 8
+    assert spending.observe([make_session_of("a", 3.0, num_devices=2)]) == 15 + 9
+    assert spending.observe([make_session_of("a", 4.0, num_devices=2)]) == 15 + 8
 
 
-def test_silent_engine_costs_at_most_two_heartbeats(spending, clock):
-    spending.observe([session_lasting("a", 3.0)])
+def test_silent_engine_costs_at_most_two_more_heartbeats(spending, clock):
+    spending.observe([make_session_of("a", 3.0)])
     clock.now += 100
-    assert spending.observe([session_lasting("a", 3.0)]) == 15 + 3 + 8
+    assert spending.observe([make_session_of("a", 3.0)]) == 15 + 3 + 8
 
 
 def test_ended_engine_costs_nothing_more(spending, clock):
-    spending.observe([session_lasting("a", 3.0, ended=True)])
+    spending.observe([make_session_of("a", 3.0, ended=True)])
     clock.now += 100
-    assert spending.observe([session_lasting("a", 3.0, ended=True)]) == 18
+    assert spending.observe([make_session_of("a", 3.0, ended=True)]) == 18

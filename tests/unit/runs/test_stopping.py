@@ -6,7 +6,7 @@ from peagle.errors import StorageError
 from peagle.runs.stopping import GraceClock, PolledStop, resume_command
 
 
-def test_grace_starts_when_the_worker_sees_the_signal():
+def test_grace_period_starts_when_the_worker_sees_the_signal():
     signal, now = [None], [100.0]
     grace = GraceClock(lambda: signal[0], monotonic=lambda: now[0])
     assert not grace.is_stopping()
@@ -19,16 +19,16 @@ def test_grace_starts_when_the_worker_sees_the_signal():
     assert grace.is_over()
 
 
-def test_polled_stop_survives_store_failures():
-    answers = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
+def test_polled_stop_continues_after_store_failures():
+    results = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
     reads = threading.Semaphore(0)
 
     def read():
         reads.release()
-        answer = next(answers, 7.5)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        result = next(results, 7.5)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     polled = PolledStop(read, every_s=0.01)
     for _ in range(8):

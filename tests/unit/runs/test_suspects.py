@@ -2,7 +2,7 @@ import pytest
 
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, judge, stale_notes
 
-LOST = Note()  # of a process that ended without naming the rows in its engine
+LOST = Note()  # the note of a process that ended without naming the rows in its engine
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def crash_note(*rows, alone=False):
 
 
 def lost_alone_note(row):
+    """The note of a process that ended without a crash report while only this row was in its engine."""
     return Note(rows=(row,), alone=True)
 
 
@@ -41,7 +42,7 @@ def verdict(suspects=(), poisoned=()):
         ([lost_alone_note(1), lost_alone_note(2)], verdict(suspects=[1, 2])),
     ],
 )
-def test_suspects_and_poisoned_rows(notes, expected):
+def test_judge_finds_suspects_and_poisoned_rows(notes, expected):
     assert judge(notes, 4) == expected
 
 
@@ -59,7 +60,7 @@ def test_notes_are_read_by_the_next_process(folder):
     assert not list(folder.iterdir())
 
 
-def test_waiting_units_are_not_suspect(folder):
+def test_rows_of_waiting_units_are_not_suspects(folder):
     for session in ("a", "b"):
         UnitNotes(folder, 1, session).write(lost_alone_note(0))
         UnitNotes(folder, 2, session).write(LOST)
@@ -67,7 +68,7 @@ def test_waiting_units_are_not_suspect(folder):
     assert UnitNotes(folder, 1, "c").verdict(3) == verdict(poisoned=[0])
 
 
-def test_killed_driver_suspects_nothing(folder):
+def test_stale_notes_name_no_rows_or_belong_to_committed_units(folder):
     UnitNotes(folder, 1, "a").write(LOST)
     UnitNotes(folder, 2, "a").write(crash_note(0))
     UnitNotes(folder, 3, "a").write(lost_alone_note(0))
@@ -80,7 +81,7 @@ def test_crash_notes_name_the_rows_in_the_engine(folder):
     rows = RowsInEngine()
     for unit in (1, 2, 3):
         rows.start(unit, UnitNotes(folder, unit, "a")).write(Note())
-    rows.end(3)  # committed: its notes are cleared elsewhere
+    rows.end(3)  # the unit is committed: the caller clears its notes
     assert not rows.has_rows()
     with rows.inside(1, 5), rows.inside(1, 0), rows.inside(3, 0):
         with rows.inside(1, 7), rows.inside(2, 0):

@@ -1,4 +1,4 @@
-"""If S3 fails, nothing is lost or written twice, and errors state the reason."""
+"""Checks that nothing is lost or written twice if S3 fails, and that errors have the reason."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ def _short_pauses(monkeypatch):
 
 
 @pytest.fixture
-def impatient_s3(s3, monkeypatch):
+def s3_with_short_timeouts(s3, monkeypatch):
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0.2)
     store = s3_client.ObjectStore(patience_s=0.5)
     monkeypatch.setattr(s3_client, "store", lambda: store)
@@ -41,7 +41,7 @@ def impatient_s3(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", WRITE_FAULTS)
-def test_write_once_survives_repeated_faults(s3, fault):
+def test_write_once_succeeds_after_repeated_faults(s3, fault):
     s3.fail(fault, method="PUT", times=6)
     assert write_once(FOLDER / "unit", b"rows")
     assert (FOLDER / "unit").read_bytes() == b"rows"
@@ -66,36 +66,36 @@ def test_write_once_retries_after_deletion(s3, monkeypatch):
     write_once(FOLDER / "unit", b"other")
     original = s3_client.ObjectStore.writer_of
 
-    def writer_of_after_deletion(store, at, taken):
-        store.delete(at)
-        return original(store, at, taken)
+    def writer_of_after_deletion(store, address, taken):
+        store.delete(address)
+        return original(store, address, taken)
 
     monkeypatch.setattr(s3_client.ObjectStore, "writer_of", writer_of_after_deletion)
     assert write_once(FOLDER / "unit", b"own")
     assert (FOLDER / "unit").read_bytes() == b"own"
 
 
-def test_exactly_one_of_many_writers_wins(s3):
+def test_each_file_is_written_by_one_of_many_writers(s3):
     s3.fail_often(0.4, seed=7)
-    won, start = [], threading.Barrier(6)
+    written, start = [], threading.Barrier(6)
 
     def commit(number):
         start.wait()
         for unit in range(5):
             if write_once(FOLDER / f"unit-{unit}", b"%d" % number):
-                won.append((unit, number))
+                written.append((unit, number))
 
     threads = [threading.Thread(target=commit, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(unit for unit, _ in won) == list(range(5))
-    assert {unit: int((FOLDER / f"unit-{unit}").read_bytes()) for unit in range(5)} == dict(won)
+    assert sorted(unit for unit, _ in written) == list(range(5))
+    assert {unit: int((FOLDER / f"unit-{unit}").read_bytes()) for unit in range(5)} == dict(written)
 
 
 @pytest.mark.parametrize("fault", [500, 503, "connection_cut", "response_lost", "body_truncated"])
-def test_read_list_and_delete_survive_faults(s3, fault):
+def test_read_list_and_delete_succeed_after_faults(s3, fault):
     data = os.urandom(200_000)
     write_atomic(FOLDER / "file", data)
     s3.fail(fault, times=3)
@@ -118,20 +118,20 @@ def test_listing_is_paginated(s3):
     assert [path.name for path in s3_client.store().entries(address, page_size=2)] == ["0", "1", "2", "3", "4"]
 
 
-def test_unchanged_objects_come_from_the_cache(s3):
-    def read():
+def test_unchanged_objects_are_read_from_the_cache(s3):
+    def read_all():
         return [path.read_bytes() for path in FOLDER.glob("beat-*")]
 
     write_atomic(FOLDER / "beat-1", b"one")
     write_atomic(FOLDER / "beat-2", b"one")
-    assert read() == [b"one", b"one"]
+    assert read_all() == [b"one", b"one"]
     num_reads = s3.count("GET", "beat-")
     assert num_reads == 2
-    assert read() == [b"one", b"one"]
+    assert read_all() == [b"one", b"one"]
     assert s3.count("GET", "beat-") == num_reads
     write_atomic(FOLDER / "beat-2", b"two")
     num_reads = s3.count("GET", "beat-1")
-    assert read() == [b"one", b"two"]
+    assert read_all() == [b"one", b"two"]
     assert s3.count("GET", "beat-1") == num_reads
     assert s3.count("GET", "beat-") == 3
 
@@ -145,13 +145,13 @@ def test_threads_share_one_store(s3):
 # --- permanent failures
 
 
-def test_unavailable_store_times_out(impatient_s3, monkeypatch):
+def test_unavailable_store_times_out(s3_with_short_timeouts, monkeypatch):
     write_once(FOLDER / "unit-1", b"rows")
-    impatient_s3.fail(503, times=10_000)
-    started = time.monotonic()
+    s3_with_short_timeouts.fail(503, times=10_000)
+    started_at = time.monotonic()
     with pytest.raises(StorageError) as error:
         write_once(FOLDER / "unit-2", b"rows")
-    assert 0.3 < time.monotonic() - started < 60  # the default patience is minutes
+    assert 0.3 < time.monotonic() - started_at < 60  # by default, it takes minutes until a request times out
     for words in (
         "s3://bucket/run/unit-2: cannot be written",
         "requests; the last error",
@@ -162,21 +162,21 @@ def test_unavailable_store_times_out(impatient_s3, monkeypatch):
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0)
-    before = impatient_s3.count("PUT", "unit-2")
+    before = s3_with_short_timeouts.count("PUT", "unit-2")
     assert before > 2
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit-2", b"rows")
-    assert impatient_s3.count("PUT", "unit-2") == before + 1  # the second failure comes without waiting
-    impatient_s3.reset_faults()
+    assert s3_with_short_timeouts.count("PUT", "unit-2") == before + 1  # after a failure, requests are not repeated
+    s3_with_short_timeouts.reset_faults()
     assert write_once(FOLDER / "unit-2", b"rows")
     assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
 
 
-def test_timed_out_commit_is_not_repeated(impatient_s3):
-    impatient_s3.fail("response_lost", times=10_000)
+def test_timed_out_commit_is_not_repeated(s3_with_short_timeouts):
+    s3_with_short_timeouts.fail("response_lost", times=10_000)
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit", b"first attempt")
-    impatient_s3.reset_faults()
+    s3_with_short_timeouts.reset_faults()
     assert not write_once(FOLDER / "unit", b"second attempt")
     assert (FOLDER / "unit").read_bytes() == b"first attempt"
 
@@ -190,14 +190,14 @@ def test_access_denied_is_not_retried(s3):
     assert s3.count("PUT", "unit") == 1
 
 
-def test_missing_bucket(s3):
+def test_missing_bucket_is_an_error(s3):
     with pytest.raises(ConfigError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
         require_usable(storage_path("s3://nowhere/run"))
     with pytest.raises(StorageError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
         (storage_path("s3://nowhere/run") / "run.json").read_bytes()
 
 
-def test_missing_credentials(s3, monkeypatch):
+def test_missing_credentials_are_an_error(s3, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
@@ -208,13 +208,13 @@ def test_missing_credentials(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_invalid_endpoint(impatient_s3, monkeypatch, url):
+def test_invalid_s3_endpoint_is_refused(s3_with_short_timeouts, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
         require_usable(FOLDER)
 
 
-def test_store_ignoring_conditions_is_refused(s3):
+def test_store_that_ignores_write_conditions_is_refused(s3):
     s3.ignores_conditions = True
     with pytest.raises(ConfigError, match=r"no conditional writes(.|\n)*local disk"):
         require_usable(FOLDER)
@@ -232,7 +232,7 @@ def test_store_without_conditional_writes_is_refused(s3):
 
 @pytest.fixture
 def large_data(monkeypatch):
-    """Data that takes three parts of an upload."""
+    """Data that is uploaded in three parts."""
     monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)
     return os.urandom(12 << 20)
 
@@ -258,9 +258,9 @@ def test_failed_multipart_upload_is_aborted(s3, large_data):
 
 
 def test_old_multipart_uploads_are_aborted(s3, large_data):
-    killed = s3_files._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
-    killed.write(large_data)
-    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # another process may be writing it
+    unfinished = s3_files._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
+    unfinished.write(large_data)
+    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # another process might still be writing it
     s3.upload_age_s = 100
     assert remove_temporaries(FOLDER, older_than_s=60) == 1
     assert remove_temporaries(FOLDER) == 0

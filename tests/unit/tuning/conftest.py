@@ -1,10 +1,10 @@
-"""Do not wait for counters; use an empty PEAGLE_HOME."""
+"""Tests of tuning skip waiting times and use an empty PEAGLE_HOME."""
 
 import pytest
 from config_only import skip_waiting
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
+def no_waiting(monkeypatch, tmp_path):
     skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))

@@ -4,7 +4,7 @@ import pytest
 from peagle.tuning.config import TuneConfig
 
 
-def test_options_with_lists():
+def test_lists_of_values_are_parsed_and_completed():
     config = TuneConfig(methods="peagle,eagle3", precision="bf16,fp8", max_num_seqs="16,1", max_num_batched_tokens=4096)
     assert config.methods == ["none", "peagle", "eagle3"]
     assert (config.precision, config.max_num_seqs) == (["bf16", "fp8"], [1, 16])
@@ -12,7 +12,7 @@ def test_options_with_lists():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"methods": "ngram"}, "'ngram' is not one of none, peagle, eagle3"),
         ({"precision": "int4"}, "'int4' is not one of auto, bf16"),
@@ -27,6 +27,6 @@ def test_options_with_lists():
         ({"budget": 3}, "Extra inputs"),
     ],
 )
-def test_invalid_options_are_refused(keys, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        TuneConfig(**keys)
+        TuneConfig(**options)

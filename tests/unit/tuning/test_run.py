@@ -1,6 +1,6 @@
-"""The whole tuning with fake engines.
+"""Whole tunings with fake engines.
 
-The token times of the fake engines differ enough that a busy machine does not change their order.
+The engines' times per token differ so much that other load on the machine does not change their order.
 """
 
 import json
@@ -19,16 +19,19 @@ from peagle.tuning.config import TuneConfig
 from peagle.tuning.run import prompts_of, tune
 
 ROWS = [{"prompt": f"prompt {i}"} for i in range(9)]
-FAST, SLOW = 0.001, 0.006
+FAST, SLOW = 0.001, 0.006  # seconds per token
 
 
-class Starter:
-    """Starts fake engines with these token times by K, one at a time; records them."""
+class FakeEngineStarter:
+    """Starts fake engines with the given seconds per token by K, and records their specs.
 
-    def __init__(self, token_s, *, broken=(), dies_at=None):
+    Request number `interrupted_at` raises KeyboardInterrupt.
+    """
+
+    def __init__(self, token_s, *, broken=(), interrupted_at=None):
         self.specs: list[EngineSpec] = []
         self.num_requests = 0
-        self._token_s, self._broken, self._dies_at = token_s, broken, dies_at
+        self._token_s, self._broken, self._interrupted_at = token_s, broken, interrupted_at
 
     def __call__(self, spec, hardware):
         self.specs.append(spec)
@@ -40,7 +43,7 @@ class Starter:
         class CountingEngine(FakeEngine):
             async def generate(self, *args):
                 starter.num_requests += 1
-                if starter.num_requests == starter._dies_at:
+                if starter.num_requests == starter._interrupted_at:
                     raise KeyboardInterrupt
                 return await super().generate(*args)
 
@@ -55,12 +58,12 @@ class Starter:
 def run(tmp_path, write_jsonl):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
-    def run(start, messages=None, **keys):
+    def run(start, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
             "usd_per_hour": 3.6,
-        } | keys  # fmt: skip
+        } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
         profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
@@ -69,8 +72,8 @@ def run(tmp_path, write_jsonl):
     return run
 
 
-def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
-    start = Starter({0: SLOW, 2: FAST, 4: SLOW})
+def test_fastest_configuration_becomes_the_profile(run, tmp_path):
+    start = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
     profile = run(start)
     assert start.ks[:3] == [0, 2, 4]
     assert {spec.max_num_seqs for spec in start.specs} == {3}
@@ -89,7 +92,7 @@ def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
 
 
 def test_no_speculation_can_be_the_result(run):
-    profile = run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
+    profile = run(FakeEngineStarter({0: FAST, 2: SLOW, 4: SLOW}))
     assert profile.engine["drafter"] == "none"
     assert "num_speculative_tokens" not in profile.engine
     assert profile.decision.startswith("No speculation: ")
@@ -98,46 +101,46 @@ def test_no_speculation_can_be_the_result(run):
 
 def test_engine_options_reach_engines_and_profile(run):
     options = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
-    start = Starter({0: SLOW, 2: FAST})
+    start = FakeEngineStarter({0: SLOW, 2: FAST})
     engine = run(start, num_speculative_tokens="2", precision="bf16", **options).engine
     assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in start.specs} == {("bf16", 32)}
     assert {spec.drafter.kv_cache_precision for spec in start.specs if spec.drafter} == {"bf16"}
     assert {name: engine[name] for name in options} == {**options, "engine_args": {"block_size": 32}}
 
 
-def test_a_killed_tuning_resumes(run, tmp_path):
+def test_interrupted_tuning_resumes(run, tmp_path):
     speeds = {0: SLOW, 2: FAST, 4: SLOW}
     with pytest.raises(KeyboardInterrupt):
-        run(Starter(speeds, dies_at=30))
+        run(FakeEngineStarter(speeds, interrupted_at=30))
     cells = tmp_path / "out" / "cells"
     finished_passes = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
     assert finished_passes
     spent_s = json.loads((cells / "engine-time.json").read_text())["engine_s"]
     assert spent_s > 0
-    resumed = Starter(speeds)
-    profile = run(resumed)
+    starter = FakeEngineStarter(speeds)
+    profile = run(starter)
     assert profile.engine["num_speculative_tokens"] == 2
     assert all((cells / name).read_bytes() == data for name, data in finished_passes.items())
     assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent_s
-    last = Starter(speeds)
-    assert run(last).measurements == profile.measurements
-    assert last.specs == []
+    unused_starter = FakeEngineStarter(speeds)
+    assert run(unused_starter).measurements == profile.measurements
+    assert unused_starter.specs == []
 
 
-def test_a_spent_budget_ends_with_the_best_result(run):
+def test_tuning_within_a_spent_budget_returns_the_best_result_so_far(run):
     messages: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages, time_budget_s=0.15)
+    profile = run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}), messages, time_budget_s=0.15)
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
     assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --time-budget-s to continue with them.")
-    larger_budget = Starter({0: SLOW, 2: FAST, 4: SLOW})
-    assert run(larger_budget).engine["num_speculative_tokens"] == 2
-    assert larger_budget.ks[0] in (0, 2)
+    starter = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
+    assert run(starter).engine["num_speculative_tokens"] == 2  # without a budget
+    assert starter.ks[0] in (0, 2)
 
 
-def test_a_latency_limit_excludes_faster_configurations(run):
-    # The engine at concurrency 40 is faster, but exceeds the limit.
+def test_latency_limit_excludes_faster_configurations(run):
+    # At concurrency 40, the engine generates more tokens per second, but exceeds the latency limit.
     class SlowerUnderLoad(FakeEngine):
         running = 0
 
@@ -152,29 +155,29 @@ def test_a_latency_limit_excludes_faster_configurations(run):
     def start(spec, hardware):
         return SlowerUnderLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
-    keys = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
-    assert run(start, **keys).engine["max_num_seqs"] == 40
-    profile = run(start, objective="throughput", max_tpot_ms=8, **keys)
+    options = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
+    assert run(start, **options).engine["max_num_seqs"] == 40
+    profile = run(start, objective="throughput", max_tpot_ms=8, **options)
     assert profile.engine["max_num_seqs"] == 1
     assert "p95 time per output token within 8 ms" in profile.decision
-    assert profile.decision.endswith("; no drafter was measured."), "not because none is within the limit"
+    assert profile.decision.endswith("; no drafter was measured."), "the reason is not the latency limit"
 
 
 def test_impossible_limits_are_an_error(run):
     with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
-        run(Starter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
+        run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
 
 
-def test_a_failed_engine_is_excluded(run):
+def test_failed_engine_is_excluded(run):
     messages: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
+    profile = run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
     assert profile.engine.get("num_speculative_tokens") != 2
     assert profile.notes == ["P-EAGLE K=2 could not be measured: K=2 does not start"]
     assert "  skipping P-EAGLE K=2: K=2 does not start" in messages
 
 
-@pytest.mark.parametrize("all_die", [False, True])
-def test_a_crashed_engine_keeps_its_passes(all_die, run):
+@pytest.mark.parametrize("all_crash", [False, True])
+def test_finished_passes_of_a_crashed_engine_are_kept(all_crash, run):
     class CrashesAtThree(FakeEngine):
         running = 0
 
@@ -190,7 +193,7 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
     def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (CrashesAtThree if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashesAtThree if k or all_crash else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
@@ -199,19 +202,19 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
 
 def test_progress_has_the_remaining_time(run):
     messages: list[str] = []
-    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages)
+    run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}), messages)
     assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in messages)
     passes = [line for line in messages if "output tokens/s; about" in line]
     assert len(passes) >= 6
     assert all(line.endswith(" left") for line in passes)
 
 
-def test_token_slots_and_precisions_have_separate_engines(run):
-    start = Starter({0: FAST, 2: SLOW})
-    keys = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
-    profile = run(start, **keys)
+def test_batched_tokens_and_precisions_have_separate_engines(run):
+    start = FakeEngineStarter({0: FAST, 2: SLOW})
+    options = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
+    profile = run(start, **options)
     assert {(spec.precision, spec.max_num_batched_tokens) for spec in start.specs} == {
-        (precision, slots) for precision in ("auto", "float32") for slots in (2048 + 3, 2048 + 12, 512)
+        (precision, num_tokens) for precision in ("auto", "float32") for num_tokens in (2048 + 3, 2048 + 12, 512)
     }
     assert {cell.precision for cell in profile.measurements} == {"auto", "float32"}
 
@@ -225,15 +228,15 @@ def test_token_slots_and_precisions_have_separate_engines(run):
     ],
 )
 def test_another_fingerprint_is_refused(change, message, run):
-    starter = Starter({})
-    run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
+    starter = FakeEngineStarter({})
+    run(FakeEngineStarter({0: FAST, 2: SLOW, 4: SLOW}))
     with pytest.raises(ConfigError, match=message):
         run(starter, **change)
     assert starter.specs == []
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind", "message", "hint"),
+    ("options", "error", "message", "hint"),
     [
         ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
         ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "use more than"),
@@ -241,11 +244,11 @@ def test_another_fingerprint_is_refused(change, message, run):
         ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price for the instance", "c7a.large"),
     ],
 )
-def test_invalid_options_are_refused_before_an_engine_starts(keys, kind, message, hint, run):
-    start = Starter({})
-    with pytest.raises(kind, match=message) as refused:
-        run(start, **keys)
-    assert hint in refused.value.hint
+def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, hint, run):
+    start = FakeEngineStarter({})
+    with pytest.raises(error, match=message) as exception:
+        run(start, **options)
+    assert hint in exception.value.hint
     assert start.specs == []
 
 
@@ -253,7 +256,7 @@ def test_repeats_use_the_next_prompts():
     sample = [BenchPrompt(token_ids=[n], category=None) for n in range(10)]
 
     def ids(repeat):
-        return [p.token_ids[0] for p in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]
+        return [prompt.token_ids[0] for prompt in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]
 
     assert ids(0) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert ids(1) == [8, 9, 0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""The search over simulated speeds with a known best configuration."""
+"""Search with simulated speeds and a known best configuration."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ ENGINES = ("none", "k3", "k5", "k7")
 
 
 class SimulatedSpeeds:
-    """Tokens/s by engine and concurrency, with noise in the first pass."""
+    """Runs a search with simulated tokens/s by engine and concurrency. More passes reduce the `noise`."""
 
     def __init__(self, speed, *, budget_s=1000000000.0, noise=None, excess=lambda candidate: 0.0, broken=()):
         self.speed, self.noise, self.excess, self.broken = speed, noise or {}, excess, broken
@@ -21,24 +21,24 @@ class SimulatedSpeeds:
         self.search = Search(grid(), score=self.score, budget_s=budget_s)
 
     def score(self, candidate, num_passes):
-        num = sum(planned.candidate == candidate for planned in self.finished)
-        if not num:
+        num_finished = sum(planned.candidate == candidate for planned in self.finished)
+        if not num_finished:
             return None
-        noise = self.noise.get(candidate, 0.0) / min(num, num_passes or num)
+        noise = self.noise.get(candidate, 0.0) / min(num_finished, num_passes or num_finished)
         return Score(
             value=self.speed(candidate.engine, candidate.concurrency) * (1 + noise), excess=self.excess(candidate)
         )
 
     def run(self):
-        search, running = self.search, None
-        while (planned := search.next(running)) is not None:
-            if planned.candidate.engine != running:
-                running = planned.candidate.engine
+        search, engine = self.search, None
+        while (planned := search.next(engine)) is not None:
+            if planned.candidate.engine != engine:
+                engine = planned.candidate.engine
                 search.spent_s += START_S
-                self.starts.append(running)
-                if running in self.broken:
-                    search.fail(running, "out of memory")
-                    running = None
+                self.starts.append(engine)
+                if engine in self.broken:
+                    search.fail(engine, "out of memory")
+                    engine = None
                     continue
             search.spent_s += PASS_S
             self.finished.append(planned)
@@ -64,7 +64,7 @@ def speed_of(engine, concurrency):
     return {1: 40 * gain, 4: 200 * gain, 16: 210 * (2 - gain)}[concurrency]
 
 
-def test_the_grid_then_the_finalists_are_measured():
+def test_all_candidates_then_finalists_are_measured():
     simulated = SimulatedSpeeds(speed_of)
     assert simulated.run() == candidate("k5", 4)
     assert simulated.passes == {
@@ -72,7 +72,7 @@ def test_the_grid_then_the_finalists_are_measured():
     }  # fmt: skip
 
 
-def test_one_start_serves_all_concurrencies():
+def test_engine_is_started_once_for_all_concurrencies():
     simulated = SimulatedSpeeds(speed_of)
     simulated.run()
     assert simulated.starts[:4] == list(ENGINES)
@@ -81,7 +81,7 @@ def test_one_start_serves_all_concurrencies():
 
 
 @pytest.mark.parametrize(("factor", "num_finalists"), [(1.25, 3), (0.9, 2)])
-def test_a_close_candidate_without_a_drafter_is_a_finalist(factor, num_finalists):
+def test_nearly_as_fast_candidate_without_a_drafter_is_a_finalist(factor, num_finalists):
     simulated = SimulatedSpeeds(
         lambda engine, concurrency: (
             speed_of(engine, concurrency) * (factor if engine == "none" and concurrency == 4 else 1.0)
@@ -91,7 +91,7 @@ def test_a_close_candidate_without_a_drafter_is_a_finalist(factor, num_finalists
     assert sum(number == FINAL_PASSES for number in simulated.passes.values()) == num_finalists
 
 
-def test_a_drafter_must_win_by_two_percent():
+def test_drafter_must_be_faster_by_two_percent():
     def equal_speed(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
@@ -101,7 +101,7 @@ def test_a_drafter_must_win_by_two_percent():
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
-def test_the_budget_is_kept(budget_s):
+def test_search_ends_within_its_budget(budget_s):
     simulated = SimulatedSpeeds(speed_of, budget_s=budget_s)
     simulated.run()
     # Only the first engine may exceed the budget, because nothing has been measured yet.
@@ -110,10 +110,10 @@ def test_the_budget_is_kept(budget_s):
 
 
 def test_candidates_within_limits_have_priority():
-    limited = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1 if chosen.concurrency == 4 else 0.0)
+    limited = SimulatedSpeeds(speed_of, excess=lambda candidate: 0.1 if candidate.concurrency == 4 else 0.0)
     best = limited.run()
     assert best is not None
     assert best.concurrency != 4
-    impossible = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1)
+    impossible = SimulatedSpeeds(speed_of, excess=lambda candidate: 0.1)
     assert impossible.run() is None
     assert impossible.search.ranked()

@@ -18,7 +18,10 @@ RUN = {
 
 @pytest.fixture
 def make_report():
-    """Return a function that reports on one engine on 2 vCPUs: 20 s load, 10 s compile, `busy_s` of committed work."""
+    """Return a function that makes the report of one engine on 2 vCPUs.
+
+    The engine loads for 20 s, compiles for 10 s, and commits `busy_s` seconds of work.
+    """
 
     def make(*, tokens=4000, busy_s=100.0, lost_s=0.0, idle_s=0.0, num_failed_rows=0, accepted=(), num_drafts=0,
              price=PRICE, **run):  # fmt: skip
@@ -38,19 +41,19 @@ def make_report():
 
 
 @pytest.fixture
-def with_drafter(make_report):
+def drafter_report(make_report):
     drafter = {"drafter": "peagle", "num_speculative_tokens": 3, "num_drafts": 1000, "accepted": (480, 100, 20)}
     return make_report(tokens=6000, **drafter, **RUN)
 
 
 @pytest.fixture
-def without_drafter(make_report):
+def plain_report(make_report):
     return make_report(**RUN)
 
 
 @pytest.fixture
-def detailed(with_drafter):
-    """A run with a timeline, rows and failures."""
+def detailed_report(drafter_report):
+    """The report of a run with a timeline, rows and failures."""
     sample = {
         "id": "000000007", "input": [["prompt", "What is <script>alert(1)</script>?"]],
         "answer": "Nothing & <b>more</b>", "finish_reason": "stop",
@@ -60,7 +63,7 @@ def detailed(with_drafter):
     spans = [("load", 0.0, 20.0), ("busy", 20.0, 60.0), ("busy", 60.0, 100.0), ("lost", 100.0, 120.0)]
     seconds = {"load": 20.0, "compile": 0.0, "busy": 80.0, "idle": 0.0, "lost": 20.0}
     return {
-        **with_drafter,
+        **drafter_report,
         "timeline": {
             "started_at": 0.0,
             "total_s": 120.0,
@@ -71,7 +74,7 @@ def detailed(with_drafter):
             "num_engines": 1,
             "engines": [{"engine": 0, "num_starts": 1, "seconds": seconds, "spans": spans}],
         },
-        "account": {**with_drafter["account"], "num_rows": 400},
+        "account": {**drafter_report["account"], "num_rows": 400},
         "rows": {
             "num_read": 100,
             "finish_reasons": {"stop": 90, "length": 10},

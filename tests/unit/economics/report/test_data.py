@@ -30,13 +30,13 @@ def test_shares_are_fractions_of_the_cost(make_report):
         ({"num_drafts": 100, "accepted": (1, 0, 0)}, "nearly all drafts are rejected"),
     ],
 )
-def test_notes_of_a_report(make_report, changes, expected):
+def test_report_has_a_note_on_each_problem(make_report, changes, expected):
     notes = make_report(**changes)["notes"]
     assert len(notes) == 1
     assert expected in notes[0]
 
 
-def test_an_assumed_price_has_a_note(make_report):
+def test_assumed_price_has_a_note(make_report):
     price = PriceTable.load().price("c7a.large")
     (note,) = make_report(price=dataclasses.replace(price, basis="assumed"))["notes"]
     assert note.startswith("Assuming a c7a.large")
@@ -44,38 +44,38 @@ def test_an_assumed_price_has_a_note(make_report):
 
 
 @pytest.mark.parametrize("report", [None, {}, {"schema": 2}, {"schema": 1, "run": {}, "account": {}}])
-def test_other_data_is_not_a_report(report):
+def test_data_that_is_not_a_report_is_refused(report):
     with pytest.raises(PeagleError, match=r"peagle report RUN|has no notes, shares"):
         check_report(report)
 
 
-def test_default_label_names_the_drafter():
-    drafted = {"model": "m", "drafter": "peagle", "num_speculative_tokens": 5}
-    assert RunInfo(**drafted).label == "m with peagle K=5"
-    assert RunInfo(**drafted, label="nightly").label == "nightly"
+def test_default_label_names_model_and_drafter():
+    run = {"model": "m", "drafter": "peagle", "num_speculative_tokens": 5}
+    assert RunInfo(**run).label == "m with peagle K=5"
+    assert RunInfo(**run, label="nightly").label == "nightly"
 
 
 @pytest.mark.parametrize(
     "moment", [1_780_000_000, 1_780_000_000.4, "2026-05-28T20:26:40Z", "2026-05-28T22:26:40+02:00"]
 )
-def test_times_become_utc(moment):
+def test_start_time_is_converted_to_utc(moment):
     assert RunInfo(model="m", started_at=moment).started_at == "2026-05-28T20:26:40+00:00"
 
 
-def figure(comparison, name):
+def figure_of(comparison, name):
     return next(row for row in comparison["figures"] if row["name"] == name)
 
 
-def test_ratios_are_relative_to_the_run_without_a_drafter(with_drafter, without_drafter):
-    comparison = compare([with_drafter, without_drafter])
+def test_ratios_are_relative_to_the_run_without_a_drafter(drafter_report, plain_report):
+    comparison = compare([drafter_report, plain_report])
     assert comparison["baseline"] == 1
     assert comparison["labels"] == ["peagle K=3", "no drafter"]
-    assert figure(comparison, "output_tokens_per_s")["values"] == pytest.approx([60, 40])
-    assert figure(comparison, "output_tokens_per_s")["ratios"] == pytest.approx([1.5, 1])
-    assert figure(comparison, "tokens_per_usd")["ratios"] == pytest.approx([1.5, 1])
-    assert figure(comparison, "usd_per_million_tokens")["ratios"] == pytest.approx([1 / 1.5, 1])
-    assert figure(comparison, "acceptance_length")["ratios"] == [None, None]
-    assert figure(comparison, "num_rows")["ratios"] == [None, None]
+    assert figure_of(comparison, "output_tokens_per_s")["values"] == pytest.approx([60, 40])
+    assert figure_of(comparison, "output_tokens_per_s")["ratios"] == pytest.approx([1.5, 1])
+    assert figure_of(comparison, "tokens_per_usd")["ratios"] == pytest.approx([1.5, 1])
+    assert figure_of(comparison, "usd_per_million_tokens")["ratios"] == pytest.approx([1 / 1.5, 1])
+    assert figure_of(comparison, "acceptance_length")["ratios"] == [None, None]
+    assert figure_of(comparison, "num_rows")["ratios"] == [None, None]
     assert comparison["notes"] == []
     assert json.loads(json.dumps(comparison)) == comparison
 
@@ -86,14 +86,14 @@ def test_labels_include_models_that_differ(make_report):
     assert comparison["notes"] == ["other, no drafter also differs from the baseline in model."]
 
 
-def test_a_losing_drafter_has_a_note(make_report):
+def test_drafter_that_costs_more_than_it_saves_has_a_note(make_report):
     plain = make_report(concurrency=4)
     slow = make_report(concurrency=4, tokens=3000, drafter="peagle", num_drafts=1000, accepted=(480, 100))
     (note,) = compare([plain, slow])["notes"]
     assert note == "peagle: the drafter costs more than it saves, 0.75 x the tokens per busy dollar."
     other = make_report(concurrency=8)
     notes = compare([other, slow])["notes"]
-    assert notes == ["peagle also differs from the baseline in concurrency."], "so the drafter is not judged"
+    assert notes == ["peagle also differs from the baseline in concurrency."], "the loss has other possible causes"
 
 
 def test_comparison_needs_a_report():

@@ -13,7 +13,7 @@ from peagle.economics.savings import Savings
 
 
 @pytest.mark.parametrize(
-    ("form", "value", "text"),
+    ("format_value", "value", "text"),
     [
         (format_usd, 0, "$0"),
         (format_usd, 5.70222e-05, "$0.0000570"),
@@ -30,11 +30,11 @@ from peagle.economics.savings import Savings
         (format_share, 1, "100%"),
     ],
 )
-def test_formats(form, value, text):
-    assert form(value) == text
+def test_values_are_formatted_with_their_units(format_value, value, text):
+    assert format_value(value) == text
 
 
-def test_prices_name_their_devices():
+def test_formatted_price_names_the_devices():
     table = PriceTable.load()
     assert format_price(table.price("c7a.large").to_dict()) == (
         "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1)"
@@ -44,17 +44,17 @@ def test_prices_name_their_devices():
     assert format_price(stated.to_dict()) == "$2 per hour for 1 accelerator (stated by the user)"
 
 
-def test_every_figure_is_found_in_a_report(with_drafter, without_drafter):
+def test_report_has_every_figure(drafter_report, plain_report):
     for figure in FIGURES.values():
-        assert figure.value(with_drafter) is not None, figure.name
-    assert FIGURES["acceptance_length"].text(with_drafter) == "1.60"
-    assert FIGURES["acceptance_length"].text(without_drafter) == "-"
+        assert figure.value(drafter_report) is not None, figure.name
+    assert FIGURES["acceptance_length"].text(drafter_report) == "1.60"
+    assert FIGURES["acceptance_length"].text(plain_report) == "-"
 
 
 COUNTS = {"num_prompt_tokens": 400, "num_cached_tokens": 100}
 
 
-def lines(savings):
+def lines_by_name(savings):
     return dict(saved_lines(savings.to_dict(), COUNTS))
 
 
@@ -64,7 +64,7 @@ def test_savings_lines_with_error_and_unknown_part():
         uncompared_usd=0.5, num_drafts=10, num_accepted_tokens=15, spot_usd=6.0, on_demand_usd=5.0,
         unpriced_spot_usd=2.0, sources=frozenset(["bench"]),
     )  # fmt: skip
-    assert lines(savings) == {
+    assert lines_by_name(savings) == {
         "drafter": "$6.00 ± $1.00 saved: generation cost $4.00, without a drafter $10.00; acceptance length 2.50, "
         "break-even 1.00; unknown for $0.500",
         "spot": "$1.00 lost, net of lost work: spot $6.00, on demand $5.00; unknown for $2.00",
@@ -74,7 +74,7 @@ def test_savings_lines_with_error_and_unknown_part():
 
 
 def test_savings_lines_without_measurements():
-    described = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
-    assert all(described[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
+    lines = lines_by_name(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
+    assert all(lines[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
     savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
-    assert lines(savings)["drafter"].startswith("$1.00 (error unknown) lost: ")
+    assert lines_by_name(savings)["drafter"].startswith("$1.00 (error unknown) lost: ")

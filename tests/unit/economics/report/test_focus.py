@@ -12,8 +12,8 @@ from peagle.economics.report.focus import focus_csv
 from peagle.economics.spending import Charge, Spend, day_number
 from peagle.errors import PriceError
 
-# FinOps Open Cost and Usage Specification, specification/columns in its repository at the tag v1.2: the mandatory
-# columns, and the conditional columns whose condition applies here; each with a pattern for its values.
+# Columns of FOCUS 1.2 (FinOps Open Cost and Usage Specification; specification/columns in its repository), with a
+# pattern for the values: the mandatory columns, and the conditional columns that apply to these charges.
 TEXT, DECIMAL, MOMENT = r"\S(?:.*\S)?", r"-?\d+(?:\.\d+)?", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 UNIT = r"[A-Z][a-z]+s|[A-Z][a-z]+-(?:Hours|Seconds)"
 MANDATORY = {
@@ -43,7 +43,7 @@ def charge():
     )  # fmt: skip
 
 
-def rows_of(*charges):
+def focus_rows(*charges):
     return list(csv.DictReader(io.StringIO(focus_csv(charges))))
 
 
@@ -60,7 +60,7 @@ def rows_of(*charges):
     ids=["work and idling", "spot", "tiny and huge", "training", "batch", "batch without requests"],
 )
 def test_rows_follow_the_specification(charge, changes):
-    rows = rows_of(replace(charge, **changes))
+    rows = focus_rows(replace(charge, **changes))
     assert rows
     for row in rows:
         own_columns = {name for name in row if name.startswith("x_")}
@@ -78,7 +78,7 @@ def test_rows_follow_the_specification(charge, changes):
 
 
 def test_each_kind_of_cost_is_a_row(charge):
-    work, idle = rows_of(charge)
+    work, idle = focus_rows(charge)
     assert (work["x_Kind"], work["EffectiveCost"], work["SubAccountId"]) == ("attributed", "3.440000000", "alice")
     assert (work["ConsumedQuantity"], work["ConsumedUnit"]) == ("900000", "Tokens")
     assert (work["PricingQuantity"], work["PricingUnit"], work["ListUnitPrice"]) == ("0.5", "Device-Hours", "6.88")
@@ -88,30 +88,30 @@ def test_each_kind_of_cost_is_a_row(charge):
     assert json.loads(work["Tags"]) == {"team": "search"}
 
 
-def test_periods_are_days_and_months(charge):
-    row = rows_of(charge)[0]
+def test_charge_period_is_a_day_and_billing_period_a_month(charge):
+    row = focus_rows(charge)[0]
     assert (row["ChargePeriodStart"], row["ChargePeriodEnd"]) == ("2026-12-31T00:00:00Z", "2027-01-01T00:00:00Z")
     assert (row["BillingPeriodStart"], row["BillingPeriodEnd"]) == ("2026-12-01T00:00:00Z", "2027-01-01T00:00:00Z")
 
 
 def test_rows_are_grouped_and_add_up_exactly(charge):
     other = replace(charge, key="bob", spend=Spend(attributed_usd=1 / 3, loading_usd=2 / 3))
-    rows = rows_of(charge, charge, other)
+    rows = focus_rows(charge, charge, other)
     assert [(row["SubAccountId"], row["x_Kind"]) for row in rows] == [
         ("alice", "attributed"), ("alice", "idle"), ("bob", "attributed"), ("bob", "loading"),
     ]  # fmt: skip
     assert sum(Decimal(row["BilledCost"]) for row in rows) == Decimal("8.546666667")
 
 
-def test_a_batch_is_priced_by_its_requests(charge):
-    (row,) = rows_of(replace(charge, usd_per_device_s=0.0, spend=Spend(attributed_usd=3.0, num_requests=7)))
+def test_batch_is_priced_by_the_request(charge):
+    (row,) = focus_rows(replace(charge, usd_per_device_s=0.0, spend=Spend(attributed_usd=3.0, num_requests=7)))
     assert (row["PricingUnit"], row["PricingQuantity"]) == ("Requests", "7")
     assert 7 * float(row["ListUnitPrice"]) == pytest.approx(3)
 
 
-def test_an_unknown_cost_is_an_error(charge):
+def test_unknown_cost_is_an_error(charge):
     with pytest.raises(PriceError, match="FOCUS does not allow unknown costs"):
-        rows_of(replace(charge, spend=Spend(is_priced=False)))
+        focus_rows(replace(charge, spend=Spend(is_priced=False)))
 
 
 def test_another_currency_applies_to_costs_and_prices(charge):

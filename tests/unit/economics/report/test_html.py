@@ -12,7 +12,7 @@ from peagle.economics.report.html import headline_panel, render_html, row_panels
 from peagle.economics.report.plots import engines_svg, series_svg
 from tests.unit.economics.report.conftest import PRICE
 
-VOID = {"meta", "br", "link", "img", "input", "hr"}
+VOID_ELEMENTS = {"meta", "br", "link", "img", "input", "hr"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -21,53 +21,53 @@ class CheckedPage(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open = []
+        self.open_elements = []
         self.text = []
         self.feed(page)
         self.close()
-        assert self.open == []
+        assert self.open_elements == []
 
     def handle_starttag(self, tag, attrs):
-        if tag not in VOID:
-            self.open.append(tag)
+        if tag not in VOID_ELEMENTS:
+            self.open_elements.append(tag)
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert self.open_elements.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if "style" not in self.open_elements:
             self.text.append(data.strip())
 
 
-def drawings(page):
+def svg_elements(page):
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
 def plot(page, name):
     """Return the plot whose alternative text starts with `name`."""
-    (svg_plot,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
+    (svg_plot,) = (svg for svg in svg_elements(page) if svg.get("aria-label").startswith(name))
     return svg_plot
 
 
-def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
-    text = CheckedPage(render_html(with_drafter)).text
+def test_page_shows_the_figures_and_the_configuration(drafter_report):
+    text = CheckedPage(render_html(drafter_report)).text
     figures = {"830,769", "$1.20", "60.0", "1.60", "2 min 10 s"}
     configuration = {"temperature 0, max_tokens 128", "vllm 0.29.0", "stated by the user, undated"}
     price = "$0.2 per hour for 2 vCPUs (stated by the user)"
     assert {"smollm2-135m with peagle K=3", price, *figures, *configuration} <= set(text)
 
 
-def test_the_page_loads_nothing_and_has_no_script(with_drafter, without_drafter):
-    page = render_html([with_drafter, without_drafter])
+def test_page_loads_no_resources_and_has_no_script(drafter_report, plain_report):
+    page = render_html([drafter_report, plain_report])
     assert "<script" not in page
     assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"(src|href|@import|url\()", page)
 
 
 def test_user_text_is_escaped(make_report):
-    evil = "<script>alert('x')</script>&"
-    texts = dict.fromkeys(("model", "drafter", "label", "path", "precision"), evil)
-    mappings = {"sampling": {evil: evil}, "hardware": {"cpu_name": evil}, "versions": {evil: "1"}}
+    malicious = "<script>alert('x')</script>&"
+    texts = dict.fromkeys(("model", "drafter", "label", "path", "precision"), malicious)
+    mappings = {"sampling": {malicious: malicious}, "hardware": {"cpu_name": malicious}, "versions": {malicious: "1"}}
     report = make_report(num_drafts=10, accepted=(5, 2), **texts, **mappings)
     for page in (render_html(report), render_html([report, report])):
         CheckedPage(page)
@@ -75,8 +75,8 @@ def test_user_text_is_escaped(make_report):
         assert "&lt;script&gt;" in page
 
 
-def test_the_acceptance_plot_is_in_proportion(with_drafter):
-    acceptance = plot(render_html(with_drafter), "Acceptance")
+def test_acceptance_bars_are_in_proportion(drafter_report):
+    acceptance = plot(render_html(drafter_report), "Acceptance")
     bars = acceptance.findall(f"{SVG}path")
     assert [bar.find(f"{SVG}title").text.rsplit(" ", 1)[1] for bar in bars] == ["48.0%", "10.0%", "2.0%"]
     base = float(re.match(r"M[\d.]+,([\d.]+)", bars[0].get("d"))[1])
@@ -88,17 +88,17 @@ def test_the_acceptance_plot_is_in_proportion(with_drafter):
     assert heights[2] / heights[0] == pytest.approx(0.02 / 0.48, abs=0.005)
 
 
-def test_runs_side_by_side(with_drafter, without_drafter):
-    page = render_html([without_drafter, with_drafter])
+def test_page_compares_runs(drafter_report, plain_report):
+    page = render_html([plain_report, drafter_report])
     text = CheckedPage(page).text
     assert "2 runs of smollm2-135m" in text
     assert "\N{MULTIPLICATION SIGN} 1.50" in text
-    money = plot(page, "Cost by engine state")
-    labels = [node.text for node in money.findall(f"{SVG}text") if node.get("class") == "label"]
+    cost_plot = plot(page, "Cost by engine state")
+    labels = [node.text for node in cost_plot.findall(f"{SVG}text") if node.get("class") == "label"]
     assert labels == ["no drafter", "peagle K=3"]
 
 
-def test_a_run_without_output_has_a_page(make_report):
+def test_page_of_a_run_without_output(make_report):
     page = render_html(make_report(tokens=0, complete=False, num_input_rows=100))
     assert "not finished" in page
     CheckedPage(page)
@@ -114,45 +114,48 @@ def test_assumed_costs_are_labelled(make_report):
     assert 'class="caveat"' not in render_html(other)
 
 
-def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
-    page = render_html(detailed)
+def test_page_shows_timeline_rows_and_failures(detailed_report):
+    page = render_html(detailed_report)
     text = " ".join(CheckedPage(page).text)
     assert "<script" not in page
     for expected in (
         "A sample of 100 of 400 rows.",
         "Seconds to the first token: p50 0.2, p95 0.4, p99 0.5",
-        "Failures, by reason; invalid_row, for example: line 7: <b>no</b>",
+        "Failures by reason. Example of invalid_row: line 7: <b>no</b>",
         "Row 000000007",
         "What is <script>alert(1)</script>?",
         "answer (stop)",
     ):
         assert expected in text, expected
-    names = [svg.get("aria-label") for svg in drawings(page)]
+    names = [svg.get("aria-label") for svg in svg_elements(page)]
     assert "Failures by reason: invalid_row 3, time_limit 1" in names
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
-    lane = plot(page, "States of the engines")
-    assert {path.get("class") for path in lane.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
-    assert "engine 0: busy 67%, idle 0%, lost 17%" in [node.text for node in lane.iter(f"{SVG}text")]
+    states = plot(page, "States of the engines")
+    assert {path.get("class") for path in states.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
+    assert "engine 0: busy 67%, idle 0%, lost 17%" in [node.text for node in states.iter(f"{SVG}text")]
     assert "an omitted pause of 1 h 0 min" in page
 
 
-def test_economics_loads_nothing_heavy():
-    heavy = "{'pyarrow', 'jinja2', 'torch', 'vllm', 'ray', 'transformers', 'numpy'}"
-    code = f"import sys, peagle.economics.report; print({heavy} & set(sys.modules) or 'none')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "none"
+def test_report_package_imports_no_large_libraries():
+    large = "{'pyarrow', 'jinja2', 'torch', 'vllm', 'ray', 'transformers', 'numpy'}"
+    code = f"import sys, peagle.economics.report; print({large} & set(sys.modules) or 'none')"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "none"
 
 
 STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}]
 
 
 def report_with_steps(make_report, steps):
-    """Return a report of 1,000 steps of 50 ms (half of the busy time), break-even 1.25 and acceptance length 1.6."""
+    """Return the report of a run with 1,000 steps and an acceptance length of 1.6.
+
+    With `STEPS`, a step takes 50 ms, so all steps take half of the busy time, and the break-even length is 1.25.
+    """
     drafter = {"drafter": "peagle", "num_drafts": 1000, "accepted": (480, 100, 20)}
     return make_report(tokens=6000, concurrency=1, baseline={"source": "bench.json", "steps": steps}, **drafter)
 
 
-def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
+def test_headline_estimates_the_same_run_without_its_drafter(make_report):
     panel = headline_panel([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
     # The run costs $0.0072222. Half of the $0.0055556 of busy time is generation. Without the drafter, generation costs
@@ -168,21 +171,21 @@ def test_savings_without_error_have_no_range(make_report):
     assert "whisker" not in plot
 
 
-def test_older_reports_have_fewer_panels(with_drafter):
-    assert timeline_panels(with_drafter) == row_panels(with_drafter) == []
+def test_reports_without_timeline_and_rows_have_no_such_panels(drafter_report):
+    assert timeline_panels(drafter_report) == row_panels(drafter_report) == []
 
 
-def a_timeline(total_s=120.0, *, engines=(), pauses=()):
+def make_timeline(total_s=120.0, *, engines=(), pauses=()):
     return {"total_s": total_s, "step_s": total_s / 3, "engines": list(engines), "pauses": list(pauses)}
 
 
-def an_engine(*spans, **seconds):
+def make_engine(*spans, **seconds):
     zeros = dict.fromkeys(("load", "compile", "busy", "idle", "lost"), 0.0)
     return {"engine": 0, "num_starts": 1, "spans": list(spans), "seconds": zeros | seconds}
 
 
-def test_series_plot_is_to_scale():
-    root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], a_timeline(), "speed", format_usd))
+def test_points_of_a_series_are_in_proportion():
+    root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], make_timeline(), "speed", format_usd))
     (line,) = root.iter(f"{SVG}polyline")
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
     assert len(points) == 6
@@ -198,7 +201,7 @@ def test_series_plot_is_to_scale():
     ("total_s", "last"), [(0.5, "0 s"), (5.0, "5 s"), (120.0, "120 s"), (7000.0, "100 min"), (9e5, "10 d")]
 )
 def test_time_axis_has_few_round_ticks(total_s, last):
-    root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
+    root = ElementTree.fromstring(series_svg([1.0], make_timeline(total_s), "x", format_usd))
     ticks = [node.text for node in root.iter(f"{SVG}text") if node.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
@@ -206,8 +209,8 @@ def test_time_axis_has_few_round_ticks(total_s, last):
 
 
 def test_engine_lanes_have_labels_and_a_minimum_width():
-    engine = an_engine(("busy", 0.0, 119.9), ("lost", 119.9, 120.0), busy=119.9, lost=0.1)
-    root = ElementTree.fromstring(engines_svg(a_timeline(engines=[engine])))
+    engine = make_engine(("busy", 0.0, 119.9), ("lost", 119.9, 120.0), busy=119.9, lost=0.1)
+    root = ElementTree.fromstring(engines_svg(make_timeline(engines=[engine])))
     assert root.get("aria-label") == "States of the engines over time: engine 0: busy 100%, idle 0%, lost <1%"
     lost = next(path for path in root.iter(f"{SVG}path") if path.get("class") == "share-lost")
     assert float(re.search(r"h([\d.]+)v", lost.get("d"))[1]) >= 1.5

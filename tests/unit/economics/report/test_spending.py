@@ -11,23 +11,23 @@ from peagle.economics.spending import Charge, Days, Spend
 from peagle.economics.statement import convert_currency, statement
 
 SVG = "{http://www.w3.org/2000/svg}"
-FIRST = 20_000  # 2024-10-04
-COMMON = {"day": FIRST, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "drafter": "none"}
+FIRST_DAY = 20_000  # 2024-10-04
+CHARGE_FIELDS = {"day": FIRST_DAY, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "drafter": "none"}
 
 
-def a_statement(*, is_priced=True, scale=1.0):
+def make_statement(*, is_priced=True, scale=1.0):
     work = Spend(attributed_usd=scale * 2 / 3, num_requests=2, num_output_tokens=1_000_000)
     overhead = Spend(loading_usd=scale / 3, idle_usd=scale / 7, lost_usd=scale / 9, is_priced=is_priced)
-    charges = [Charge(key=key, spend=work, **COMMON) for key in ("alice|<b>", "bob")]
-    charges.append(Charge(key="", spend=overhead, **COMMON))
+    charges = [Charge(key=key, spend=work, **CHARGE_FIELDS) for key in ("alice|<b>", "bob")]
+    charges.append(Charge(key="", spend=overhead, **CHARGE_FIELDS))
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
-def test_text_statement():
-    lines = text_statement(a_statement()).splitlines()
+def test_text_statement_shows_rows_totals_and_notes():
+    lines = text_statement(make_statement()).splitlines()
     assert lines[0] == "Spending from 2024-10-04 to 2024-10-05, both included (UTC)"
-    heads = "key day requests output tokens attributed loading idle lost total per million tokens"
-    assert lines[2].split() == heads.split()
+    column_names = "key day requests output tokens attributed loading idle lost total per million tokens"
+    assert lines[2].split() == column_names.split()
     assert lines[3].split()[:2] == ["-", "2024-10-04"]
     assert " ".join(lines[5].split()) == "bob 2024-10-04 2 1.00 M $0.66 $0.00 $0.00 $0.00 $0.66 $0.667"
     assert lines[8].split() == ["attributed", "$1.33"]
@@ -37,14 +37,14 @@ def test_text_statement():
 
 
 def test_unknown_costs_are_printed_as_unknown():
-    for text in (form(a_statement(is_priced=False)) for form in (text_statement, csv_statement)):
+    for text in (function(make_statement(is_priced=False)) for function in (text_statement, csv_statement)):
         assert "unknown" in text
         assert "inf" not in text
         assert "nan" not in text
 
 
 def test_csv_lines_add_up_exactly():
-    result = a_statement()
+    result = make_statement()
     rows = list(csv.DictReader(io.StringIO(csv_statement(result))))
     assert [row["key"] for row in rows] == ["", "alice|<b>", "bob"]
     assert sum(Decimal(row["total_usd"]) for row in rows) == Decimal(f"{result['total']['usd']['total']:.9f}")
@@ -53,35 +53,35 @@ def test_csv_lines_add_up_exactly():
 
 
 def test_converted_amounts_add_up():
-    converted = convert_currency(a_statement(), "EUR", 0.86)
+    converted = convert_currency(make_statement(), "EUR", 0.86)
     rows, total = csv.DictReader(io.StringIO(csv_statement(converted))), converted["total"]["converted"]["total"]
     assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
     text = text_statement(converted)
     assert "total, EUR" in text
     assert f"{total:.2f} EUR" in text
-    assert "EUR" not in text_statement(a_statement())
+    assert "EUR" not in text_statement(make_statement())
 
 
-def a_charge(key, day=FIRST, usd=1.0, *, is_priced=True):
+def make_charge(key, day=FIRST_DAY, usd=1.0, *, is_priced=True):
     spend = Spend(attributed_usd=usd, num_requests=1, num_output_tokens=1000)
     if not key:
         spend = Spend(loading_usd=usd, idle_usd=2 * usd, lost_usd=3 * usd, is_priced=is_priced)
-    return Charge(key=key, spend=spend, **COMMON | {"day": day})
+    return Charge(key=key, spend=spend, **CHARGE_FIELDS | {"day": day})
 
 
-def a_page(charges, by=("key",), layer="key", notes=()):
+def make_page(charges, by=("key",), layer="key", notes=()):
     days = Days()
     return html_statement(statement(charges, by, days, notes), statement(charges, ("day", layer), days))
 
 
-def plots(page):
+def plots_by_title(page):
     svgs = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
     return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in svgs}
 
 
 def test_days_are_stacked_by_key_with_overhead_and_losses():
-    page = a_page([a_charge("alice", usd=4.0), a_charge("bob"), a_charge("", FIRST + 2)])
-    daily = plots(page)["Spending by day"]
+    page = make_page([make_charge("alice", usd=4.0), make_charge("bob"), make_charge("", FIRST_DAY + 2)])
+    daily = plots_by_title(page)["Spending by day"]
     titles = [node.text for node in daily.iter(f"{SVG}title")]
     overhead = ["10-06, overhead (loading, idle): $3.00", "10-06, lost: $3.00"]
     assert titles == ["10-04, alice: $4.00", "10-04, bob: $1.00", *overhead]
@@ -93,7 +93,9 @@ def test_days_are_stacked_by_key_with_overhead_and_losses():
 
 
 def test_groups_are_sorted_by_cost():
-    groups = plots(a_page([a_charge("bob"), a_charge("alice", usd=4.0), a_charge("")]))["Spending by key"]
+    groups = plots_by_title(make_page([make_charge("bob"), make_charge("alice", usd=4.0), make_charge("")]))[
+        "Spending by key"
+    ]
     labels = [node.text for node in groups.iter(f"{SVG}text") if node.get("class") == "label"]
     assert labels == ["no key", "alice", "bob"]
     kinds = [node.get("class") for node in groups.iter(f"{SVG}rect")]
@@ -101,8 +103,8 @@ def test_groups_are_sorted_by_cost():
 
 
 def test_many_groups_and_days_are_aggregated():
-    charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
-    by_title = plots(a_page(charges))
+    charges = [make_charge(f"key-{number}", FIRST_DAY + number, usd=float(number + 1)) for number in range(100)]
+    by_title = plots_by_title(make_page(charges))
     groups = [node.text for node in by_title["Spending by key"].iter(f"{SVG}text") if node.get("class") == "label"]
     assert len(groups) == MAX_BARS + 1
     assert groups[-1] == "88 others"
@@ -115,11 +117,11 @@ def test_many_groups_and_days_are_aggregated():
     assert "all others $4,560.00" in daily.get("aria-label")
 
 
-def test_user_text_is_escaped_and_nothing_is_loaded():
-    evil = "<script>alert(1)</script>&"
-    page = a_page([a_charge(evil), a_charge("")], notes=[evil])
+def test_page_escapes_user_text_and_loads_no_resources():
+    malicious = "<script>alert(1)</script>&"
+    page = make_page([make_charge(malicious), make_charge("")], notes=[malicious])
     assert "<script" not in page
     assert not re.search(r"(src|href|@import|url\()", page)
-    assert len(plots(page)) == 2
+    assert len(plots_by_title(page)) == 2
     declared = set(re.findall(r"(--[\w-]+):", page))
     assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= declared

@@ -13,13 +13,13 @@ HERE = hardware.detect()
 
 @pytest.fixture
 def resolved_run(tmp_path):
-    """Resolve a fake-engine run over twelve rows without starting it; return request and run."""
+    """Return a function that resolves a fake-engine run over twelve rows, and returns the request and the run."""
     corpus = tmp_path / "in.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
 
-    def make(*, hardware=HERE, served_name=None, **keys):
-        keys = {"usd_per_hour": 1, **keys}
-        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", **keys)
+    def make(*, hardware=HERE, served_name=None, **options):
+        options = {"usd_per_hour": 1, **options}
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", **options)
         request = RunRequest(config=config, command=["peagle", "generate"], served_name=served_name)
         return request, resolve_run(config, make_plan(config), hardware)
 

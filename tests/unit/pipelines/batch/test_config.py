@@ -9,8 +9,8 @@ from pipelines.batch.config import GenerateConfig
 SCHEMA = {"type": "object", "required": ["a"]}
 
 
-def config(**keys):
-    return GenerateConfig(input="i", output="o", **keys)
+def config(**options):
+    return GenerateConfig(input="i", output="o", **options)
 
 
 def test_schema_from_text_or_file(tmp_path):
@@ -21,7 +21,7 @@ def test_schema_from_text_or_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"json_schema": "nowhere.json"}, "the schema cannot be read"),
         ({"json_schema": {"type": "strange"}}, "not a valid JSON schema"),
@@ -33,9 +33,9 @@ def test_schema_from_text_or_file(tmp_path):
         ({"draw_on": "runs/serve"}, "draw_on requires tags"),
     ],
 )
-def test_sampling_options_are_validated(keys, message):
+def test_sampling_options_are_validated(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        config(**keys)
+        config(**options)
 
 
 def test_output_is_a_folder_or_s3(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_unrepresentable_deadline_is_refused(deadline):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"nodes_per_engine": 0}, "greater than or equal to 1"),
         ({"nodes_per_engine": 2}, "nodes_per_engine 2 does not divide the number of ranks"),
@@ -78,9 +78,9 @@ def test_unrepresentable_deadline_is_refused(deadline):
         ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "use a fixed number"),
     ],
 )
-def test_nodes_per_engine_must_divide_ranks(keys, message):
+def test_nodes_per_engine_must_divide_ranks(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
-        config(**keys)
+        config(**options)
     assert config(nodes_per_engine=3, tensor_parallel_size=2, pipeline_parallel_size=3).nodes_per_engine == 3
 
 

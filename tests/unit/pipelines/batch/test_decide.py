@@ -14,7 +14,7 @@ def request_of(config):
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    ("options", "expected"),
     [
         ({}, [("inspect", 2, None)]),
         ({"accelerator_type": "H100"}, [("require", 2, "H100", 3, 900.0), ("inspect", 2, "H100")]),
@@ -25,11 +25,11 @@ def request_of(config):
         ),
     ],
 )
-def test_accelerators_are_requested_before_inspection(monkeypatch, tmp_path, keys, expected):
+def test_accelerators_are_requested_before_inspection(monkeypatch, tmp_path, options, expected):
     calls = []
-    keys = {"engines": "3:9"} | keys
+    options = {"engines": "3:9"} | options
     config = GenerateConfig(
-        input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, usd_per_hour=1, **keys
+        input="i", output=tmp_path, cluster_wait_s=900, tensor_parallel_size=2, usd_per_hour=1, **options
     )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(module.ray, "room_for", lambda placement: 0)
@@ -70,7 +70,7 @@ def test_run_describes_its_price(resolved_run):
     assert run.describe().splitlines()[-1].endswith("(c7a.large, on-demand, aws us-east-1; stated)")
 
 
-def test_run_from_cpus_does_not_wait_for_accelerators(resolved_run):
+def test_run_started_on_cpus_cannot_continue_on_accelerators(resolved_run):
     request, run = resolved_run()
     create_or_continue(request, run)
     config = run.config.model_copy(update={"accelerator_type": "H100"})

@@ -12,10 +12,10 @@ from pipelines.batch.run import create_or_continue
 
 @pytest.fixture
 def make_forecast(tmp_path, chat_target, write_jsonl):
-    def make_forecast(rows=20, **keys):
+    def make_forecast(rows=20, **options):
         corpus = write_jsonl([{"prompt": "What is it?"}] * rows)
-        keys = {"model": str(chat_target), "max_tokens": 50, "temperature": 0.0, **keys}
-        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **keys)
+        options = {"model": str(chat_target), "max_tokens": 50, "temperature": 0.0, **options}
+        config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **options)
         result = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
         assert not (tmp_path / "run").exists()
         return result, dict(result.lines())
@@ -53,7 +53,7 @@ def test_forecast_does_not_contact_the_cluster(make_forecast, monkeypatch):
     assert "RAY_ADDRESS" not in make_forecast(instance_type="p5.48xlarge")[1]["machine"]
 
 
-def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
+def test_known_speed_limits_time_and_cost(make_forecast, monkeypatch):
     from peagle.planning.expectation import Speed
 
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
     assert lines["expected"].endswith("10 tokens/s per engine with 8 concurrent requests (measured, a test)")
 
 
-def test_forecast_is_json(make_forecast):
+def test_forecast_can_be_written_as_json(make_forecast):
     assert json.loads(json.dumps(make_forecast()[0].to_dict()))["rows"] == 20
 
 

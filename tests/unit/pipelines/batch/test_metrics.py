@@ -19,16 +19,16 @@ def metrics_of(request, run, served_name=None):
 
 
 @pytest.fixture
-def make(resolved_run):
-    """Return a function that makes the metrics of a fake-engine run."""
+def make_metrics(resolved_run):
+    """Return a function that makes the metrics of a run of the fake engine."""
 
-    def make(served_name=None, **keys):
-        return metrics_of(*resolved_run(num_speculative_tokens=2, **keys), served_name)
+    def make(served_name=None, **options):
+        return metrics_of(*resolved_run(num_speculative_tokens=2, **options), served_name)
 
     return make
 
 
-def unit(num_rows, num_failed_rows=0):
+def make_unit_usage(num_rows, num_failed_rows=0):
     return unit_usage(
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
@@ -38,16 +38,16 @@ def unit(num_rows, num_failed_rows=0):
     )
 
 
-def beat(life_s):
+def make_session(life_s):
     return engine_session(
         num_devices=2, last_seen_at=life_s, load_s=1.0, busy_s=life_s - 1.0, ended=False, usd_per_device_s=0.5
     )
 
 
-def test_metrics_of_committed_units(ray_metrics, make):
-    run = make()
-    run.record_committed(unit(3, 1))
-    run.record_committed(unit(4))
+def test_counters_add_up_committed_units(ray_metrics, make_metrics):
+    run_metrics = make_metrics()
+    run_metrics.record_committed(make_unit_usage(3, 1))
+    run_metrics.record_committed(make_unit_usage(4))
     assert ray_metrics["peagle_rows_total", *MODEL, "ok"] == 7
     assert ray_metrics["peagle_rows_total", *MODEL, "failed"] == 1
     assert ray_metrics["peagle_output_tokens_total", *MODEL] == 60
@@ -55,12 +55,12 @@ def test_metrics_of_committed_units(ray_metrics, make):
     assert not any(name[0].startswith("gen_ai") for name in ray_metrics)  # request start times are unknown
 
 
-def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
+def test_gauges_have_the_values_of_the_last_update(ray_metrics, make_metrics, monkeypatch):
     monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: 1000.0))
-    run = make(budget_usd=20, deadline="2026-12-01T00:00:00Z")
+    run_metrics = make_metrics(budget_usd=20, deadline="2026-12-01T00:00:00Z")
     tally = Tally(num_rows_planned=12, num_rows=5, num_failed_rows=1, usd=3.0, num_engines=2, seconds_left=60.0)
-    run.update(tally, [beat(3.0)])
-    run.update(tally, [beat(4.0)])
+    run_metrics.update(tally, [make_session(3.0)])
+    run_metrics.update(tally, [make_session(4.0)])
     assert {key[-1]: ray_metrics[key] for key in ray_metrics if key[0] == "peagle_run_rows"} == {
         "done": 5,
         "failed": 1,
@@ -75,8 +75,8 @@ def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
     assert ray_metrics["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 
-def test_no_gauges_for_missing_limits(ray_metrics, make):
-    make().update(Tally(num_rows_planned=12), [])
+def test_no_gauges_for_missing_limits(ray_metrics, make_metrics):
+    make_metrics().update(Tally(num_rows_planned=12), [])
     assert ("peagle_run_usd", *RUN) in ray_metrics
     limits = (
         "peagle_run_budget_usd",
@@ -86,13 +86,13 @@ def test_no_gauges_for_missing_limits(ray_metrics, make):
     assert not any((name, *RUN) in ray_metrics for name in limits)
 
 
-def test_batch_metrics_use_the_served_name(ray_metrics, make):
-    make("mine").record_committed(unit(1))
+def test_batch_metrics_use_the_served_name(ray_metrics, make_metrics):
+    make_metrics("mine").record_committed(make_unit_usage(1))
     assert ("peagle_rows_total", "mine", "fake", "ok") in ray_metrics
 
 
 @pytest.mark.parametrize(("break_even", "expected"), [({1: 1.2, 8: 2.0}, 2.0), ({}, None)])
-def test_break_even_gauge(ray_metrics, resolved_run, break_even, expected):
+def test_break_even_gauge_is_that_of_all_slots(ray_metrics, resolved_run, break_even, expected):
     request, run = resolved_run()
     engine = SimpleNamespace(
         break_even=lambda hardware: break_even, model=run.model, drafter=run.drafter,

@@ -29,10 +29,10 @@ def engine_run(run_dir="run"):
 
 
 class Cluster:
-    """Two fake follower actors. `end` ends the second one; `killed` counts kills of the leader's child processes."""
+    """Two fake follower actors. `end_second_follower` ends one; `killed` counts kills of the leader's children."""
 
     def __init__(self, monkeypatch):
-        self.joined, self.killed, self.started_followers = [], threading.Semaphore(0), []
+        self.joined, self.killed, self.all_followers = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
         monkeypatch.setattr(multinode, "_actors", lambda resources_per_node, count: actors[:count])
@@ -49,20 +49,20 @@ class Cluster:
 
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
 
-    def lead(self):
-        self.started_followers.append(Followers(engine_run(), "session"))
-        return self.started_followers[-1]
+    def start_followers(self):
+        self.all_followers.append(Followers(engine_run(), "session"))
+        return self.all_followers[-1]
 
     def join(self):
-        """End the watching threads, which would otherwise call the real `ray.get` and connect to a Ray cluster."""
+        """End the watching threads. After the test, they would call the real `ray.get` and connect to a Ray cluster."""
         self._has_ended.set()
-        for followers in self.started_followers:
+        for followers in self.all_followers:
             followers.set_started(lambda _: None)
             for thread in threading.enumerate():
                 if getattr(thread, "_target", None) == followers._watch:
                     thread.join(WAIT_S)
 
-    def end(self, error=None):
+    def end_second_follower(self, error=None):
         self._error = error
         self._has_ended.set()
 
@@ -84,7 +84,7 @@ def cluster(monkeypatch):
 
 
 def test_followers_get_the_leaders_address(cluster):
-    followers = cluster.lead()
+    followers = cluster.start_followers()
     assert followers.rank == NodeRank(number=0, host="10.0.0.1", leader=followers.rank.leader)
     assert cluster.joined == [(1, followers.rank.leader), (2, followers.rank.leader)]
     assert followers.rank.leader[0] == "10.0.0.1"
@@ -101,56 +101,57 @@ def test_followers_get_the_leaders_address(cluster):
 )
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
     errors = queue.Queue()
-    followers = cluster.lead()
+    followers = cluster.start_followers()
     followers.set_started(errors.put)
     assert followers.failure is None
-    cluster.end(error)
+    cluster.end_second_follower(error)
     assert errors.get(timeout=WAIT_S).startswith(message)
     assert followers.is_lost == is_lost
 
 
 def test_start_is_aborted_when_a_follower_ends(cluster):
-    followers = cluster.lead()
-    cluster.end(EngineError("vLLM did not start: no memory"))
-    for _ in range(3):  # vLLM may not have started its processes yet
+    followers = cluster.start_followers()
+    cluster.end_second_follower(EngineError("vLLM did not start: no memory"))
+    for _ in range(3):  # kills are repeated, because vLLM might not have started its processes yet
         assert cluster.killed.acquire(timeout=WAIT_S)
     assert followers.failure.message == "vLLM did not start: no memory"
 
 
 def test_released_followers_do_not_end_the_engine(cluster):
     calls = []
-    followers = cluster.lead()
+    followers = cluster.start_followers()
     followers.set_started(calls.append)
     followers.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == followers._watch)
-    cluster.end()
+    cluster.end_second_follower()
     watch.join(WAIT_S)
     assert (watch.is_alive(), calls) == (False, [])
 
 
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced):
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_placement_group_is_on_other_nodes_and_replaced_after_a_restart(monkeypatch, is_restarted):
     removed = []
     context = SimpleNamespace(
-        get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
+        get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_restarted
     )
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    module = importlib.import_module("ray.util.placement_group")  # a function has the same name
+    # `import_module`, because `ray.util.placement_group` is also the name of a function.
+    module = importlib.import_module("ray.util.placement_group")
     monkeypatch.setattr(module, "get_placement_group", lambda name: f"group {name}")
     monkeypatch.setattr(module, "remove_placement_group", removed.append)
-    monkeypatch.setattr(module, "placement_group", lambda bundles, **keys: (bundles, keys))
-    bundles, keys = multinode._group(RESOURCES_PER_NODE, 2)
-    assert removed == (["group peagle-a1"] if is_replaced else [])
+    monkeypatch.setattr(module, "placement_group", lambda bundles, **options: (bundles, options))
+    bundles, options = multinode._group(RESOURCES_PER_NODE, 2)
+    assert removed == (["group peagle-a1"] if is_restarted else [])
     assert bundles == [RESOURCES_PER_NODE, RESOURCES_PER_NODE]
-    assert (keys["strategy"], keys["name"]) == ("STRICT_SPREAD", "peagle-a1")
-    assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
+    assert (options["strategy"], options["name"]) == ("STRICT_SPREAD", "peagle-a1")
+    assert options["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
 
 
 def test_follower_claims_a_slot_and_reports_its_log(monkeypatch, tmp_path):
-    started, logs = {}, []
+    follow_options, logs = {}, []
 
-    def follow(spec, **keys):
-        started.update(keys)
+    def follow(spec, **options):
+        follow_options.update(options)
         logs[0].write_text("(Worker_TP1 pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no memory\n")
         raise EngineError("vLLM did not start: its worker ended")
 
@@ -166,7 +167,7 @@ def test_follower_claims_a_slot_and_reports_its_log(monkeypatch, tmp_path):
     with pytest.raises(EngineError, match="vLLM did not start: ValueError: no memory"):
         follower.follow(("10.0.0.1", 4000))
     assert logs == [tmp_path / "logs" / "engine-session-node-2.log"]
-    assert started == {
+    assert follow_options == {
         "engine_index": 3,
         "num_engines_on_node": 1,
         "node_rank": NodeRank(number=2, host="10.0.0.2", leader=("10.0.0.1", 4000)),

@@ -12,20 +12,20 @@ COMMAND = ["peagle", "generate", "--output", "runs/a", "--retry-failed"]
 
 @pytest.fixture
 def make_request(tmp_path):
-    def make(**keys):
-        return RunRequest(config=GenerateConfig(input="in.csv", output=tmp_path, **keys), command=COMMAND)
+    def make(**options):
+        return RunRequest(config=GenerateConfig(input="in.csv", output=tmp_path, **options), command=COMMAND)
 
     return make
 
 
-def test_deadline_is_fixed_at_the_start(monkeypatch, make_request):
+def test_passed_deadline_stops_the_run(monkeypatch, make_request):
     soon = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=90)
     request = make_request(deadline=f"{soon:%H:%M:%S}", grace_s=1)
     request.require_time()
     monkeypatch.setattr(request_module.time, "time", lambda: soon.timestamp() + 1)
-    with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as stopped:
+    with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as error:
         request.require_time()
-    assert stopped.value.hint == "the same command continues the run: peagle generate --output runs/a"
+    assert error.value.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
 def test_stop_ends_the_wait_for_a_cluster(make_request):
@@ -37,5 +37,5 @@ def test_stop_ends_the_wait_for_a_cluster(make_request):
     other.require_time()
 
 
-def test_last_message_has_the_resume_command(make_request):
+def test_killed_message_has_the_resume_command(make_request):
     assert make_request().killed_message.endswith("the same command continues the run: peagle generate --output runs/a")

@@ -16,12 +16,12 @@ HERE = hardware.detect()
 CPU = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
 
 
-def resolved(columns=("prompt",), *, is_batch=False, **keys):
-    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **keys)
+def resolved(columns=("prompt",), *, is_batch=False, **options):
+    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **options)
     return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
-def test_sampling_column():
+def test_sampling_column_is_used_if_it_exists():
     assert resolved(["prompt", "sampling"]).sampling.column == "sampling"
     assert resolved(["prompt", "sampling"], sampling_column="none").sampling.column is None
     assert resolved(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
@@ -29,46 +29,46 @@ def test_sampling_column():
 
 
 def test_lookup_is_in_the_fingerprint():
-    def drafter(**keys):
-        return resolved(num_speculative_tokens=3, **keys).fingerprint("corpus")["drafter"]
+    def drafter(**options):
+        return resolved(num_speculative_tokens=3, **options).fingerprint("corpus")["drafter"]
 
     assert drafter(draft_lookup="on") == {**drafter(), "lookup": True}
     assert drafter(draft_lookup="off") == drafter()
 
 
-def test_drafter_watch_needs_a_drafter():
+def test_drafter_is_watched_only_if_there_is_one():
     assert resolved().drafter_watch() is None
     assert resolved(num_speculative_tokens=3).drafter_watch() is not None
 
 
 @pytest.mark.parametrize(
-    ("columns", "keys", "message"),
+    ("columns", "options", "message"),
     [
         (["promt"], {}, "input in.csv has no column 'prompt' or 'messages'; it has: promt"),
         (["prompt"], {"prompt_column": "question"}, "input in.csv has no column 'question'"),
         (["prompt"], {"sampling_column": "mine"}, "input in.csv has no column 'mine'"),
     ],
 )
-def test_missing_column_is_named_with_the_file(columns, keys, message):
+def test_missing_column_is_named_with_the_file(columns, options, message):
     with pytest.raises(InputError, match=message):
-        resolved(columns, **keys)
+        resolved(columns, **options)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"max_tokens": 9000}, "max_tokens: 9000 exceeds the context of 8192"),
         ({"n": 2}, "n: 2 responses require a temperature above 0"),
     ],
 )
-def test_invalid_sampling_is_refused(keys, message):
+def test_invalid_sampling_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        resolved(**keys)
+        resolved(**options)
 
 
 def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
-    def run(machine, **keys):
-        config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
+    def run(machine, **options):
+        config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **options)
         return resolve_run(config, machine=machine)
 
     gpu = hardware.Hardware(
@@ -90,7 +90,7 @@ def test_seed_is_refused_on_cpus(embedded_target):
 
 
 @pytest.mark.skipif(HERE.platform != "cpu", reason="the placement is that of CPU nodes")
-def test_nodes_per_engine(embedded_target):
+def test_engine_on_several_nodes_has_their_devices(embedded_target):
     config = GenerateConfig(
         input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
     )
@@ -99,7 +99,7 @@ def test_nodes_per_engine(embedded_target):
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
 
-def test_other_engines_determine_the_placement():
+def test_engines_already_on_the_nodes_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
     run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
@@ -128,21 +128,21 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
         return resolve_run(config)
 
     try:
-        here, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+        local, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
         localize.cache_clear()
-    assert remote.fingerprint("corpus") == here.fingerprint("corpus")
+    assert remote.fingerprint("corpus") == local.fingerprint("corpus")
     assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
-    assert here.spec.commits == {}
+    assert local.spec.commits == {}
     assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch the weights
 
 
 @pytest.mark.parametrize(
-    ("machine", "num_rows", "keys", "has_code", "is_eager"),
+    ("machine", "num_rows", "options", "has_compiled", "is_eager"),
     [
         (CPU, 3, {}, False, True),
-        (CPU, 3, {}, True, False),  # compiled code is loaded in seconds
+        (CPU, 3, {}, True, False),  # cached compiled code loads in seconds
         (CPU, 3, {"enforce_eager": False}, False, False),
         (CPU, 1000, {}, False, False),
         (CPU, 1000, {"max_tokens": 2}, False, True),
@@ -153,8 +153,8 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
         (gpu(9, 0), 10, {}, True, False),
     ],
 )
-def test_short_runs_are_not_compiled(embedded_target, monkeypatch, machine, num_rows, keys, has_code, is_eager):
-    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
-    config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **keys)
+def test_short_runs_are_not_compiled(embedded_target, monkeypatch, machine, num_rows, options, has_compiled, is_eager):
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_compiled)
+    config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **options)
     run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), machine)
     assert run.spec.enforce_eager is is_eager

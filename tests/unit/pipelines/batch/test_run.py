@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from moving_hub import FIRST, SECOND
+from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 from rich.console import Console
 from usage_records import unit_usage
 
@@ -25,12 +25,12 @@ MODEL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "max_
 HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 
 
-def started(config, **others):
-    request = RunRequest(config=config, command=COMMAND, **others)
+def run_generate(config, **request_fields):
+    request = RunRequest(config=config, command=COMMAND, **request_fields)
     return run_module.generate(request, RunProgress(Console(quiet=True)))
 
 
-def test_stored_plan_replaces_a_concurrent_one(resolved_run):
+def test_stored_plan_replaces_the_plan_of_a_concurrent_start(resolved_run):
     (request, second), (_, first) = resolved_run(rows_per_unit=5), resolved_run(rows_per_unit=2)
     assert create_or_continue(request, first) == first.plan
     opened = create_or_continue(request, second)
@@ -45,9 +45,9 @@ def test_served_name_is_stored(resolved_run):
     assert other.directory.manifest()["served_name"] == "plain"
 
 
-def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
+def test_run_with_old_fingerprint_format_continues_only_with_the_same_corpus(resolved_run, tmp_path):
     request, run = resolved_run()
-    old_plan = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))  # version 1
+    old_plan = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))  # format 1
     assert create_or_continue(request, replace(run, plan=old_plan)) == old_plan
     assert create_or_continue(request, run) == old_plan
     (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
@@ -57,7 +57,7 @@ def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
 
 @pytest.fixture
 def run_without_accelerators(resolved_run, monkeypatch):
-    """Restart a finished H100 run on a cluster that never gets accelerators."""
+    """A finished H100 run, and a function that restarts it on a cluster that never gets accelerators."""
     h100 = Hardware(
         platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
@@ -76,8 +76,8 @@ def run_without_accelerators(resolved_run, monkeypatch):
     monkeypatch.setattr(ray, "require_capacity", wait)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
-    def restart(**keys):
-        return started(request.config.model_copy(update=keys))
+    def restart(**options):
+        return run_generate(request.config.model_copy(update=options))
 
     return run, restart
 
@@ -118,9 +118,9 @@ def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tm
 def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
     config = resolved_run()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
-    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
-        started(config)
-    assert stopped.value.hint == "the same command continues the run: peagle generate"
+    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as error:
+        run_generate(config)
+    assert error.value.hint == "the same command continues the run: peagle generate"
 
 
 def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
@@ -129,8 +129,8 @@ def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
 
 
 def test_price_of_a_run_cannot_change(resolved_run):
-    for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
-        create_or_continue(*resolved_run(**keys))
+    for options in ({}, {"engines": 2}, {"usd_per_hour": None}):
+        create_or_continue(*resolved_run(**options))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
         create_or_continue(*resolved_run(usd_per_hour=2))
     request, batch = resolved_run(usd_per_hour=2)
@@ -139,9 +139,12 @@ def test_price_of_a_run_cannot_change(resolved_run):
 
 @pytest.fixture
 def hub_run(moving_hub, monkeypatch, tmp_path):
-    """Start or resume a run with a hub model and head; return the engine spec. No engine is started."""
-    moving_hub.push("org/model", FIRST, MODEL)
-    moving_hub.push("org/head", FIRST, HEAD)
+    """Return a function that starts or resumes a run with a hub model and head, but starts no engine.
+
+    The function returns the engine spec.
+    """
+    moving_hub.push("org/model", FIRST_COMMIT, MODEL)
+    moving_hub.push("org/head", FIRST_COMMIT, HEAD)
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
     specs = []
     monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
@@ -149,12 +152,12 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     monkeypatch.setattr(ray, "require_capacity", lambda *_, **__: None)
     monkeypatch.setattr(run_module, "stream", lambda run, *_: specs.append(run.spec))
 
-    def start(name="run", **others):
+    def start(name="run", **request_fields):
         config = GenerateConfig(
             input=str(tmp_path / "in.jsonl"), output=tmp_path / name, model="org/model", drafter="org/head",
             usd_per_hour=1,
         )  # fmt: skip
-        started(config, **others)
+        run_generate(config, **request_fields)
         return specs[-1]
 
     return start
@@ -162,23 +165,23 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
 
 def test_run_keeps_the_commits_of_its_models(hub_run, moving_hub):
     before = hub_run()
-    assert before.commits == {"org/model": FIRST, "org/head": FIRST}
-    moving_hub.push("org/model", SECOND, MODEL)
-    moving_hub.push("org/head", SECOND, HEAD)
+    assert before.commits == {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
+    moving_hub.push("org/model", SECOND_COMMIT, MODEL)
+    moving_hub.push("org/head", SECOND_COMMIT, HEAD)
     assert hub_run() == before
-    assert hub_run("another").commits == {"org/model": SECOND, "org/head": SECOND}
+    assert hub_run("another").commits == {"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}
 
 
 def test_batch_uses_the_endpoints_commits(hub_run, moving_hub):
-    endpoint = {"org/model": FIRST, "org/head": FIRST}
-    moving_hub.push("org/model", SECOND, MODEL)
-    moving_hub.push("org/head", SECOND, HEAD)
+    endpoint = {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
+    moving_hub.push("org/model", SECOND_COMMIT, MODEL)
+    moving_hub.push("org/head", SECOND_COMMIT, HEAD)
     assert hub_run(commits=endpoint).commits == endpoint
-    assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint
+    assert hub_run(commits={"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}).commits == endpoint
 
 
 def test_nodes_per_engine_needs_a_cluster(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = GenerateConfig(input="i", output=tmp_path / "run", tensor_parallel_size=2, nodes_per_engine=2)
     with pytest.raises(ConfigError, match=r"nodes_per_engine 2: RAY_ADDRESS is not set(.|\n)*RAY_ADDRESS to a"):
-        started(config)
+        run_generate(config)

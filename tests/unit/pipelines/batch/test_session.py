@@ -17,11 +17,11 @@ SESSION = engine_session("now", load_s=60.0, busy_s=100.0, num_output_tokens=1, 
 BEFORE = replace(SESSION, session_id="before")
 
 
-class Run:
-    """A run directory whose sessions change from poll to poll."""
+class FakeRun:
+    """A fake run directory. Each call of `sessions` returns the next item of `sessions_by_poll`."""
 
-    def __init__(self, *sessions_by_poll, num_done=10, stopping=False):
-        self.sessions_by_poll, self.num_done, self.stopping = list(sessions_by_poll), num_done, stopping
+    def __init__(self, *sessions_by_poll, num_done=10, is_stopping=False):
+        self.sessions_by_poll, self.num_done, self.is_stopping = list(sessions_by_poll), num_done, is_stopping
 
     def sessions(self):
         return self.sessions_by_poll.pop(0)
@@ -31,7 +31,7 @@ class Run:
 
     @property
     def stop(self):
-        return SimpleNamespace(grace_s=lambda: 20.0 if self.stopping else None)
+        return SimpleNamespace(grace_s=lambda: 20.0 if self.is_stopping else None)
 
 
 @pytest.fixture
@@ -50,31 +50,31 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
 
 
 def test_engines_below_the_minimum_load(sleeps):
-    wait(Run([BEFORE]))
-    wait(Run([BEFORE, SESSION]), num_engines=2)
-    wait(Run([BEFORE, replace(SESSION, ended=True)]))
+    wait(FakeRun([BEFORE]))
+    wait(FakeRun([BEFORE, SESSION]), num_engines=2)
+    wait(FakeRun([BEFORE, replace(SESSION, ended=True)]))
     assert sleeps == []
 
 
 def test_engine_loads_immediately_with_much_work(sleeps):
-    wait(Run([BEFORE, SESSION]), num_units=1000)
+    wait(FakeRun([BEFORE, SESSION]), num_units=1000)
     assert sleeps == []
 
 
 def test_engine_waits_with_little_work(sleeps):
     later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
-    wait(Run([SESSION], [later], [later]))
+    wait(FakeRun([SESSION], [later], [later]))
     assert sleeps == [15.0, 15.0]
 
 
-def test_remaining_work_counts_not_units(sleeps):
-    with pytest.raises(IndexError):
-        wait(Run([SESSION]), work=(100,) * 10 + (1,) * 50)
+def test_start_depends_on_remaining_work_rather_than_number_of_units(sleeps):
+    with pytest.raises(IndexError):  # it polls until the prepared sessions are used up
+        wait(FakeRun([SESSION]), work=(100,) * 10 + (1,) * 50)
     assert sleeps == [15.0]
-    wait(Run([SESSION]), work=(1,) * 10 + (100,))
+    wait(FakeRun([SESSION]), work=(1,) * 10 + (100,))
 
 
-def test_work_by_unit():
+def test_work_of_a_unit_without_an_estimate_is_its_number_of_rows():
     def unit(number, num_rows, work):
         return WorkUnit(
             unit=number, first_id=0, span=Span(path="a", format="jsonl", first_row=0, num_rows=num_rows, work=work)
@@ -88,8 +88,8 @@ def test_work_by_unit():
 
 
 def test_no_engine_loads_in_a_stopping_run(sleeps):
-    run = Run([], [SESSION])
-    run.stopping = True
-    with pytest.raises(IndexError):  # it polls until the prepared sessions are used up
+    run = FakeRun([], [SESSION])
+    run.is_stopping = True
+    with pytest.raises(IndexError):
         wait(run, num_units=1000)
     assert sleeps == [15.0, 15.0]

@@ -10,8 +10,8 @@ from pipelines.batch import streaming
 from pipelines.cluster import ray as cluster
 
 
-class Directory:
-    """A run directory in which only the given units are committed."""
+class FakeDirectory:
+    """A fake run directory in which only the given units are committed."""
 
     lease = None
 
@@ -27,7 +27,7 @@ class Directory:
 METRICS = SimpleNamespace(record_committed=lambda _: None, update=lambda *_: None)
 
 
-class Supervisor:
+class FakeSupervisor:
     tally = ending = None
     sessions = ()
 
@@ -43,31 +43,31 @@ class Supervisor:
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A dataset over units 0 and 1 that ends immediately."""
+    """Return a function that streams units 0 and 1 from a dataset that ends immediately."""
     monkeypatch.setattr(streaming, "_dataset", lambda *_: SimpleNamespace(iter_rows=lambda: iter(())))
     progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
 
     def start(directory):
         plan = corpus_plan(num_units=2)
         run = SimpleNamespace(directory=directory, plan=plan, drafter_watch=lambda: None)
-        streaming.stream(run, plan.units, Supervisor(), progress, METRICS)
+        streaming.stream(run, plan.units, FakeSupervisor(), progress, METRICS)
 
     return start
 
 
 def test_stream_ends_with_the_last_unit(stream):
-    stream(Directory(0, 1))
-    for run in (Directory(0), Directory(0, 7)):  # a unit outside the plan does not make up for a missing one
+    stream(FakeDirectory(0, 1))
+    for run in (FakeDirectory(0), FakeDirectory(0, 7)):  # unit 7 is not in the plan; unit 1 is missing
         with pytest.raises(EngineError, match="before its last unit"):
             stream(run)
 
 
-def test_drafter_slower_than_none_is_reported_once(monkeypatch):
+def test_drafter_slower_than_no_drafter_is_reported_once(monkeypatch):
     monkeypatch.setattr(streaming, "_POLL_S", 0.0)
-    supervisor, messages = Supervisor(), []
+    supervisor, messages = FakeSupervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
     progress = SimpleNamespace(show=lambda *_: None, say=messages.append)
-    run = SimpleNamespace(directory=Directory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
+    run = SimpleNamespace(directory=FakeDirectory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
     streaming._watch(run, [None, None], supervisor, progress, METRICS)
     assert len(messages) == 1
     assert "1.33 tokens per step, but this hardware needs 2.00" in messages[0]
@@ -87,7 +87,7 @@ def test_failed_observation_abandons_ray(monkeypatch, error):
 
 @pytest.mark.parametrize(("ending", "ends_quietly"), [(StoppedEarly, True), (EngineError, False), (None, False)])
 def test_stream_error_while_stopping_is_treated_as_stop(monkeypatch, ending, ends_quietly):
-    """A signal that reaches all processes on the machine also ends Ray, which breaks the stream."""
+    """A signal to all processes on the machine also ends Ray, so the stream fails."""
 
     def receipts():
         yield "usage"

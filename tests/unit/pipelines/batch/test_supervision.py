@@ -27,10 +27,13 @@ def usage(num_rows, num_failed_rows):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run of four units with three rows each. The first is committed, with two dead letters, for a cent."""
+    """Return a function that creates a run of four units with three rows each, and its supervisor.
 
-    def make(*command, output="run", allowance=None, draw=None, **keys):
-        config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
+    The first unit is committed, with two dead letters. It cost one cent.
+    """
+
+    def make(*command, output="run", allowance=None, draw=None, **options):
+        config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **options)
         resolved = resolve_run(config, corpus_plan(num_units=4))
         run = resolved.directory
         run.create({"price": resolved.price.to_dict()}, resolved.plan)
@@ -67,7 +70,7 @@ def test_run_within_limits_continues(start):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StorageError("503")])
-def test_stop_signal_is_retried(start, monkeypatch, error):
+def test_failed_stop_request_is_retried(start, monkeypatch, error):
     run, supervisor = start(grace_s=0)
     supervisor._request.stop.set()
     monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
@@ -102,17 +105,17 @@ def test_rows_left_are_counted_from_commits(start):
     run, supervisor = start()
     supervisor._request.stop.set()
     supervisor.observe()
-    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # but the supervisor got no receipt
+    assert run.commit(1, pa.table({"id": ["3", "4", "5"]}), usage(3, 0), [])  # without a receipt for the supervisor
     assert "stopped with 2 of 4 units committed" in supervisor.error().message
     assert "6 of 12 rows are left" in supervisor.error().message
 
 
 def test_budget_counts_earlier_attempts(start):
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
-    with pytest.raises(StoppedEarly) as stopped:
+    with pytest.raises(StoppedEarly) as error:
         supervisor.require_within_limits()
-    assert "the budget of $0.00100 is reached" in stopped.value.message
-    arguments = stopped.value.hint.split()
+    assert "the budget of $0.00100 is reached" in error.value.message
+    arguments = error.value.hint.split()
     assert arguments[-2] == "--budget-usd"
     assert arguments.count("--budget-usd") == 1
     assert float(arguments[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
@@ -120,25 +123,25 @@ def test_budget_counts_earlier_attempts(start):
 
 def test_passed_timestamp_is_not_in_the_resume_command(start):
     _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
-    with pytest.raises(StoppedEarly, match="the deadline 20") as stopped:
+    with pytest.raises(StoppedEarly, match="the deadline 20") as error:
         supervisor.require_within_limits()
-    assert stopped.value.hint.endswith("--output runs/a --deadline none")
+    assert error.value.hint.endswith("--output runs/a --deadline none")
 
 
-def test_duration_deadline_restarts(start):
+def test_resume_command_repeats_a_deadline_that_is_a_duration(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
-    with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as stopped:
+    with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as error:
         supervisor.require_within_limits()
-    assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
+    assert error.value.hint.endswith("--output runs/a --deadline 5s")
 
 
 def test_too_many_dead_letters(start):
     _, supervisor = start(max_failed_rows="1")
-    with pytest.raises(TooManyFailedRows) as stopped:
+    with pytest.raises(TooManyFailedRows) as error:
         supervisor.require_within_limits()
-    assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in stopped.value.message
-    assert "2 refused; for example row 000000001: too odd" in stopped.value.message
-    assert stopped.value.hint.endswith("--output runs/a --retry-failed")
+    assert "2 of 3 rows are dead letters, more than --max-failed-rows 1" in error.value.message
+    assert "2 refused; for example row 000000001: too odd" in error.value.message
+    assert error.value.hint.endswith("--output runs/a --retry-failed")
 
 
 def test_repeated_crashes_end_the_run(start):
@@ -163,7 +166,7 @@ def test_crashes_count_across_hosts(start):
     assert "engines crashed 5 times" in supervisor.error().message
 
 
-def test_budget_can_grow(start):
+def test_budget_from_an_allowance_can_grow(start):
     allowance = Allowance(usd=100)
     _, supervisor = start(budget_usd=0.001, allowance=allowance)
     supervisor.require_within_limits()
@@ -176,13 +179,15 @@ def test_budget_can_grow(start):
 
 def test_budget_reserves_for_starting_engines(start):
     _, supervisor = start(engines="1:3")
-    assert supervisor._limits.reserve_usd == pytest.approx(3 * one_engine_usd(supervisor))
+    assert supervisor._limits.reserve_usd == pytest.approx(3 * reserve_usd_per_engine(supervisor))
     supervisor.observe()
-    assert supervisor._limits.reserve_usd == pytest.approx(one_engine_usd(supervisor))
-    assert start(engines="1:9", output="b")[1]._limits.reserve_usd == pytest.approx(4 * one_engine_usd(supervisor))
+    assert supervisor._limits.reserve_usd == pytest.approx(reserve_usd_per_engine(supervisor))
+    assert start(engines="1:9", output="b")[1]._limits.reserve_usd == pytest.approx(
+        4 * reserve_usd_per_engine(supervisor)
+    )
 
 
-def one_engine_usd(supervisor):
+def reserve_usd_per_engine(supervisor):
     placement = supervisor._run.placement
     return supervisor._limits.reserve_s * placement.num_devices * supervisor._price.usd_per_device_s
 
@@ -201,10 +206,10 @@ def test_finished_run_with_too_many_failures(start, allowed, message):
     if message is None:
         require_few_failures(report, run, supervisor._request)
         return
-    with pytest.raises(TooManyFailedRows, match=message) as stopped:
+    with pytest.raises(TooManyFailedRows, match=message) as error:
         require_few_failures(report, run, supervisor._request)
-    assert "2 refused; for example row 000000001" in stopped.value.message
-    assert "--output runs/a --retry-failed; the report" in stopped.value.hint
+    assert "2 refused; for example row 000000001" in error.value.message
+    assert "--output runs/a --retry-failed; the report" in error.value.hint
 
 
 def test_crashes_with_progress_do_not_end_the_run(start):
@@ -226,23 +231,23 @@ def test_stop_ends_the_wait_for_engines(start):
         supervisor.require_within_limits()
 
 
-class Draw:
-    """A draw on the budget of a tag. The budget is reached once a test sets `message`."""
+class FakeDraw:
+    """A fake of the run's spending from a tag's budget. The budget is reached once a test sets `message`."""
 
     def __init__(self):
-        self.message, self.seen = None, []
+        self.message, self.calls = None, []
 
     def reached(self, spent_usd, reserve_usd):
-        self.seen.append((spent_usd, reserve_usd))
+        self.calls.append((spent_usd, reserve_usd))
         return self.message
 
     def end(self, spent_usd):
-        self.seen.append(spent_usd)
+        self.calls.append(spent_usd)
         raise OSError(28, "No space left on device")
 
 
 def test_run_stops_for_a_tag_budget(start):
-    draw = Draw()
+    draw = FakeDraw()
     run, supervisor = start(draw=draw)
     supervisor.observe()
     assert supervisor.ending is None
@@ -254,6 +259,6 @@ def test_run_stops_for_a_tag_budget(start):
     assert "the budget of $5 of team=search is reached" in str(error)
     assert "when the budget has room, the same command continues the run" in error.hint
     supervisor.close()
-    spent_usd, reserve_usd = draw.seen[0]
-    assert draw.seen[-1] == spent_usd == supervisor.tally.usd > 0
-    assert reserve_usd == pytest.approx(one_engine_usd(supervisor))
+    spent_usd, reserve_usd = draw.calls[0]
+    assert draw.calls[-1] == spent_usd == supervisor.tally.usd > 0
+    assert reserve_usd == pytest.approx(reserve_usd_per_engine(supervisor))

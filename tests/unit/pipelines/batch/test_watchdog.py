@@ -10,34 +10,34 @@ from pipelines.batch import watchdog
 from pipelines.batch.watchdog import LoopWatch, OutOfTime, SilenceClock, Watchdog, wait_for_answer
 
 
-class Watched:
+class SimulatedEngine:
     def __init__(self):
-        self.signs = self.now = 0
-        self.clock = SilenceClock(lambda: self.signs, monotonic=lambda: self.now)
+        self.signs_of_life = self.now = 0
+        self.clock = SilenceClock(lambda: self.signs_of_life, monotonic=lambda: self.now)
 
-    def observe_after(self, after_s, *, is_busy=True):
-        self.now += after_s
+    def observe_after(self, elapsed_s, *, is_busy=True):
+        self.now += elapsed_s
         return self.clock.observe(is_busy=is_busy)
 
 
 def test_silence_ends_with_a_sign_of_life():
-    watched = Watched()
-    assert [watched.observe_after(1) for _ in range(3)] == [1, 2, 3]
-    watched.signs += 1
-    assert [watched.observe_after(1) for _ in range(2)] == [0, 1]
+    engine = SimulatedEngine()
+    assert [engine.observe_after(1) for _ in range(3)] == [1, 2, 3]
+    engine.signs_of_life += 1
+    assert [engine.observe_after(1) for _ in range(2)] == [0, 1]
 
 
 def test_idle_engine_is_not_silent():
-    watched = Watched()
-    watched.observe_after(4)
-    assert watched.observe_after(1, is_busy=False) == 0
-    assert watched.observe_after(1) == 1
+    engine = SimulatedEngine()
+    engine.observe_after(4)
+    assert engine.observe_after(1, is_busy=False) == 0
+    assert engine.observe_after(1) == 1
 
 
-def test_long_gap_between_observations_counts_as_a_short_one():
-    watched = Watched()
-    watched.observe_after(1)
-    assert watched.observe_after(3600) == 6
+def test_long_gap_between_observations_counts_as_five_seconds():
+    engine = SimulatedEngine()
+    engine.observe_after(1)
+    assert engine.observe_after(3600) == 6
 
 
 def row_outcome(answer_s, silent_s, limit_s=0.05):
@@ -47,7 +47,7 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
         The answer; or, after a timeout, [True] if the row was cancelled.
     """
 
-    async def scene():
+    async def main():
         loop = asyncio.get_running_loop()
         start, cancelled = loop.time(), []
 
@@ -68,7 +68,7 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
             await asyncio.sleep(0)
             return cancelled
 
-    return asyncio.run(asyncio.wait_for(scene(), 5))
+    return asyncio.run(asyncio.wait_for(main(), 5))
 
 
 def test_row_times_out_at_the_next_step():
@@ -77,7 +77,7 @@ def test_row_times_out_at_the_next_step():
     assert row_outcome(answer_s=3, silent_s=0.3) == [True]
 
 
-def test_time_limit_is_noticed_soon():
+def test_long_time_limit_is_checked_frequently():
     assert row_outcome(answer_s=1.6, silent_s=0, limit_s=1) == [True]
 
 
@@ -96,7 +96,9 @@ def test_engine_errors_pass_through():
 
 @pytest.fixture
 def watched_loop(monkeypatch):
-    """Run a coroutine in a watched event loop; return [] if the loop was not blocked, else "left" for each exit.
+    """Return a function that runs a coroutine in a watched event loop.
+
+    The function returns [] if the loop was not blocked, else "left" for each exit.
 
     A poll counts for at most 0.03 s, so that a busy machine does not look like a blocked loop.
     """
@@ -104,27 +106,27 @@ def watched_loop(monkeypatch):
     monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.03)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
 
-    def watched(scene, die, *, limit_s=0.3):
+    def run_watched(main, die, *, limit_s=0.3):
         ended, before = [], set(threading.enumerate())
 
         async def run():
             LoopWatch(asyncio.get_running_loop(), limit_s=limit_s, die=die, leave=lambda: ended.append("left"))
-            await scene(ended)
+            await main(ended)
 
         asyncio.run(run())
         for thread in set(threading.enumerate()) - before:
             thread.join(5)
         return ended
 
-    return watched
+    return run_watched
 
 
 def test_responsive_event_loop_is_not_killed(watched_loop):
-    async def works(_):
+    async def responds(_):
         for _ in range(50):
             await asyncio.sleep(0.02)
 
-    assert watched_loop(works, pytest.fail) == []
+    assert watched_loop(responds, pytest.fail) == []
 
 
 def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
@@ -158,10 +160,10 @@ def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 10.0)
 
-    async def is_late(_):
+    async def blocks_for_1_s(_):
         threading.Event().wait(1)
 
-    assert watched_loop(is_late, pytest.fail, limit_s=0.1) == []
+    assert watched_loop(blocks_for_1_s, pytest.fail, limit_s=0.1) == []
 
 
 class ProcessEnded(Exception):  # noqa: N818
@@ -174,12 +176,12 @@ def die(why):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return a function that creates a watchdog for a working or silent engine; `grace_s` is the time left to stop."""
+    """Return a function that creates a watchdog. `grace_s` is the time left to stop."""
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
 
-    def make(*, works=True, is_busy=True, grace_s=None):
+    def make(*, is_responsive=True, is_busy=True, grace_s=None):
         return Watchdog(
-            time.monotonic_ns if works else lambda: 0,
+            time.monotonic_ns if is_responsive else lambda: 0,
             limit_s=0.1,
             grace=GraceClock(lambda: grace_s),
             is_busy=lambda: is_busy,
@@ -190,7 +192,7 @@ def watch(monkeypatch):
     return make
 
 
-async def after(delay_s, cancelled=None):
+async def finish_after(delay_s, cancelled=None):
     try:
         await asyncio.sleep(delay_s)
     except asyncio.CancelledError:
@@ -200,38 +202,38 @@ async def after(delay_s, cancelled=None):
     return "done"
 
 
-def finished(watchdog_, delay_s):
-    """Return whether the work finished, and whether it was cancelled."""
+def wait_for_work(watchdog_, delay_s):
+    """Return whether work of `delay_s` finished, and whether it was cancelled."""
 
-    async def scene():
+    async def main():
         cancelled = []
-        work = asyncio.create_task(after(delay_s, cancelled))
+        work = asyncio.create_task(finish_after(delay_s, cancelled))
         is_finished = await watchdog_.wait_for_unit(work)
         await asyncio.sleep(0)
         return is_finished, bool(cancelled)
 
-    return asyncio.run(scene())
+    return asyncio.run(main())
 
 
 def test_working_engine_is_awaited(watch):
-    assert finished(watch(), 0.3) == (True, False)
-    assert finished(watch(works=False, is_busy=False), 0.3) == (True, False)
+    assert wait_for_work(watch(), 0.3) == (True, False)
+    assert wait_for_work(watch(is_responsive=False, is_busy=False), 0.3) == (True, False)
 
 
-def test_running_work_gets_the_grace_period(watch):
+def test_running_unit_gets_the_grace_period(watch):
     watchdog_ = watch(grace_s=0.1)
     assert watchdog_.is_stopping()
-    assert finished(watchdog_, 0.02) == (True, False)
-    assert finished(watchdog_, 30) == (False, True)
+    assert wait_for_work(watchdog_, 0.02) == (True, False)
+    assert wait_for_work(watchdog_, 30) == (False, True)
     assert not watch().is_stopping()
 
 
 def test_silent_engine_ends_its_process(watch):
     with pytest.raises(ProcessEnded, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
-        finished(watch(works=False), 30)
+        wait_for_work(watch(is_responsive=False), 30)
 
 
 def test_silent_self_check_is_an_error(watch):
-    assert asyncio.run(watch().wait_for_self_check(after(0.3))) == "done"
+    assert asyncio.run(watch().wait_for_self_check(finish_after(0.3))) == "done"
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.1 s"):
-        asyncio.run(watch(works=False).wait_for_self_check(after(30)))
+        asyncio.run(watch(is_responsive=False).wait_for_self_check(finish_after(30)))

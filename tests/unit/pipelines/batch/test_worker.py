@@ -43,25 +43,25 @@ class EngineWithSlots(FakeEngine):
         return await super().generate(request_id, prompt_token_ids, sampling)
 
 
-class Scene:
+class RunWithWorkers:
     """A run of two units of eight rows, and its engine actors."""
 
-    def __init__(self, tmp_path, monkeypatch, **keys):
+    def __init__(self, tmp_path, monkeypatch, **options):
         self._monkeypatch, self.workers = monkeypatch, []
         corpus = tmp_path / "prompts.jsonl"
         corpus.write_text("".join(json.dumps({"prompt": f"line {n}"}) + "\n" for n in range(16)))
         config = GenerateConfig(
-            input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=8, **keys
+            input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=8, **options
         )
         self.resolved = replace(resolve_run(config, make_plan(config)), slot_group="test-worker")
-        self.run = self.resolved.directory
-        self.run.create({}, self.resolved.plan)
+        self.directory = self.resolved.directory
+        self.directory.create({}, self.resolved.plan)
 
-    def worker(self, engine, lender=None, **keys):
+    def worker(self, engine, lender=None, **options):
         if lender is None:
-            started = StartedEngine(engine=engine, checkable=engine.checkable)
-            self._monkeypatch.setattr(worker, "start_engine", lambda *_: started)
-        config = self.resolved.config.model_copy(update=keys)
+            started_engine = StartedEngine(engine=engine, checkable=engine.checkable)
+            self._monkeypatch.setattr(worker, "start_engine", lambda *_: started_engine)
+        config = self.resolved.config.model_copy(update=options)
         engine_worker = EngineWorker(replace(self.resolved, config=config, lender=lender).for_stages())
         self.workers.append(engine_worker)
         return engine_worker
@@ -72,29 +72,29 @@ class Scene:
         return [receipt async for receipt in engine_worker(batch)]
 
     def counts(self, unit):
-        usage = self.run.usage(unit)
+        usage = self.directory.usage(unit)
         return usage.num_rows, usage.num_failed_rows
 
 
-def end(code):
+def raise_process_ended(code):
     raise ProcessEnded(code)
 
 
 @pytest.fixture
-def scene(tmp_path, monkeypatch):
-    """Return a function that makes scenes. Their actors keep this process's output, and end with the test."""
+def make_run(tmp_path, monkeypatch):
+    """Return a function that makes runs. Their actors do not redirect this process's output, and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(watchdog, "POLL_S", 0.05)
-    monkeypatch.setattr(worker.os, "_exit", end)
-    scenes = []
+    monkeypatch.setattr(worker.os, "_exit", raise_process_ended)
+    runs = []
 
-    def make(**keys):
-        scenes.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
-        return scenes[-1]
+    def make(**options):
+        runs.append(RunWithWorkers(tmp_path, monkeypatch, max_num_seqs=SLOTS, **options))
+        return runs[-1]
 
     yield make
-    for actor in [actor for created in scenes for actor in created.workers]:
+    for actor in [actor for run in runs for actor in run.workers]:
         actor._session.end()
 
 
@@ -102,15 +102,15 @@ class ProcessEnded(BaseException):
     """Raised instead of ending the process."""
 
 
-@pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
-def test_time_limit_excludes_waiting_for_slots(scene, keys):
-    run = scene(**keys)
+@pytest.mark.parametrize("options", [{}, {"n": 3, "temperature": 1.0}])
+def test_time_limit_excludes_waiting_for_slots(make_run, options):
+    run = make_run(**options)
     asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.3), row_timeout_s=0.55), 0))
     assert run.counts(0) == (8, 0)
 
 
-def test_rows_without_limit_wait_in_the_engine(scene):
-    class Counting(EngineWithSlots):
+def test_rows_without_time_limit_wait_in_the_engine(make_run):
+    class CountingEngine(EngineWithSlots):
         peak = running = 0
 
         async def generate(self, *request):
@@ -121,36 +121,36 @@ def test_rows_without_limit_wait_in_the_engine(scene):
             finally:
                 self.running -= 1
 
-    run, engines = scene(), [Counting(row_s=0.01), Counting(row_s=0.01)]
+    run, engines = make_run(), [CountingEngine(row_s=0.01), CountingEngine(row_s=0.01)]
     asyncio.run(run.call(run.worker(engines[0]), 0))
     asyncio.run(run.call(run.worker(engines[1], row_timeout_s=5), 1))
     assert [engine.peak for engine in engines] == [2 * SLOTS, SLOTS]
 
 
-def until_done(run, make_engine, unit, **options):
+def call_until_committed(run, make_engine, unit, **options):
     """Call new actors until one commits the unit; return the number of crashed actors and their notes of suspects."""
     for num_ended in range(10):
         try:
             asyncio.run(run.call(run.worker(make_engine(), **options), unit))
         except ProcessEnded:
-            notes = [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]
+            notes = [json.loads(path.read_bytes()) for path in run.directory.suspects.iterdir()]
         else:
             return num_ended, notes
     raise AssertionError("the unit was never committed")
 
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
-def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
-    run, killed = scene(), []
+def test_row_that_hangs_engines_becomes_a_dead_letter(make_run, row_timeout_s):
+    run, killed = make_run(), []
 
-    class Hanging(FakeEngine):
+    class HangingEngine(FakeEngine):
         def __init__(self):
             super().__init__(FakeTraits(hang_on="line 3"))
 
         def kill(self):
             killed.append(self)
 
-    num_ended, notes = until_done(run, Hanging, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
+    num_ended, notes = call_until_committed(run, HangingEngine, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
     assert (num_ended, len(killed)) == (3, 3)
     assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
         (False, True, True),
@@ -158,45 +158,47 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
         (True, True, True),
     ]
     assert run.counts(0) == (7, 1)
-    assert [(int(letter["id"]), letter["reason"]) for letter in run.run.letters_of_unit(0)] == [(3, "engine_died")]
-    assert not list(run.run.suspects.iterdir())
+    assert [(int(letter["id"]), letter["reason"]) for letter in run.directory.letters_of_unit(0)] == [
+        (3, "engine_died")
+    ]
+    assert not list(run.directory.suspects.iterdir())
 
 
-def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
+def test_blocked_event_loop_counts_as_a_crash(make_run, monkeypatch):
     monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.06)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
-    run, killed, ends, ended = scene(), [], [], threading.Event()
+    run, killed_engines, exits, exited = make_run(), [], [], threading.Event()
 
-    class Blocking(FakeEngine):
+    class BlockingEngine(FakeEngine):
         async def generate(self, request_id, prompt_token_ids, sampling):
             if b"line 3" in bytes(prompt_token_ids):
-                assert ended.wait(20)
+                assert exited.wait(20)
             return await super().generate(request_id, prompt_token_ids, sampling)
 
         def kill(self):
-            killed.append(self)
+            killed_engines.append(self)
 
-    def leave(code):
-        if not ended.is_set():
-            ends.append((code, [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]))
-        ended.set()
+    def record_exit(code):
+        if not exited.is_set():
+            exits.append((code, [json.loads(path.read_bytes()) for path in run.directory.suspects.iterdir()]))
+        exited.set()
 
-    monkeypatch.setattr(worker.os, "_exit", leave)
-    asyncio.run(run.call(run.worker(Blocking(), engine_timeout_s=0.4), 0))
-    ((code, (note,)),) = ends
-    assert (code, note["died"], 3 in note["rows"], bool(killed)) == (1, True, True, True)
-    (session,) = run.run.sessions()
+    monkeypatch.setattr(worker.os, "_exit", record_exit)
+    asyncio.run(run.call(run.worker(BlockingEngine(), engine_timeout_s=0.4), 0))
+    ((code, (note,)),) = exits
+    assert (code, note["died"], 3 in note["rows"], bool(killed_engines)) == (1, True, True, True)
+    (session,) = run.directory.sessions()
     assert session.ended
 
 
-def test_slow_engine_is_not_killed(scene):
-    run = scene()
+def test_slow_engine_is_not_killed(make_run):
+    run = make_run()
     asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.5), engine_timeout_s=0.2), 0))
     assert run.counts(0) == (8, 0)
 
 
-def test_duplicate_unit_is_committed_once(scene):
-    run = scene()
+def test_duplicate_unit_is_committed_once(make_run):
+    run = make_run()
     actor = run.worker(EngineWithSlots(row_s=0.05))
 
     async def both_actors():
@@ -205,11 +207,11 @@ def test_duplicate_unit_is_committed_once(scene):
     receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(both_actors())]
     assert sorted(usage is None for usage in receipts) == [False, True]
     assert run.counts(0) == (8, 0)
-    assert not list(run.run.suspects.iterdir())
+    assert not list(run.directory.suspects.iterdir())
 
 
-def test_self_check_runs_once_before_the_first_row(scene):
-    class Counting(FakeEngine):
+def test_self_check_runs_once_before_the_first_row(make_run):
+    class CountingEngine(FakeEngine):
         def __init__(self, *, is_wrong=False):
             super().__init__(FakeTraits(is_wrong=is_wrong))
             self.events, answer = [], self.checkable.answer
@@ -228,40 +230,40 @@ def test_self_check_runs_once_before_the_first_row(scene):
     async def both(actor):
         return await asyncio.gather(run.call(actor, 0), run.call(actor, 1), return_exceptions=True)
 
-    run, right, wrong = scene(), Counting(), Counting(is_wrong=True)
+    run, right, wrong = make_run(), CountingEngine(), CountingEngine(is_wrong=True)
     refusals = asyncio.run(both(run.worker(wrong)))
     assert [type(refusal) for refusal in refusals] == [EngineError, EngineError]
     assert "failed its self-check: token 1 of" in refusals[0].message
-    assert not run.run.committed()
+    assert not run.directory.committed()
     asyncio.run(both(run.worker(right)))
-    assert run.run.committed() == {0, 1}
-    # The greedy request and a concurrent sampled one.
+    assert run.directory.committed() == {0, 1}
+    # The self-check consists of a greedy and a sampled request, which run concurrently.
     assert (wrong.events, right.events[:3], right.events.count("check")) == (["check"] * 2, ["check"] * 2 + ["row"], 2)
     for engine_worker in run.workers:
         engine_worker._session.end()
-    sessions = run.run.sessions()
+    sessions = run.directory.sessions()
     assert sorted(json.loads(session.self_check)["outcome"] for session in sessions) == ["failed", "passed"]
     assert sum(session.num_output_tokens for session in sessions) == sum(
-        run.run.usage(unit).num_output_tokens for unit in (0, 1)
+        run.directory.usage(unit).num_output_tokens for unit in (0, 1)
     ), "the self-check's tokens must not count as output"
 
 
-def test_hanging_self_check_ends_the_run(scene):
-    class Hanging(FakeEngine):
+def test_hanging_self_check_ends_the_run(make_run):
+    class HangingEngine(FakeEngine):
         def signs_of_life(self):
             return 0
 
     async def never(*_, **__):
         await asyncio.sleep(60)
 
-    run, engine = scene(), Hanging()
+    run, engine = make_run(), HangingEngine()
     engine.checkable.answer = never
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.2 s"):
         asyncio.run(run.call(run.worker(engine, engine_timeout_s=0.2), 0))
 
 
 @pytest.mark.parametrize(("is_lost", "ends_with"), [(True, ProcessEnded), (False, EngineError)])
-def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
+def test_lost_node_restarts_the_engine(make_run, monkeypatch, is_lost, ends_with):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
         raise EngineError("vLLM did not start: its core ended")
@@ -269,15 +271,15 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     followers = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
     monkeypatch.setattr(engine_start, "Followers", lambda run, session_id: followers)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
-    run_scene = scene()
-    engine_worker = run_scene.worker(FakeEngine())
+    lost_run = make_run()
+    engine_worker = lost_run.worker(FakeEngine())
     spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
-    vllm = run_scene.resolved.config.model_copy(update={"engine": "vllm"})
-    run = replace(run_scene.resolved, config=vllm, engine=replace(run_scene.resolved.engine, spec=spec))
+    vllm = lost_run.resolved.config.model_copy(update={"engine": "vllm"})
+    run = replace(lost_run.resolved, config=vllm, engine=replace(lost_run.resolved.engine, spec=spec))
     with pytest.raises(ends_with) as ended:
         start_engine(run, engine_worker._session)
     assert is_lost or ended.value is followers.failure
-    (session,) = run_scene.run.sessions()
+    (session,) = lost_run.directory.sessions()
     assert session.ended == is_lost
 
 
@@ -295,12 +297,12 @@ class Lender:
         return Billing()
 
 
-def test_lent_engine_is_billed_per_row(scene):
-    run = scene()
+def test_lent_engine_is_billed_per_row(make_run):
+    run = make_run()
     engine_worker = run.worker(None, lender=Lender())
     asyncio.run(run.call(engine_worker, 0))
     engine_worker._close()
-    (session,) = run.run.sessions()
+    (session,) = run.directory.sessions()
     assert is_lent(session.session_id)
     assert (session.load_s, session.busy_s, session.idle_s, session.self_check) == (0.0, 16.0, 0.0, "")
-    assert (run.counts(0), run.run.usage(0).busy_s) == ((8, 0), 16.0)
+    assert (run.counts(0), run.directory.usage(0).busy_s) == ((8, 0), 16.0)

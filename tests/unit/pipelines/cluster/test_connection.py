@@ -10,19 +10,19 @@ from pipelines.cluster.connection import connection
 
 @pytest.fixture
 def events(monkeypatch):
-    """The recorded Ray calls."""
-    done = []
+    """The calls to Ray, in order."""
+    calls = []
 
     @contextlib.contextmanager
     def ray_cluster(**_):
-        done.append("up")
+        calls.append("up")
         yield
-        done.append("down")
+        calls.append("down")
 
     monkeypatch.setattr(ray, "ray_cluster", ray_cluster)
-    monkeypatch.setattr("pipelines.cluster.connection.require_startable", lambda: done.append("could start"))
-    monkeypatch.setattr(ray, "release_nodes", lambda: done.append("nodes released"))
-    return done
+    monkeypatch.setattr("pipelines.cluster.connection.require_startable", lambda: calls.append("start checked"))
+    monkeypatch.setattr(ray, "release_nodes", lambda: calls.append("nodes released"))
+    return calls
 
 
 def test_remote_cluster_is_joined_first(monkeypatch, events):
@@ -38,12 +38,12 @@ def test_local_cluster_is_started_when_needed(monkeypatch, events):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with connection() as cluster:
         cluster.prepare()
-    assert events == ["could start"]
+    assert events == ["start checked"]
     with connection() as cluster:
         cluster.start()
         cluster.close()
-        assert events == ["could start", "up", "nodes released", "down"]
-    assert events == ["could start", "up", "nodes released", "down"]
+        assert events == ["start checked", "up", "nodes released", "down"]
+    assert events == ["start checked", "up", "nodes released", "down"]
 
 
 def test_standard_error_is_logged_while_connected(monkeypatch, events, tmp_path, capfd):

@@ -10,13 +10,13 @@ class RayTaskError(Exception):
     cause: BaseException | None = None
 
 
-def test_own_error_is_found_in_cause_chain():
+def test_peagle_error_is_found_in_the_cause_chain():
     outer = RayTaskError("boom")
     outer.cause = CapacityError("too big", hint="smaller")
     assert to_peagle_error(outer, "it failed", hint="see logs/") is outer.cause
 
 
-def test_own_error_is_parsed_from_traceback():
+def test_peagle_error_is_parsed_from_a_traceback():
     printed = "".join(traceback.format_exception(CapacityError("too big: 3 GiB", hint="use --max-model-len 2048")))
     text = f"ray::Worker.generate()\n{printed}\nThe above exception was the direct cause of the following one:\n..."
     result = to_peagle_error(RayTaskError(text), "it failed", hint="see logs/")
@@ -24,7 +24,7 @@ def test_own_error_is_parsed_from_traceback():
     assert (result.message, result.hint) == ("too big: 3 GiB", "use --max-model-len 2048")
 
 
-def test_other_error_keeps_last_line():
+def test_message_of_another_error_is_its_last_line():
     result = to_peagle_error(
         RayTaskError("Traceback\nOSError: disk full"), "it failed", hint="see logs/", otherwise=EngineError
     )

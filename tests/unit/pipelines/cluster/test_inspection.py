@@ -7,7 +7,7 @@ from devices import cpu, gpu
 from pipelines.cluster import inspection
 
 
-def test_machine_names_include_node_labels(monkeypatch):
+def test_node_labels_are_machine_names(monkeypatch):
     import ray
 
     labels = {
@@ -23,8 +23,8 @@ def test_machine_names_include_node_labels(monkeypatch):
     assert inspection._detect().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
 
 
-@pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
-def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpus, found_gpus):
+@pytest.mark.parametrize(("extra_resources", "num_found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
+def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, extra_resources, num_found_gpus):
     import ray
 
     node = gpu(num_accelerators=8)
@@ -32,7 +32,7 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
 
     class Probe:
         def remote(self):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray might set this for a task without accelerators
             return inspection._detect()
 
     def remote(**options):
@@ -41,7 +41,7 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
 
     nodes = [
         {"NodeID": "ab" * 28, "Alive": True, "Resources": {"CPU": 4.0}},
-        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **gpus}},
+        {"NodeID": "cd" * 28, "Alive": True, "Resources": {"CPU": 192.0, **extra_resources}},
         {"NodeID": "ef" * 28, "Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
     ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
@@ -49,19 +49,21 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
     monkeypatch.setattr(ray, "get", lambda result: result)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
     monkeypatch.setattr(inspection, "detect_machine", lambda: None if "CUDA_VISIBLE_DEVICES" in os.environ else node)
-    assert inspection.inspect().num_accelerators == found_gpus
+    assert inspection.inspect().num_accelerators == num_found_gpus
     assert probe_options.get("num_gpus", 0) == 0
     chosen = probe_options.get("scheduling_strategy")
-    assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)
+    assert (chosen and chosen.node_id) == ("cd" * 28 if extra_resources else None)
 
 
 def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
-    """`ray start` may be limited to one kind of a node's mixed GPUs."""
+    """`ray start` might be limited to one kind of GPU on a node with mixed GPUs."""
     raylet = SimpleNamespace(environ=lambda: {"CUDA_VISIBLE_DEVICES": "0,1"})
     monkeypatch.setattr(inspection.psutil, "Process", lambda pid: raylet if pid == os.getppid() else None)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
-    seen = []
-    monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or cpu())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
+    visible_devices = []
+    monkeypatch.setattr(
+        inspection, "detect_machine", lambda: visible_devices.append(os.environ["CUDA_VISIBLE_DEVICES"]) or cpu()
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray might set this for a task without accelerators
     inspection._detect()
-    assert seen == ["0,1"]
+    assert visible_devices == ["0,1"]

@@ -28,7 +28,7 @@ def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, du
     )  # fmt: skip
 
 
-def test_request_metrics(ray_metrics):
+def test_request_is_recorded_in_all_metrics(ray_metrics):
     UsageMetrics("m", None).record_request(request())
     assert ray_metrics == {
         ("peagle_requests_total", *MODEL, "ok"): 1,
@@ -52,20 +52,20 @@ def test_request_metrics(ray_metrics):
     }
 
 
-def test_time_per_token_with_several_choices(ray_metrics):
+def test_time_per_output_token_with_several_choices(ray_metrics):
     UsageMetrics("m", None).record_request(request(num_output_tokens=22, num_choices=2))
     assert ray_metrics["gen_ai_server_time_per_output_token_seconds", *MODEL] == [0.5]
 
 
 @pytest.mark.parametrize("record", [request(ttft_s=None), request(num_output_tokens=1), request(num_output_tokens=0)])
-def test_no_time_per_token_after_one_token(ray_metrics, record):
+def test_no_time_per_output_token_with_fewer_than_two_tokens(ray_metrics, record):
     UsageMetrics("m", None).record_request(record)
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in ray_metrics
 
 
 def test_metrics_of_cut_and_failed_requests(ray_metrics):
     metrics = UsageMetrics("m", None)
-    metrics.record_request(request("cut"))
+    metrics.record_request(request("cut"))  # the client disconnected
     metrics.record_request(request("failed"))
     assert ("gen_ai_server_time_to_first_token_seconds", *MODEL) not in ray_metrics
     assert ray_metrics["gen_ai_server_request_duration_seconds", *MODEL, "cut"] == [6.0]

@@ -30,12 +30,12 @@ def cpu_node(num_cpus):
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "engines", "nodes", "logical", "devices"),
+    ("num_cpus", "num_engines", "num_nodes", "cpus_per_engine", "num_devices"),
     [(2, 1, 1, 1.0, 2), (2, 2, 1, 0.5, 1), (8, 2, 1, 3.0, 4), (8, 4, 2, 3.0, 4), (1, 1, 1, 0.5, 1)],
 )
-def test_cpu_engines_leave_room_for_preparation(num_cpus, engines, nodes, logical, devices):
-    placement = place(cpu_node(num_cpus), num_engines=engines, accelerators_per_engine=1, num_nodes=nodes)
-    assert (placement.num_cpus, placement.num_devices, placement.device) == (logical, devices, "vcpu")
+def test_cpu_engines_leave_room_for_preparation(num_cpus, num_engines, num_nodes, cpus_per_engine, num_devices):
+    placement = place(cpu_node(num_cpus), num_engines=num_engines, accelerators_per_engine=1, num_nodes=num_nodes)
+    assert (placement.num_cpus, placement.num_devices, placement.device) == (cpus_per_engine, num_devices, "vcpu")
     assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
 
 
@@ -60,8 +60,8 @@ def test_gpu_engine_reserves_its_accelerators():
 
 
 def test_node_is_shared_by_later_engines():
-    few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, max_engines=8)
-    assert (few.num_engines_on_node, few.num_devices) == (4, 1)
+    one_engine = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, max_engines=8)
+    assert (one_engine.num_engines_on_node, one_engine.num_devices) == (4, 1)
     two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, max_engines=8)
     assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
 
@@ -71,10 +71,10 @@ def test_more_ranks_than_cores():
         place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
 
 
-@pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
-def test_room_leaves_cpus_for_preparation(cpus, room):
-    nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
-    assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == room
+@pytest.mark.parametrize(("cpus_by_node", "num_engines"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
+def test_room_leaves_cpus_for_preparation(cpus_by_node, num_engines):
+    nodes = [{"CPU": number, "GPU": 8.0} for number in cpus_by_node]
+    assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == num_engines
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_cpu_engines_are_divided_among_all_nodes():
     ("per_engine", "kind", "expected"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_node_to_inspect(per_engine, kind, expected):
+def test_node_to_inspect_has_the_accelerators_of_an_engine(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
     assert node_to_inspect(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
     assert node_to_inspect({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
@@ -134,7 +134,7 @@ def test_accelerator_type_is_respected():
 
 
 @pytest.mark.parametrize(
-    ("parts", "per_engine", "num_engines"),
+    ("parts_by_node", "nodes_per_engine", "num_engines"),  # a part is 4 GPUs: one node's share of an engine
     [
         ([1, 1], 2, 1),
         ([2, 2], 2, 2),
@@ -147,14 +147,14 @@ def test_accelerator_type_is_respected():
         ([3, 1], 1, 4),
     ],
 )
-def test_room_for_engines_on_several_nodes(parts, per_engine, num_engines):
-    nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
-    engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
+def test_room_for_engines_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
+    nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts_by_node]
+    engine = on_accelerators(4 * nodes_per_engine, nodes_per_engine=nodes_per_engine)
     assert placement.num_engines_that_fit(nodes, engine) == num_engines
     assert missing_resources(nodes, engine, num_engines) == ""
-    on = f"each of {per_engine} nodes" if per_engine > 1 else "one node"
+    where = f"each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else "one node"
     assert missing_resources(nodes, engine, num_engines + 1) == (
-        f"each needs 4 GPU(s) on {on}, and {len(nodes)} node(s) have room for {num_engines}"
+        f"each needs 4 GPU(s) on {where}, and {len(nodes)} node(s) have room for {num_engines}"
     )
 
 
@@ -163,17 +163,17 @@ def test_placement_of_engine_on_several_nodes():
     assert (engine.num_gpus, engine.num_devices) == (8, 16)
     assert engine.resources_per_node == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
     assert engine.bundles == [engine.resources_per_node] * 2
-    keys = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
-    assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **keys, accelerator_type="H100") == 4
-    assert place(gpu_node(8), **keys, num_nodes=4, accelerator_type="H100") == engine
+    options = {"num_engines": 2, "accelerators_per_engine": 16, "nodes_per_engine": 2}
+    assert num_engine_nodes([HEAD, P5, P5], gpu_node(8), **options, accelerator_type="H100") == 4
+    assert place(gpu_node(8), **options, num_nodes=4, accelerator_type="H100") == engine
     assert node_to_inspect({"g7e": G7E, "p5": P5}, engine) == "p5"
 
 
 def test_placement_of_engine_on_several_cpu_nodes():
-    keys = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
-    single = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
+    options = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
+    single = place(cpu_node(4), num_engines=1, num_nodes=2, **options)
     assert (single.num_cpus, single.num_devices, single.num_engines_on_node) == (3.0, 8, 1)
-    shared = place(cpu_node(2), num_engines=2, num_nodes=2, **keys)
+    shared = place(cpu_node(2), num_engines=2, num_nodes=2, **options)
     assert (shared.resources_per_node, shared.num_devices, shared.num_engines_on_node) == ({"CPU": 0.5}, 2, 2)
     assert shared.bundles == [{"CPU": 1.0}] * 2
     assert missing_resources([{"CPU": 2.0}] * 2, shared, 2) == ""
@@ -182,15 +182,15 @@ def test_placement_of_engine_on_several_cpu_nodes():
         == "0 CPUs would be left for the tasks that feed them, which take 0.25"
     )
     with pytest.raises(CapacityError, match=r"5 engines need a CPU core each on each of 2 nodes(.|\n)*--engines 4"):
-        place(cpu_node(4), num_engines=5, num_nodes=2, **keys)
+        place(cpu_node(4), num_engines=5, num_nodes=2, **options)
     assert num_engine_nodes([HEAD], cpu_node(4), nodes_per_engine=2) == 2
 
 
 def test_accelerator_engines_are_not_placed_on_cpus():
-    keys = {"num_engines": 1, "accelerators_per_engine": 1, "num_nodes": 1}
+    options = {"num_engines": 1, "accelerators_per_engine": 1, "num_nodes": 1}
     with pytest.raises(
         CapacityError, match="accelerator_type any: engines need accelerators, but this machine has none"
     ):
-        place(cpu_node(8), **keys, accelerator_type="any")
-    assert place(gpu_node(1), **keys, accelerator_type="any").accelerator_type is None
-    assert place(gpu_node(1), **keys, accelerator_type="H100").accelerator_type == "H100"
+        place(cpu_node(8), **options, accelerator_type="any")
+    assert place(gpu_node(1), **options, accelerator_type="any").accelerator_type is None
+    assert place(gpu_node(1), **options, accelerator_type="H100").accelerator_type == "H100"

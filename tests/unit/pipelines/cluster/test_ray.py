@@ -49,7 +49,7 @@ def test_metrics_port_in_use_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("configured", "result"), [(None, str(os.nice(0))), ("7", "7")])
-def test_worker_niceness(monkeypatch, configured, result):
+def test_workers_have_the_niceness_of_the_command(monkeypatch, configured, result):
     import ray
 
     environment = {} if configured is None else {"RAY_worker_niceness": configured}
@@ -72,13 +72,13 @@ def test_ray_variables_exist():
 
 
 def test_ray_replaces_sigterm_handler():
-    """If this fails, `ray_cluster` need not restore the handler any more."""
+    """If this fails, `ray_cluster` no longer needs to restore the handler."""
     import ray
 
     assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(ray.init)
 
 
-def test_ray_data_defaults():
+def test_defaults_of_ray_data_are_unchanged():
     from ray.data.context import DataContext
 
     context = DataContext()
@@ -88,30 +88,30 @@ def test_ray_data_defaults():
 
 @pytest.fixture
 def ray_handling_sigterm(monkeypatch):
-    """Imitate Ray 2.60, which installs a SIGTERM handler; a signal may arrive during the start."""
+    """Imitate Ray 2.60, which installs a SIGTERM handler. Signals in the yielded list arrive during the start."""
     import ray
 
-    arrives = []
+    signals = []
 
     def init(**_):
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-        for number in arrives:
+        for number in signals:
             signal.raise_signal(number)
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     before = signal.getsignal(signal.SIGTERM)
-    yield arrives
+    yield signals
     signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_handler_is_restored(ray_handling_sigterm):
     with signals_as_interrupts():
-        ours = signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is ours
+        assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_sigterm_during_ray_start(ray_handling_sigterm):
@@ -173,23 +173,23 @@ def test_require_capacity_waits_for_autoscaler(growing_cluster):
     assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in messages[1]
 
 
-def test_require_capacity_stops_when_check_raises(growing_cluster):
+def test_require_capacity_stops_waiting_when_check_raises(growing_cluster):
     require, requests, _ = growing_cluster
-    left = iter([None, StoppedEarly("the deadline is near")])
+    results = iter([None, StoppedEarly("the deadline is near")])
 
     def check():
-        if error := next(left):
+        if error := next(results):
             raise error
 
     with pytest.raises(StoppedEarly, match="the deadline is near"):
         require([HEAD], num_engines=1, check=check)
     assert len(requests) == 1
-    # `check` also runs once after the nodes arrive, because they may have arrived after the deadline.
+    # `check` also runs once after the nodes arrive, because the deadline might have passed by then.
     with pytest.raises(StopIteration):
         require([HEAD, G7E], num_engines=1, check=check)
 
 
-def test_release_nodes(growing_cluster):
+def test_requested_nodes_are_released_once(growing_cluster):
     require, requests, _ = growing_cluster
     cluster.release_nodes()
     assert requests == []
@@ -206,7 +206,7 @@ def test_require_capacity_times_out(growing_cluster):
 
 
 def test_ray_calls_do_not_join_a_cluster_on_this_machine():
-    """With auto-connect, Ray joins any cluster of another process."""
+    """With auto-connect, Ray would join a cluster that another process started."""
     import ray
     from ray._private import auto_init_hook
 

@@ -42,17 +42,17 @@ def test_too_low_process_limit_is_refused(limits, monkeypatch, kind, values, mes
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(hardware, "detect", cpu)
     limits[kind] = values
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as error:
         startable.require_startable()
-    assert "`ulimit -" in caught.value.hint
-    (only,) = startable.obstacles()
-    assert only.message.startswith(message)
+    assert "`ulimit -" in error.value.hint
+    (obstacle,) = startable.obstacles()
+    assert obstacle.message.startswith(message)
 
 
 def test_soft_and_root_limits_are_ignored(limits, monkeypatch):
     limits[resource.RLIMIT_NOFILE] = (256, 65536)  # Ray raises the soft limit
     limits[resource.RLIMIT_NPROC] = (10, 10)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)  # this limit does not hold for root
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # the limit of processes does not apply to root
     assert startable.obstacles() == []
 
 
@@ -63,12 +63,13 @@ def test_open_file_limit_grows_with_cpus(limits, monkeypatch):
         startable.require_startable()
 
 
-@pytest.mark.parametrize(("most", "current", "is_refused"), [("max", 9, False), ("4096", 9, False), ("512", 9, True)])
-def test_too_low_pids_limit_is_refused(limits, tmp_path, most, current, is_refused):
-    (tmp_path / "pids.max").write_text(f"{most}\n")
+@pytest.mark.parametrize(
+    ("max_pids", "current", "is_refused"), [("max", 9, False), ("4096", 9, False), ("512", 9, True)]
+)
+def test_too_low_pids_limit_is_refused(limits, tmp_path, max_pids, current, is_refused):
+    (tmp_path / "pids.max").write_text(f"{max_pids}\n")
     (tmp_path / "pids.current").write_text(f"{current}\n")
-    messages = [error.message for error in startable.obstacles()]
-    assert [True for message in messages if "limited to 512 processes" in message] == [True] * is_refused
+    assert any("limited to 512 processes" in error.message for error in startable.obstacles()) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_doctor_lists_all_obstacles(limits, monkeypatch):
 
 
 def test_command_refuses_low_limit_before_a_run(tmp_path):
-    """The limit is a real one, set with `ulimit`."""
+    """Unlike in the other tests, the limit is real: it is set with `ulimit`."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     arguments = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
     limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(arguments)}"
@@ -108,11 +109,11 @@ def test_command_refuses_low_limit_before_a_run(tmp_path):
 
 
 def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
-    """Our limit is exactly Ray's: Ray refuses a path that is one byte longer."""
+    """The limit of peagle equals Ray's: Ray refuses a path that is one byte longer."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    room = 107 - len(startable._RAY_SOCKET)
-    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (room - 1) * "x"))
+    max_length = 107 - len(startable._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (max_length - 1) * "x"))
     startable.require_startable()
     validate_socket_filepath(fits + startable._RAY_SOCKET)
     monkeypatch.setenv("RAY_TMPDIR", fits + "x")
@@ -121,5 +122,5 @@ def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
     assert run(["generate", "--engine", "fake", *arguments]) == 2
-    assert f"the limit for Ray is {room}" in capsys.readouterr().err
+    assert f"the limit for Ray is {max_length}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Ray's token: its file permissions, and which clusters are refused. test_ray_ports.py uses real clusters."""
+"""Ray's token: its file permissions, and which clusters are refused. Real clusters are in test_ray_ports.py."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE
 def home(tmp_path, monkeypatch):
     """A home directory without a token, and a permissive umask."""
     for name in _VARIABLES:
-        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.setenv(name, "")  # so that monkeypatch also undoes what the code sets
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = os.umask(0)
@@ -69,7 +69,7 @@ def test_misspelled_auth_mode_does_not_disable_tokens(monkeypatch, mode_before, 
     assert os.environ.get("RAY_AUTH_MODE") == mode_after
 
 
-def test_disabled_token(home, monkeypatch):
+def test_no_token_is_made_if_authentication_is_disabled(home, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     token.prepare_to_start()
     token.prepare_to_join()
@@ -84,13 +84,13 @@ def test_unwritable_home_is_refused(home):
         token.prepare_to_start()
 
 
-def test_join_without_token():
+def test_no_token_is_used_to_join_if_none_exists():
     token.prepare_to_join()
     assert "RAY_AUTH_MODE" not in os.environ
 
 
 class _Gcs(grpc.GenericRpcHandler):
-    """A Ray control service: it accepts all calls ("open"), requires a token ("closed"), or lacks the method."""
+    """A fake of Ray's control service: "open" needs no token, "closed" needs a token, "unknown" lacks the method."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -142,7 +142,7 @@ def test_cluster_with_unknown_answer_is_refused(cluster):
         token.require_token()
 
 
-def test_cluster_with_tls_is_accepted(monkeypatch):
+def test_cluster_with_tls_is_accepted_without_a_check(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))

@@ -26,8 +26,11 @@ def part():
 
 
 @pytest.fixture
-def watching():
-    """Watch a process until the test ends; otherwise, the watch would kill this process 15 s after the other died."""
+def watch():
+    """Return a function that watches a process until the test ends.
+
+    A longer watch would kill this process 15 s after the watched one died.
+    """
     watches = []
 
     def start(part, if_lost=""):
@@ -35,28 +38,28 @@ def watching():
         return watches[-1].watching()
 
     yield start
-    for watch in watches:
-        watch._ended.set()
-        watch._thread.join(5)
-        assert not watch._thread.is_alive()
+    for ray_vitals in watches:
+        ray_vitals._ended.set()
+        ray_vitals._thread.join(5)
+        assert not ray_vitals._thread.is_alive()
 
 
-def test_dead_part_raises_in_main_thread(part, watching):
+def test_dead_part_raises_in_main_thread(part, watch):
     watched, kill = part
     threading.Timer(0.3, kill).start()
-    began = time.monotonic()
+    started_at = time.monotonic()
     with (
-        pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as caught,
-        watching(watched, "Units are saved"),
+        pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as error,
+        watch(watched, "Units are saved"),
     ):
         threading.Event().wait(30)
-    assert time.monotonic() - began < 5
-    assert caught.value.hint.startswith("Units are saved. ")
-    assert "its log is /logs" in caught.value.hint
-    assert caught.value.exit_code == EngineError.exit_code == 1
+    assert time.monotonic() - started_at < 5
+    assert error.value.hint.startswith("Units are saved. ")
+    assert "its log is /logs" in error.value.hint
+    assert error.value.exit_code == EngineError.exit_code == 1
 
 
-def test_ray_error_becomes_its_cause(part, watching):
+def test_error_after_a_ray_process_died_becomes_ray_died(part, watch):
     watched, kill = part
 
     def fail():
@@ -64,20 +67,20 @@ def test_ray_error_becomes_its_cause(part, watching):
         time.sleep(0.1)
         raise RuntimeError("the task's local raylet died")
 
-    with pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died"), watching(watched):
+    with pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died"), watch(watched):
         fail()
 
 
-def test_other_errors_pass_through(part, watching):
+def test_other_errors_pass_through(part, watch):
     watched, kill = part
-    with pytest.raises(ValueError, match="unrelated"), watching(watched):
+    with pytest.raises(ValueError, match="unrelated"), watch(watched):
         raise ValueError("unrelated")
     kill()
     time.sleep(1)
 
 
 def test_blocked_main_thread_is_killed(tmp_path):
-    """A call to Ray may block forever after Ray has died, and ignore signals."""
+    """After Ray has died, a call to Ray might block forever and ignore signals."""
     script = """
 import signal, time
 from pipelines.cluster import vitals
@@ -92,17 +95,17 @@ with vitals.Vitals([part], "It is safe to run the same command again").watching(
     assert "Ray's control service died\n  It is safe to run the same command again" in result.stdout
 
 
-def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):
+def test_unreachable_cluster_is_tolerated_for_a_while(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         part = vitals._remote_part("control service", f"127.0.0.1:{port}", patience_s=55)
-        watch = Vitals([part], "")
-        assert watch.check() is None
+        ray_vitals = Vitals([part], "")
+        assert ray_vitals.check() is None
     now = [time.monotonic()]
     monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])
-    assert watch.check() is None
+    assert ray_vitals.check() is None
     now[0] += 10
-    assert watch.check() is None
+    assert ray_vitals.check() is None
     assert "cannot be reached; the command ends if it is not back in 45 s" in capfd.readouterr().out
     now[0] += 46
-    assert "control service" in str(watch.check())
+    assert "control service" in str(ray_vitals.check())

@@ -11,11 +11,14 @@ _USAGE = UnitUsage(
 )  # fmt: skip
 
 
-def a_request(request_id="r", *, session_id="s", key="alice", model="m", usd=0.022, **changes):
-    """A request on an otherwise idle engine at a cent per second: 0.2 s for its prompt, 2 s for 40 more tokens."""
-    own = {name: changes.pop(name) for name in list(changes) if hasattr(_USAGE, name)}
+def make_request_usage(request_id="r", *, session_id="s", key="alice", model="m", usd=0.022, **changes):
+    """Return a request on an otherwise idle engine that costs one cent per second.
+
+    The engine needed 0.2 s for the prompt and the first token, and 2 s for 40 more tokens.
+    """
+    usage_changes = {name: changes.pop(name) for name in list(changes) if hasattr(_USAGE, name)}
     request = RequestUsage(
         request_id=request_id, key=key, model=model, drafter=None, outcome="ok", ttft_s=0.2, usd=usd,
-        usage=replace(_USAGE, session_id=session_id, **own),
+        usage=replace(_USAGE, session_id=session_id, **usage_changes),
     )  # fmt: skip
     return replace(request, **changes)

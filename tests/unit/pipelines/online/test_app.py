@@ -26,19 +26,19 @@ HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
 
 
-def served(config):
+def serve_models(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
         model=SimpleNamespace(name="m", card=None, vocab_size=100, config={}),
-        drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
+        drafter=ResolvedDrafter(spec=HEAD, name="head", note="as requested", fingerprint="f"),
     )
     return [Served(options=options, engine=engine, placement=PLACEMENT) for options in config.served]
 
 
-def settings(tmp_path, **keys):
-    config = ServeConfig(state=tmp_path, **keys)
-    return gate_settings(config, CPU, served(config))
+def make_settings(tmp_path, **options):
+    config = ServeConfig(state=tmp_path, **options)
+    return gate_settings(config, CPU, serve_models(config))
 
 
 def test_build_requires_a_token(tmp_path, monkeypatch):
@@ -53,43 +53,43 @@ def test_build_requires_a_token(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_loopback_needs_no_keys(tmp_path, host):
-    assert not settings(tmp_path, host=host).requires_key
+    assert not make_settings(tmp_path, host=host).requires_key
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
 def test_public_address_needs_keys(tmp_path, host):
     with pytest.raises(ConfigError, match="without API keys"):
-        settings(tmp_path, host=host)
+        make_settings(tmp_path, host=host)
 
 
 def test_sagemaker_needs_no_keys(tmp_path):
     config = SageMakerConfig(state=tmp_path, model="m")
-    gate = gate_settings(config, CPU, served(config))
+    gate = gate_settings(config, CPU, serve_models(config))
     assert (config.host, gate.requires_key, gate.is_behind_sagemaker) == ("0.0.0.0", False, True)
-    assert not settings(tmp_path).is_behind_sagemaker
+    assert not make_settings(tmp_path).is_behind_sagemaker
 
 
 def test_keys_from_file_or_environment(tmp_path, monkeypatch):
     path = tmp_path / "keys.json"
     write_keys(path, [new_key("alice")[1]])
-    assert settings(tmp_path, host="0.0.0.0", keys=path).key_file == path
+    assert make_settings(tmp_path, host="0.0.0.0", keys=path).key_file == path
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
-    (record,) = settings(tmp_path, host="0.0.0.0").fixed_keys
+    (record,) = make_settings(tmp_path, host="0.0.0.0").fixed_keys
     assert record.name == "ci"
 
 
-def test_share_prefix_cache(tmp_path, monkeypatch):
+def test_cache_salt_is_kept_in_a_restart_and_none_if_the_cache_is_shared(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
-    (record,) = settings(tmp_path).fixed_keys
-    separate = settings(tmp_path)
+    (record,) = make_settings(tmp_path).fixed_keys
+    separate = make_settings(tmp_path)
     restarted = pickle.loads(pickle.dumps(separate))  # a restarted ingress unpickles its settings
     assert separate.cache_salt(record) == restarted.cache_salt(record)
-    assert settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
+    assert make_settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
 def test_models_of_the_gate(tmp_path):
     options = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
-    (plain, with_parsers) = settings(tmp_path, models=[{"name": "a"}, options]).models
+    (plain, with_parsers) = make_settings(tmp_path, models=[{"name": "a"}, options]).models
     assert (plain.name, with_parsers.name) == ("a", "b")
     assert (plain.parsers, with_parsers.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
     assert (plain.max_model_len, plain.num_speculative_tokens, plain.can_seed) == (512, 3, False)
@@ -97,10 +97,10 @@ def test_models_of_the_gate(tmp_path):
 
 
 def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "resolve_engine", lambda keys, hardware, **options: served(ServeConfig())[0].engine)
+    monkeypatch.setattr(app, "resolve_engine", lambda *_, **__: serve_models(ServeConfig())[0].engine)
 
-    def placement(**keys):
-        return app.resolve(ServeConfig(**keys), CPU, num_nodes=1, announce=print)[0].placement
+    def placement(**options):
+        return app.resolve(ServeConfig(**options), CPU, num_nodes=1, announce=print)[0].placement
 
     assert placement() == Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
     folder = tmp_path / "batches"
@@ -119,13 +119,13 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "has_code", "is_eager"),
+    ("options", "has_code", "is_eager"),
     [({}, False, True), ({}, True, False), ({"enforce_eager": False}, False, False), ({"models": [{}]}, False, True)],
 )
-def test_endpoint_on_a_cpu_is_eager_without_compiled_code(keys, has_code, is_eager, monkeypatch, embedded_target):
+def test_endpoint_on_a_cpu_is_eager_without_compiled_code(options, has_code, is_eager, monkeypatch, embedded_target):
     monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
     messages = []
-    (model,) = app.resolve(ServeConfig(drafter="none", **keys), CPU, num_nodes=1, announce=messages.append)
+    (model,) = app.resolve(ServeConfig(drafter="none", **options), CPU, num_nodes=1, announce=messages.append)
     assert model.engine.spec.enforce_eager == is_eager
     assert any("--no-enforce-eager" in text for text in messages) == is_eager
 
@@ -135,8 +135,8 @@ def test_engine_larger_than_a_node_is_refused(embedded_target):
         app.resolve(ServeConfig(tensor_parallel_size=16, drafter="none"), GPU, num_nodes=2, announce=print)
 
 
-def price_of(tmp_path, hardware, **keys):
-    config = ServeConfig(state=tmp_path, engine="fake", **keys)
+def price_of(tmp_path, hardware, **options):
+    config = ServeConfig(state=tmp_path, engine="fake", **options)
     return endpoint_price(config, hardware, app.resolve(config, hardware, num_nodes=1, announce=print))
 
 
@@ -152,7 +152,7 @@ def test_price_for_another_device_is_refused(tmp_path):
         price_of(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
 
 
-def test_ledger_of_another_device_is_refused(tmp_path):
+def test_ledger_with_prices_for_another_device_is_refused(tmp_path):
     engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
     assert price_of(tmp_path, CPU, usd_per_hour=1)
@@ -161,9 +161,9 @@ def test_ledger_of_another_device_is_refused(tmp_path):
     assert "--state" in error.value.hint
 
 
-def test_model_card(tmp_path):
+def test_model_card_describes_drafter_and_limits(tmp_path):
     config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
-    card = model_card(served(config)[0], 9, CPU)
+    card = model_card(serve_models(config)[0], 9, CPU)
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
     assert card["peagle"] == {
         "target": "m",
@@ -182,9 +182,9 @@ def test_model_card(tmp_path):
 
 @pytest.fixture
 def inspections(monkeypatch):
-    """Return a function that simulates a growing cluster.
+    """Return a function that simulates a growing cluster, and returns a function that counts the inspections.
 
-    It takes the hardware of a node and the number of nodes for each inspection, and returns a counter of inspections.
+    Each argument is the result of an inspection: the hardware of a node, and the number of nodes.
     """
 
     def simulate(*results, is_kubernetes=True):
@@ -231,20 +231,20 @@ def node(num_accelerators):
     )  # fmt: skip
 
 
-def placed(num_accelerators, num_nodes=1, **keys):
-    return placements(ServeConfig(**keys), node(num_accelerators), num_nodes=num_nodes)
+def placements_of(num_accelerators, num_nodes=1, **options):
+    return placements(ServeConfig(**options), node(num_accelerators), num_nodes=num_nodes)
 
 
-BIG = {"name": "big", "tensor_parallel_size": 4}
+BIG_MODEL = {"name": "big", "tensor_parallel_size": 4}
 
 
-def test_batch_may_wait_for_the_only_accelerator(tmp_path):
-    result = placed(1, batches=tmp_path, min_replicas=0, name="m")
+def test_endpoint_and_batches_can_share_the_only_accelerator(tmp_path):
+    result = placements_of(1, batches=tmp_path, min_replicas=0, name="m")
     assert result == {"m": on_accelerators(1)}
 
 
 def test_engines_of_several_sizes_share_a_node():
-    result = placed(8, models=[BIG, {"name": "small", "max_replicas": 4}])
+    result = placements_of(8, models=[BIG_MODEL, {"name": "small", "max_replicas": 4}])
     assert result == {"big": on_accelerators(4), "small": on_accelerators(1)}
 
 
@@ -252,13 +252,13 @@ def test_engines_must_fit_together():
     with pytest.raises(
         CapacityError, match=r"need 9 accelerators at once \(big: 1 x 4, small: 5 x 1\); 1 node.* 8 "
     ) as error:
-        placed(8, models=[BIG, {"name": "small", "max_replicas": 5}])
+        placements_of(8, models=[BIG_MODEL, {"name": "small", "max_replicas": 5}])
     assert "--max-replicas" in error.value.hint
-    assert placed(8, num_nodes=2, models=[BIG, {"name": "small", "max_replicas": 5}])
+    assert placements_of(8, num_nodes=2, models=[BIG_MODEL, {"name": "small", "max_replicas": 5}])
 
 
 def test_first_engines_of_a_batch_must_fit(tmp_path):
-    assert placed(2, batches=tmp_path, batch_engines="2:4")
+    assert placements_of(2, batches=tmp_path, batch_engines="2:4")
     with pytest.raises(CapacityError, match=r"batch_engines 3: a batch of m starts with 3 engine.*do not fit"):
-        placed(2, batches=tmp_path, batch_engines="3", name="m")
-    assert placed(2, batches=tmp_path, batch_engines="endpoint", name="m") == {"m": on_accelerators(1)}
+        placements_of(2, batches=tmp_path, batch_engines="3", name="m")
+    assert placements_of(2, batches=tmp_path, batch_engines="endpoint", name="m") == {"m": on_accelerators(1)}

@@ -24,21 +24,21 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def a_process():
-    """Return a function that starts a Python process, by default one that sleeps. They end with the test."""
-    started = []
+def start_process():
+    """Return a function that starts a Python process (default: one that sleeps). The processes end with the test."""
+    processes = []
 
     def start(code="import time; time.sleep(60)", log=subprocess.DEVNULL):
-        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
-        return started[-1]
+        processes.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
+        return processes[-1]
 
     yield start
-    for process in started:
+    for process in processes:
         process.kill()
         process.wait()
 
 
-def an_endpoint(home, process, name="m", stop_s=5.0):
+def write_endpoint(home, process, name="m", stop_s=5.0):
     folder = home / "endpoints" / name
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
@@ -56,9 +56,9 @@ def an_endpoint(home, process, name="m", stop_s=5.0):
     return endpoint
 
 
-def test_status_of_an_endpoint(home, a_process):
-    process = a_process()
-    endpoint = an_endpoint(home, process)
+def test_status_of_an_endpoint(home, start_process):
+    process = start_process()
+    endpoint = write_endpoint(home, process)
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
     record_up(endpoint.state, PRICE)
     assert (endpoint.status(), endpoint.usd()) == ("up", 0)
@@ -71,49 +71,49 @@ def test_status_of_an_endpoint(home, a_process):
     assert endpoints() == [endpoint]
 
 
-def test_reused_pid_is_detected(home, a_process):
-    endpoint = an_endpoint(home, a_process())
+def test_reused_pid_is_detected(home, start_process):
+    endpoint = write_endpoint(home, start_process())
     assert replace(endpoint, born_at=endpoint.born_at - 1).process() is None
 
 
-def test_older_record_is_ignored(home, a_process):
-    endpoint = an_endpoint(home, a_process())
+def test_up_record_from_before_the_start_is_ignored(home, start_process):
+    endpoint = write_endpoint(home, start_process())
     record_up(endpoint.state, PRICE)
     assert replace(endpoint, started_at=time.time() + 1).status() == "starting"
 
 
-def test_end_sends_sigterm_and_waits(home, a_process):
-    process = a_process()
-    endpoint = an_endpoint(home, process)
+def test_end_sends_sigterm_and_waits_until_the_process_ends(home, start_process):
+    process = start_process()
+    endpoint = write_endpoint(home, process)
     end(endpoint)
     assert process.wait() == -15
-    end(endpoint)  # does nothing if it has ended
-    stubborn = a_process("import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
-                         log=subprocess.PIPE)  # fmt: skip
+    end(endpoint)  # no effect on an endpoint that has ended
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    stubborn = start_process(code, log=subprocess.PIPE)
     stubborn.stdout.read(1)
     with pytest.raises(EngineError, match=r"is still running after 0\.5 s"):
-        end(an_endpoint(home, stubborn, name="stubborn", stop_s=0.5))
+        end(write_endpoint(home, stubborn, name="stubborn", stop_s=0.5))
     stubborn.stdout.close()
 
 
-def test_output_is_printed_until_the_endpoint_is_up(home, a_process):
-    endpoint = an_endpoint(home, a_process())
+def test_output_is_printed_until_the_endpoint_is_up(home, start_process):
+    endpoint = write_endpoint(home, start_process())
     endpoint.log.write_text("one\nhal")  # the second line is incomplete
     messages = []
 
-    def say(line):
+    def announce(line):
         messages.append(line)
         with endpoint.log.open("a") as log:
             log.write("f\n")
         record_up(endpoint.state, PRICE)
 
-    wait_until_up(endpoint, say)
+    wait_until_up(endpoint, announce)
     assert messages[:2] == ["one", "half"]
 
 
-def test_failed_start_is_an_error(home, a_process):
-    process = a_process("")
-    endpoint = an_endpoint(home, process)
+def test_failed_start_is_an_error(home, start_process):
+    process = start_process("")
+    endpoint = write_endpoint(home, process)
     process.wait()
     endpoint.log.write_text("peagle serve: no model 'x' in the catalog\n")
     messages = []
@@ -122,22 +122,22 @@ def test_failed_start_is_an_error(home, a_process):
     assert messages == ["peagle serve: no model 'x' in the catalog"]
 
 
-def test_start_runs_peagle_serve(home, monkeypatch, a_process):
+def test_start_runs_peagle_serve(home, monkeypatch, start_process):
     commands = []
 
     def popen(command, **options):
         commands.append((command, options))
-        return a_process()
+        return start_process()
 
-    names = {"Popen": popen, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
-    monkeypatch.setattr(background, "subprocess", SimpleNamespace(**names))
+    fake_subprocess = {"Popen": popen, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(**fake_subprocess))
     config = ServeConfig(model="org/model", max_num_seqs=2, drain_s=7, engine_args={"block_size": 32})
     endpoint = start(config, port=8123)
     ((command, options),) = commands
     assert endpoint.name == "org-model"
     assert command[1:4] == ["-m", "jobs.cli", "serve"]
-    written = yaml.safe_load((home / "endpoints" / "org-model" / "serve.yaml").read_text())
-    assert ServeConfig(**written) == config
+    written_config = yaml.safe_load((home / "endpoints" / "org-model" / "serve.yaml").read_text())
+    assert ServeConfig(**written_config) == config
     assert command[-4:] == ["--port", "8123", "--state", str(endpoint.state)]
     assert options["start_new_session"]
     assert (endpoint.url, endpoint.stop_s) == ("http://127.0.0.1:8123/v1", 74)
@@ -146,13 +146,13 @@ def test_start_runs_peagle_serve(home, monkeypatch, a_process):
     assert start(ServeConfig(name="other", state=home / "mine"), port=8124).state == home / "mine"
 
 
-def test_only_running_endpoint_needs_no_name(home, a_process):
+def test_find_needs_no_name_if_only_one_endpoint_is_running(home, start_process):
     with pytest.raises(ConfigError, match="no endpoint is running"):
         find(None)
-    process = a_process()
-    record = an_endpoint(home, process, name="one")
+    process = start_process()
+    record = write_endpoint(home, process, name="one")
     assert find(None) == find("one") == record
-    an_endpoint(home, a_process(), name="two")
+    write_endpoint(home, start_process(), name="two")
     with pytest.raises(ConfigError, match="2 endpoints are running: one, two"):
         find(None)
     with pytest.raises(ConfigError, match="there is no endpoint 'tow'") as error:
@@ -160,15 +160,15 @@ def test_only_running_endpoint_needs_no_name(home, a_process):
     assert "two" in error.value.hint
 
 
-def test_damaged_record_is_reported(home, a_process):
-    endpoint = an_endpoint(home, a_process())
+def test_damaged_record_is_reported(home, start_process):
+    endpoint = write_endpoint(home, start_process())
     (endpoint.folder / "endpoint.json").write_text("{}")
     with pytest.raises(PeagleError, match=r"endpoint.json is damaged"):
         endpoints()
 
 
 @pytest.mark.parametrize(
-    ("keys", "name"),
+    ("options", "name"),
     [
         ({}, "smollm2-135m"),
         ({"name": "a b/../c"}, "a-b-..-c"),
@@ -176,5 +176,5 @@ def test_damaged_record_is_reported(home, a_process):
         ({"name": "ü"}, "endpoint"),
     ],
 )
-def test_name_is_a_valid_folder_name(keys, name):
-    assert name_for(ServeConfig(**keys)) == name
+def test_name_is_a_valid_folder_name(options, name):
+    assert name_for(ServeConfig(**options)) == name

@@ -8,10 +8,10 @@ from peagle.economics.ledger import append_request
 from pipelines.online.budgets import Budgets
 from pipelines.online.gateway.keys import new_key
 from pipelines.online.totals import Totals, totals_of
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
-def test_batch_reserves_what_requests_leave():
+def test_batch_reserves_the_budget_that_requests_have_not_reserved():
     budgets = Budgets()
     budgets.reserve_request("1", "alice", None, 0.75)
     budgets.reserve_request("2", "bob", None, 5)
@@ -42,7 +42,7 @@ def test_retried_batch_reserves_and_settles_once():
 
 
 def test_batch_and_request_do_not_reserve_the_same_money():
-    """In the race, both check the remaining budget before either reserves it."""
+    """Without a lock, both could check the remaining budget before either reserves it."""
     for _ in range(200):
         budgets, barrier, admitted = Budgets(), Barrier(2), []
 
@@ -59,107 +59,111 @@ def test_batch_and_request_do_not_reserve_the_same_money():
 
 
 @pytest.fixture
-def read(tmp_path):
+def append_records(tmp_path):
     """Return a function that appends records to a ledger, reads them, and returns the budgets."""
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
-    def append_and_read(*requests):
+    def append_records(*requests):
         for request in requests:
             append_request(tmp_path, request)
         totals.catch_up()
         return budgets
 
-    return append_and_read
+    return append_records
 
 
-def test_settled_request_counts_once(read):
-    budgets = read()
+def test_settled_request_counts_once(append_records):
+    budgets = append_records()
     for is_answered_first in (True, False):
         name = f"r{is_answered_first}"
         budgets.reserve_request(name, "alice", 1, 0.1)
         if is_answered_first:
             budgets.settle_request(name, "alice", 0.25)
-        read(a_request(name, usd=0.25))
+        append_records(make_request_usage(name, usd=0.25))
         budgets.settle_request(name, "alice", 0.25)
     assert budgets.spent_usd("alice") == 0.5
 
 
-def test_ledger_overrides_the_settled_cost(read):
-    budgets = read()
+def test_ledger_overrides_the_settled_cost(append_records):
+    budgets = append_records()
     budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0)
-    read(a_request("r", usd=0.25))
+    append_records(make_request_usage("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
 
 
-def test_late_record_of_a_released_request_counts(read):
-    budgets = read()
+def test_record_of_a_released_request_counts_when_it_arrives(append_records):
+    budgets = append_records()
     budgets.reserve_request("r", "alice", 1, None)
     budgets.release_request("r", "alice")
     assert budgets.reserve_request("s", "alice", 1, None) is None
-    read(a_request("r", usd=0.25))
+    append_records(make_request_usage("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
 
 
-def test_settled_batch_counts_once(read):
-    batch = replace(a_request("batch_1", usd=0.5), usage=replace(a_request("batch_1").usage, session_id="batch_1"))
-    budgets = read(batch)
+def test_settled_batch_counts_once(append_records):
+    batch = replace(
+        make_request_usage("batch_1", usd=0.5), usage=replace(make_request_usage("batch_1").usage, session_id="batch_1")
+    )
+    budgets = append_records(batch)
     budgets.settle_batch("batch_1", ["alice"], 0.5)
     assert budgets.spent_usd("alice") == 0.5
 
 
-def test_new_key_with_a_reused_name_has_no_spend(read):
+def test_new_key_with_a_reused_name_has_no_spend(append_records):
     _, before = new_key("alice", budget_usd=0.5)
     _, after = new_key("alice", budget_usd=0.5)
-    budgets = read(a_request("r", usd=0.75, account=before.account))
+    budgets = append_records(make_request_usage("r", usd=0.75, account=before.account))
     assert budgets.refusal(before.account, before.budget_usd) == "spent"
     assert budgets.refusal(after.account, after.budget_usd) is None
     budgets.reserve_request("s", after.account, after.budget_usd, 0.1)
-    read(a_request("s", usd=0.25, account=after.account))
+    append_records(make_request_usage("s", usd=0.25, account=after.account))
     assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
 
 
-def test_old_records_count_by_key_name(read):
+def test_old_records_count_by_key_name(append_records):
     _, alice = new_key("alice")
-    budgets = read(a_request("r", usd=0.75))
+    budgets = append_records(make_request_usage("r", usd=0.75))
     assert budgets.spent_usd(alice.account) == 0.75
     assert budgets.spent_usd("alice") == 0.75
 
 
-DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12, 7)]  # Monday to Monday
+# A Monday, Tuesday, Sunday, and Monday.
+DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12, 7)]
 
 
 def request_on(day, usd, request_id="r"):
     at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
-    return a_request(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
+    return make_request_usage(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
 
 
 @pytest.mark.parametrize(
-    ("every", "left"), [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])]
+    ("every", "left_usd"),
+    [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])],
 )
-def test_budget_periods(every, left):
+def test_budget_is_reset_in_each_period(every, left_usd):
     now = [DAYS[0]]
     budgets, result = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
         budgets.on_ledger_record(request_on(now[0], 1.0))
         result.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
-    assert result == left
+    assert result == left_usd
 
 
-def test_expired_settlement_counts_in_its_period():
+def test_settlement_without_a_record_counts_in_its_period():
     now, clock = [date(2026, 11, 30)], [0.0]
     budgets = Budgets(day=lambda: now[0], monotonic=lambda: clock[0])
     budgets.reserve_request("r", "alice 1", 10.0, 1.0)
     budgets.settle_request("r", "alice 1", 4.0)
     clock[0] = 1000.0
     budgets.expire_unconfirmed(500.0)
-    left = []
+    left_usd = []
     for now[0] in (date(2026, 11, 30), date(2026, 12, 1)):
-        left.append(budgets.spending_limit("alice 1", 10.0, "month") - budgets.spent_usd("alice 1"))
-    assert left == [6.0, 10.0]
+        left_usd.append(budgets.spending_limit("alice 1", 10.0, "month") - budgets.spent_usd("alice 1"))
+    assert left_usd == [6.0, 10.0]
 
 
-def test_restart_keeps_spend_before_the_period(tmp_path, monkeypatch):
+def test_restart_from_the_checkpoint_keeps_the_spend_by_period(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     for day in DAYS:
         append_request(tmp_path, request_on(day, 1.0))

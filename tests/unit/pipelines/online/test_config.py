@@ -6,14 +6,17 @@ from pydantic import ValidationError
 from pipelines.online.config import ServeConfig
 
 
-def test_top_level_options_are_the_only_model():
+def test_without_models_the_top_level_options_are_the_only_model():
     (model,) = ServeConfig(model="smollm2-135m", drafter="none", max_replicas=2).served
     assert (model.served_name, model.drafter, model.max_replicas) == ("smollm2-135m", "none", 2)
 
 
 def test_top_level_options_apply_to_all_models():
     config = ServeConfig(max_num_seqs=4, enforce_eager=True, models=[{"name": "a"}, {"name": "b", "max_num_seqs": 2}])
-    assert [(m.served_name, m.max_num_seqs, m.enforce_eager) for m in config.served] == [("a", 4, True), ("b", 2, True)]
+    assert [(model.served_name, model.max_num_seqs, model.enforce_eager) for model in config.served] == [
+        ("a", 4, True),
+        ("b", 2, True),
+    ]
 
 
 def test_model_path_may_contain_a_colon():
@@ -30,7 +33,7 @@ def test_tilde_is_expanded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "message"),
     [
         ({"models": [{"model": "m"}, {"model": "m"}]}, "several models have the name m"),
         ({"models": [{"modle": "m"}]}, "modle"),
@@ -42,6 +45,6 @@ def test_tilde_is_expanded(monkeypatch):
         ({"models": [{"name": "a"}, {"name": "b:c"}]}, "the model name b:c"),
     ],
 )
-def test_invalid_configuration_is_refused(keys, message):
+def test_invalid_configuration_is_refused(options, message):
     with pytest.raises(ValidationError, match=message):
-        ServeConfig(**keys)
+        ServeConfig(**options)

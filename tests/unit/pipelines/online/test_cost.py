@@ -17,10 +17,10 @@ from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally, Context
-from tests.unit.economics.month import at, write_endpoint
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.economics.month import timestamp, write_endpoint
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
-PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second, like `engine_account`
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD per device-second, as in `engine_account`
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_report_counts_self_checks(view, engine_account, clock, tmp_path):
 def test_window_of_the_report(engine_account, clock, tmp_path):
     start = engine_account._started_at
 
-    def request_of(seconds, request_id):
+    def write_request(seconds, request_id):
         request = engine_account.begin(Context(request_id=request_id, key="alice"))
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += seconds
@@ -74,17 +74,17 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
         append_request(tmp_path / "ledger", replace(record, usage=usage))
 
     engine_account.ready()
-    request_of(50, "before")
+    write_request(50, "before")
     clock.now += 70
     for _ in range(5):
         engine_account.heartbeat()  # one heartbeat per minute
         clock.now += 60
-    request_of(20, "within")
+    write_request(20, "within")
     clock.now += 30
     engine_account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
     report = view.report(window_s=240)
-    window_s = 470 - ((start + 230) // 60 * 60 - start)  # including the whole first minute
+    window_s = 470 - ((start + 230) // 60 * 60 - start)  # windows start at a whole minute
     assert report["total"]["num_requests"] == 1
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * (window_s - 20))
@@ -93,9 +93,9 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
 
 @pytest.mark.parametrize("second", [0.5, 17.0, 42.0])
 def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypatch, second):
-    """For slightly more than ten minutes, one request runs at a time, for 1 s and with 100 tokens."""
-    start, began = 1_800_000_000 + second, clock.now
-    monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - began)
+    """For 630 s, requests of 1 s and 100 tokens run one after the other."""
+    start, clock_start = 1_800_000_000 + second, clock.now
+    monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - clock_start)
     engine = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     account.ready()
@@ -109,7 +109,7 @@ def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypa
     account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + 630)
     for window_s in (60, 300, None):
-        # The first request of a window may have started before it.
+        # The first request of a window might have started before the window.
         assert view.report(window_s=window_s)["account"]["tokens_per_usd"] == pytest.approx(100 / 0.02, rel=0.02)
 
 
@@ -127,16 +127,16 @@ def test_batch_counts_for_its_key_but_not_for_the_engines(view, tmp_path):
     assert report["by_key"]["carol"]["requests_at_once"] is None
 
 
-def test_concurrent_requests(engine_account, clock, tmp_path):
+def test_report_has_the_mean_number_of_concurrent_requests(engine_account, clock, tmp_path):
     engine_account.ready()
     first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2
     second = engine_account.begin(Context(request_id="2", key="alice"))
     clock.now += 2
-    ended = [request.finish("ok") for request in (first, second)]
+    records = [request.finish("ok") for request in (first, second)]
     # The fake clock does not set the records' wall times.
-    for record, life_s in zip(ended, (4, 2), strict=True):
-        usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
+    for record, duration_s in zip(records, (4, 2), strict=True):
+        usage = replace(record.usage, finished_at=record.usage.started_at + duration_s)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
     engine_account.end()
     result = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
@@ -145,15 +145,15 @@ def test_concurrent_requests(engine_account, clock, tmp_path):
     assert model["num_drafts"] == 0
 
 
-def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
+def test_first_read_of_the_ledger_blocks_no_threads(tmp_path, monkeypatch):
     """Requests that wait for the read must not occupy the threads that other requests need."""
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
     view = CostView(tmp_path, PRICE)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(view.require_loaded())
-    assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+    assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     assert view.spent_usd("alice") is None
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
@@ -166,16 +166,16 @@ def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     now = 1_800_000_000.0
     window_start = (now - days_ago * 86_400) // step_s * step_s
-    for number, ended in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
-        append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
+    for number, finished_at in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
+        append_request(tmp_path, make_request_usage(str(number), started_at=finished_at - 0.5, finished_at=finished_at))
     result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
     assert result["total"]["num_requests"] == 3
 
 
-def test_statement_equals_the_command(tmp_path):
+def test_statement_equals_that_of_the_command(tmp_path):
     write_endpoint(tmp_path)
     view = CostView(tmp_path / "ledger", PRICE)
-    days = Days(day_of(at(11, 3, 12)), day_of(at(11, 4, 12)))
+    days = Days(day_of(timestamp(11, 3, 12)), day_of(timestamp(11, 4, 12)))
     for by in (("key", "day"), ("tag:team",), ("model", "drafter", "instance"), ()):
         (ledger,) = find_ledgers([str(tmp_path)]).ledgers
         assert view.statement(by, days) == statement(charges(ledger, days), by, days)
@@ -212,6 +212,6 @@ def test_statement_survives_a_restart(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_period_is_refused(period, param):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         requested_period(*period)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (error.value.status, error.value.param) == (400, param)

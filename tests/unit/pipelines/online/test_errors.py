@@ -31,9 +31,9 @@ class Body(BaseModel):
     ],
 )
 def test_status_of_validation_errors(values, expected):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError) as exception:
         Body(**values)
-    error = from_validation(caught.value.errors())
+    error = from_validation(exception.value.errors())
     assert (error.status, error.code, error.message[: len(expected[2])]) == expected
 
 
@@ -44,7 +44,7 @@ def test_long_messages_are_shortened():
 
 
 class WrappedError(ActorDiedError):
-    """A subclass, like the one with which Ray wraps an error."""
+    """A fake of the subclass with which Ray wraps an error."""
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_vllms_refusals_are_client_errors(error, status):
 def test_internal_text_is_hidden():
     answer = from_exception(RuntimeError("secret"))
     assert (answer.status, "secret" in answer.message) == (500, False)
-    own = ApiError(418, "x")
-    assert from_exception(own) is own
+    api_error = ApiError(418, "x")
+    assert from_exception(api_error) is api_error
 
 
 @pytest.mark.parametrize("error", [EngineDeadError(), ActorDiedError(), WrappedError()])
@@ -80,5 +80,5 @@ def test_engine_death_is_recognised(error):
     "kind", [EngineDeadError, ActorDiedError, RayActorError, BackPressureError, DeploymentUnavailableError]
 )
 def test_unavailable_engines_are_503(kind):
-    """The errors are recognised by the names of Ray's and vLLM's classes."""
+    """The errors of Ray and vLLM are recognised by their class names."""
     assert from_exception(kind.__new__(kind)).status == 503

@@ -28,22 +28,22 @@ from pipelines.online.wire import Context, WholeAnswer, encoded
 CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
-def a_request(context=CONTEXT, record_usage=lambda usage: None):
-    """An admitted chat."""
+def make_chat_request(context=CONTEXT, record_usage=lambda usage: None):
+    """Return a chat request that the gate has admitted."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
     return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
 async def answer_and_calls(request, *ends):
-    """Return the answer or error code, and the number of engine calls; call i ends with `ends[i]`."""
-    unused, began_at, called_at = list(ends), time.time(), []
+    """Return the answer or error code, and the number of engine calls. Call i ends with `ends[i]`."""
+    unused, started_at, called_at = list(ends), time.time(), []
 
     async def handler(body, request):
         context = Context.of(request.headers)
         first_asked_at = context.first_asked_at
         assert replace(context, first_asked_at=None) == CONTEXT
-        assert first_asked_at is None or began_at <= first_asked_at <= called_at[0]
+        assert first_asked_at is None or started_at <= first_asked_at <= called_at[0]
         called_at.append(time.time())
         end = unused.pop(0)
         if isinstance(end, Exception):
@@ -63,7 +63,7 @@ def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
     peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    request = a_request(Context(request_id="r", key="alice", cap_tokens=tokens))
+    request = make_chat_request(Context(request_id="r", key="alice", cap_tokens=tokens))
     sent = asyncio.run(peagle_ingress.chat(Chat(model="m", messages=[]), request))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
@@ -79,10 +79,10 @@ def test_invalid_window_is_refused(tmp_path, window_s):
         install_error_handlers(app)
         app.get("/v1/cost")(peagle_ingress.cost)
 
-        async def admitted(scope, receive, send):
+        async def admit(scope, receive, send):
             await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(admitted), base_url="http://localhost") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(admit), base_url="http://localhost") as http:
             windows = [{"window_s": window} for window in (window_s, "1e308", "60")]
             period = {"start": "2026-11-01", "end": "2026-11-30", "by": "key"}
             queries = (*windows, period, {"start": "11/1"})
@@ -115,38 +115,43 @@ def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemake
 
 
 def test_request_that_crashed_its_engine_is_not_retried():
-    assert asyncio.run(answer_and_calls(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
+    assert asyncio.run(answer_and_calls(make_chat_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
-def crash_with_later_request(request, *ends):
-    """Send a request; its first engine crashes while it also runs a request that started later."""
+def crash_with_newer_request(request, *ends):
+    """Send a request whose first engine crashes while it also runs a newer request."""
 
-    async def scene():
+    async def main():
         first = asyncio.create_task(answer_and_calls(request, *ends))
         await asyncio.sleep(0)
         crashes = request.app.state.crashes
-        later = crashes.start(request_id="later", key="bob", account="b", model="m")
-        later.started_at += 1
+        newer = crashes.start(request_id="newer", key="bob", account="b", model="m")
+        newer.started_at += 1
         with pytest.raises(ApiError):
-            await crashes.report(later)
+            await crashes.report(newer)
         return await first
 
-    return asyncio.run(scene())
+    return asyncio.run(main())
 
 
-def test_older_request_is_retried_once():
-    assert crash_with_later_request(a_request(), EngineDeadError(), "answer") == ("answer", 2)
-    assert crash_with_later_request(a_request(), EngineDeadError(), EngineDeadError(), "answer") == (
+def test_request_is_retried_once_if_a_newer_request_ran_in_the_crashed_engine():
+    assert crash_with_newer_request(make_chat_request(), EngineDeadError(), "answer") == ("answer", 2)
+    assert crash_with_newer_request(make_chat_request(), EngineDeadError(), EngineDeadError(), "answer") == (
         "engine_crashed",
         2,
     )
 
 
-def test_request_is_retried_on_live_engines(monkeypatch):
+def test_request_is_retried_up_to_three_times_while_engines_are_unavailable(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
-    dead = EngineUnavailable()
-    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
-    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
+    unavailable = EngineUnavailable()
+    assert asyncio.run(answer_and_calls(make_chat_request(), unavailable, unavailable, unavailable, "answer")) == (
+        "answer",
+        4,
+    )
+    assert asyncio.run(
+        answer_and_calls(make_chat_request(), unavailable, unavailable, unavailable, unavailable, "answer")
+    ) == ("overloaded", 4)
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
@@ -160,7 +165,7 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         return await anext(stream_parts(parts, USAGE_RECORDER.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
-    chat_request = a_request(record_usage=reports.append)
+    chat_request = make_chat_request(record_usage=reports.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), chat_request))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert reports == [{"usage": {"completion_tokens": 2}}]
@@ -169,11 +174,11 @@ def test_whole_answer_passes_unparsed(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
-def test_other_errors_are_not_retried(error, code):
-    assert asyncio.run(answer_and_calls(a_request(), error, "answer")) == (code, 1)
+def test_overload_and_internal_errors_are_not_retried(error, code):
+    assert asyncio.run(answer_and_calls(make_chat_request(), error, "answer")) == (code, 1)
 
 
-def test_batches_use_current_keys(monkeypatch, tmp_path):
+def test_batches_use_the_current_limits_of_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **options: options["current_key"])
     (_, alice), (_, revoked) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))

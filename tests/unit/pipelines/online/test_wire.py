@@ -5,13 +5,13 @@ import pytest
 from pipelines.online.errors import ApiError
 from pipelines.online.wire import Context, encoded, error_event, error_response, events, header, with_headers
 
-ALL = Context(
+FULL_CONTEXT = Context(
     request_id="r", key="alice", account="alice 1.5", num_choices=3, cap_tokens=7, shown_usage="each",
     first_asked_at=0.5,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("context", [ALL, Context(request_id="r", key="local")])
+@pytest.mark.parametrize("context", [FULL_CONTEXT, Context(request_id="r", key="local")])
 def test_context_round_trip(context):
     assert Context.of(context.headers()) == context
     assert context.headers()["x-request-id"] == "r"  # Ray and vLLM read this header

@@ -32,29 +32,29 @@ from pipelines.training.distributed import (
 )
 
 
-def step(number, train_s=0.5):
+def progress_at(number, train_s=0.5):
     return TrainingProgress(
         step=number, num_steps=9, loss=1.0, accuracy=(), accepted=(), divergence=(), learning_rate=0.1,
         gradient_norm=1.0, num_tokens=1, tokens_per_s=1.0, train_s=train_s,
     )  # fmt: skip
 
 
-def test_steps_are_reported_when_a_resume_truncates_and_extends_the_file(tmp_path):
+def test_each_step_is_reported_once_when_a_resumed_training_truncates_the_file(tmp_path):
     metrics, steps = Metrics(tmp_path), []
     listener = Listener(step=lambda progress: steps.append(progress.step))
-    metrics.append(step(1))
-    with _Follower(tmp_path, listener, RecordedSpend()):
-        metrics.append(step(2))
+    metrics.append(progress_at(1))
+    with _Follower(tmp_path, listener, FakeTrainingSession()):
+        metrics.append(progress_at(2))
     assert steps == [2]
 
-    with _Follower(tmp_path, listener, RecordedSpend()):
+    with _Follower(tmp_path, listener, FakeTrainingSession()):
         metrics.truncate(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
-            metrics.append(step(number, train_s))
+            metrics.append(progress_at(number, train_s))
     assert steps == [2, 3, 4]
 
 
-class RecordedSpend:
+class FakeTrainingSession:
     """A training session that records whether its work was saved or lost."""
 
     def __init__(self):
@@ -65,16 +65,16 @@ class RecordedSpend:
         pass
 
 
-def test_work_is_counted_with_checkpoints_and_lost_with_truncated_steps(tmp_path):
-    metrics, spent = Metrics(tmp_path), RecordedSpend()
-    with _Follower(tmp_path, Listener(), spent):
-        metrics.append(step(1))
-    assert spent.records == []
-    with _Follower(tmp_path, Listener(), spent):
+def test_checkpoint_saves_work_and_truncation_loses_it(tmp_path):
+    metrics, spending = Metrics(tmp_path), FakeTrainingSession()
+    with _Follower(tmp_path, Listener(), spending):
+        metrics.append(progress_at(1))
+    assert spending.records == []
+    with _Follower(tmp_path, Listener(), spending):
         (tmp_path / "checkpoint.pt").touch()
-    with _Follower(tmp_path, Listener(), spent):
+    with _Follower(tmp_path, Listener(), spending):
         metrics.truncate(0)
-    assert spent.records == ["saved", "lost"]
+    assert spending.records == ["saved", "lost"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def node(monkeypatch):
 
 
 class WorkerGroupError(Exception):
-    """Like ray.train's: the tracebacks of workers by rank."""
+    """A fake of ray.train's exception, with the errors of workers by rank."""
 
     def __init__(self, failures):
         super().__init__("Training failed due to worker errors")
@@ -103,23 +103,23 @@ def test_ray_errors_are_reported_by_their_last_line():
 
 @pytest.mark.parametrize("receiver", ["main thread", "trainer"])
 def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver):
-    ended, abandoned = threading.Event(), []
+    may_end, abandoned = threading.Event(), []
     monkeypatch.setattr(distributed, "abandon", lambda: abandoned.append(True))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.get_ident()
 
     def fit():
         assert threading.get_ident() != main
-        time.sleep(0.5)  # by now, the main thread is waiting
+        time.sleep(0.5)  # until the main thread is waiting
         signal.pthread_kill(main if receiver == "main thread" else threading.get_ident(), signal.SIGINT)
-        ended.wait()
+        may_end.wait()
 
     try:
         with pytest.raises(KeyboardInterrupt):
             _outside_the_main_thread(fit)
     finally:
-        ended.set()
-        signal.signal(signal.SIGINT, before)
+        may_end.set()
+        signal.signal(signal.SIGINT, previous_handler)
     assert abandoned == [True]
 
 
@@ -127,13 +127,13 @@ def test_ray_train_still_intercepts_interrupts():
     """If this fails, Ray Train restores the SIGINT handler, and `_outside_the_main_thread` is obsolete."""
     from ray.train.torch import TorchTrainer
 
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
     try:
         TorchTrainer(lambda: None)._register_sigint_handler(None)
-        assert signal.getsignal(signal.SIGINT) is not before
+        assert signal.getsignal(signal.SIGINT) is not previous_handler
         assert "signal.SIG" not in inspect.getsource(TorchTrainer.fit)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def test_trainer_errors_reach_the_caller(monkeypatch):
@@ -146,7 +146,7 @@ def test_trainer_errors_reach_the_caller(monkeypatch):
         _outside_the_main_thread(fit)
 
 
-def training(write_jsonl, **values):
+def make_config(write_jsonl, **values):
     rows = [{"id": f"row-{i}", "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
     small = {
         "prompts": write_jsonl(rows), "responses": "given", "num_layers": 1, "num_depths": 3, "draft_vocab_size": 40,
@@ -156,7 +156,7 @@ def training(write_jsonl, **values):
 
 
 @pytest.fixture
-def worker_elsewhere(monkeypatch, tmp_path):
+def worker_in_another_folder(monkeypatch, tmp_path):
     """Replace Ray Train with one worker in this process with another working directory."""
 
     class Trainer:
@@ -165,12 +165,12 @@ def worker_elsewhere(monkeypatch, tmp_path):
 
         def fit(self):
             (tmp_path / "elsewhere").mkdir()
-            before = Path.cwd()
+            previous_folder = Path.cwd()
             os.chdir(tmp_path / "elsewhere")
             try:
                 return SimpleNamespace(return_value=self.work(self.config))
             finally:
-                os.chdir(before)
+                os.chdir(previous_folder)
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
@@ -179,60 +179,61 @@ def worker_elsewhere(monkeypatch, tmp_path):
 
 
 def test_workers_resume_a_training_with_relative_paths(
-    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
+    worker_in_another_folder, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(chat_target, "tiny")
-    config = training(write_jsonl, model="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
+    config = make_config(write_jsonl, model="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
-    started = train_head(second, Listener())
+    interrupted = train_head(second, Listener())
     resumed = train_on_workers(second.model_copy(update={"workers": 2, "time_budget_s": None}), Listener())
-    assert (started["finished"], resumed["finished"]) == (False, True)
+    assert (interrupted["finished"], resumed["finished"]) == (False, True)
     assert not list((tmp_path / "elsewhere").iterdir())
     assert "2 workers with a CPU each" in Path("second/head/README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("requested", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
+    ("requested", "num_gpus", "device"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")],
 )
 def test_cluster_hardware_determines_the_training_device(
-    chat_target, write_jsonl, tmp_path, monkeypatch, requested, gpus, device
+    chat_target, write_jsonl, tmp_path, monkeypatch, requested, num_gpus, device
 ):
-    seen = []
+    devices = []
 
     class Trainer:
         def __init__(self, _work, *, train_loop_config, scaling_config, run_config):
-            seen.append((train_loop_config["settings"]["device"], scaling_config.use_gpu))
+            devices.append((train_loop_config["settings"]["device"], scaling_config.use_gpu))
 
         def fit(self):
             raise RuntimeError("no training in this test")
 
     def extract_on_this_machine(job, progress, *, device, **_):
-        seen.append(device)
+        devices.append(device)
         extract_here(job, progress)
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(num_gpus)})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_on_this_machine)
-    config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
+    config = make_config(write_jsonl, model=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
     with pytest.raises(PeagleError, match="the workers failed: no training in this test"):
         train_on_workers(config, Listener())
-    assert seen == [device, (device, device == "cuda")]
+    assert devices == [device, (device, device == "cuda")]
 
 
-def test_gpus_missing_in_the_cluster_are_refused(worker_elsewhere, write_jsonl, tmp_path):
-    config = training(write_jsonl, output=tmp_path / "out", device="cuda", workers=2)
+def test_gpus_missing_in_the_cluster_are_refused(worker_in_another_folder, write_jsonl, tmp_path):
+    config = make_config(write_jsonl, output=tmp_path / "out", device="cuda", workers=2)
     with pytest.raises(CapacityError, match="2 workers need a GPU each; the cluster has 0\n  use --device cpu"):
         train_on_workers(config, Listener())
 
 
 def test_workers_with_non_finite_loss_are_not_restarted(
-    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
+    worker_in_another_folder, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
-    config = training(write_jsonl, model=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
+    config = make_config(write_jsonl, model=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
     train_head(config, Listener())
     no_loss = BatchLoss.zeros(config.num_depths, "cpu")
     no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))

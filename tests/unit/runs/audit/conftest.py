@@ -1,4 +1,4 @@
-"""Runs of the fake engine, generated without Ray."""
+"""Runs of the fake engine without Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ SESSION = engine_session("engine", busy_s=9.0)
 
 
 class FakeRun:
-    """A run of the fake engine whose units the test generates."""
+    """A run of the fake engine. Tests choose which units are generated."""
 
     def __init__(self, config):
         self.plan = make_plan(config)
@@ -32,12 +32,12 @@ class FakeRun:
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 
     def generate(self, *units, refusing=()):
-        """Generate and commit units, by default all units of the plan. The engine refuses the rows `refusing`."""
+        """Generate and commit these units, or all units of the plan. The rows with the ids `refusing` are refused."""
         plan = self.run.plan()
         for unit in plan.units if not units else [unit for unit in plan.remaining_units(()) if unit.unit in units]:
             self._commit(unit, refusing)
-        generated = sum(usage.num_output_tokens for usage in self.run.usages())
-        self.run.write_session(replace(SESSION, num_output_tokens=generated))
+        num_output_tokens = sum(usage.num_output_tokens for usage in self.run.usages())
+        self.run.write_session(replace(SESSION, num_output_tokens=num_output_tokens))
         return self.run
 
     def _commit(self, unit, refusing):
@@ -46,13 +46,13 @@ class FakeRun:
             if unit.row_id(index) in refusing:
                 prepared.refuse(index, RowError(reason="refused", message="no"))
         generations = asyncio.run(self._generations(prepared))
-        drafts = [g.speculation for g in generations.values() if g.speculation]
+        drafts = [generation.speculation for generation in generations.values() if generation.speculation]
         usage = unit_usage(
             "engine",
             num_rows=len(generations),
             num_failed_rows=len(prepared.dead_letters),
-            num_prompt_tokens=sum(g.num_prompt_tokens for g in generations.values()),
-            num_output_tokens=sum(g.num_output_tokens for g in generations.values()),
+            num_prompt_tokens=sum(generation.num_prompt_tokens for generation in generations.values()),
+            num_output_tokens=sum(generation.num_output_tokens for generation in generations.values()),
             speculation=sum(drafts, start=SpeculationStats.empty()),
         )
         table = prepared.output(generations, self.resolved.model.name, self.resolved.drafter.name)
@@ -81,6 +81,6 @@ def start_run(write_jsonl, tmp_path):
 
 
 @pytest.fixture
-def finished(start_run):
+def finished_run(start_run):
     """A finished run of four units."""
     return start_run().generate()

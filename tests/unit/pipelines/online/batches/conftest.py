@@ -27,12 +27,12 @@ def make_key():
 
 
 @pytest.fixture
-def make_order(make_key, clock):
-    numbers = count()
+def make_batch_request(make_key, clock):
+    next_number = count()
 
     def make(input_file_id="file-x", *, key=None, **changes):
         return BatchRequest(
-            id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT_URL, input_file_id=input_file_id,
+            id=f"batch_{next(next_number):028x}", key=key or make_key(), endpoint=CHAT_URL, input_file_id=input_file_id,
             completion_window="24h", created_at=clock.now, expires_at=clock.now + WINDOW_S, **changes,
         )  # fmt: skip
 
@@ -49,7 +49,9 @@ def store(tmp_path, clock):
 
 @pytest.fixture
 def upload(clock):
-    def put(store, data=b"{}\n", *, owner="alice", **changes):
+    """Return a function that stores a file, without an HTTP request."""
+
+    def upload(store, data=b"{}\n", *, owner="alice", **changes):
         file_id = new_id(FILE_PREFIX)
         with store.writer(file_id) as (at, target):
             target.write(data)
@@ -60,7 +62,7 @@ def upload(clock):
         store.add_file(stored)
         return stored
 
-    return put
+    return upload
 
 
 @pytest.fixture
@@ -77,8 +79,8 @@ def settings(tmp_path, store):
     )
 
 
-class Handle:
-    """A handle of work (a check, run or collection) that ends once a test sets `answer` to its result or error."""
+class FakeHandle:
+    """A handle of a check, run or collection, which ends once a test sets `answer` to its result or error."""
 
     def __init__(self, kind, *arguments):
         self.kind, self.arguments = kind, arguments
@@ -105,11 +107,11 @@ class Handle:
         self.is_killed = True
 
 
-class Runner:
-    """A batch runner that starts nothing and records each call in `works`."""
+class FakeRunner:
+    """A batch runner that starts nothing and records each call in `handles`."""
 
     def __init__(self):
-        self.works = []
+        self.handles = []
 
     def check(self, path, rules):
         return self._begin("check", path, rules)
@@ -121,18 +123,18 @@ class Runner:
         return self._begin("collect", task, reason)
 
     def _begin(self, kind, *arguments):
-        self.works.append(Handle(kind, *arguments))
-        return self.works[-1]
+        self.handles.append(FakeHandle(kind, *arguments))
+        return self.handles[-1]
 
 
 @pytest.fixture
 def runner():
-    return Runner()
+    return FakeRunner()
 
 
 @pytest.fixture
 def make_session():
-    """Return a function that makes sessions of an engine that loaded for 30 s and costs a cent per second."""
+    """Return a function that makes sessions of an engine that took 30 s to load and costs one cent per second."""
 
     def make(**changes):
         session = engine_session(

@@ -32,25 +32,25 @@ def creator(store):
 
 @pytest.fixture
 def body(store, upload):
-    return batch_request(upload(store).id)
+    return new_batch(upload(store).id)
 
 
-def batch_request(file_id, **changes):
+def new_batch(file_id, **changes):
     return NewBatch(input_file_id=file_id, endpoint=CHAT_URL, completion_window="24h", **changes)
 
 
 def refusal(function, *arguments):
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         function(*arguments)
-    return refused.value.status, refused.value.code
+    return error.value.status, error.value.code
 
 
 def test_idempotency_key_creates_one_batch_even_after_a_restart(store, creator, body, make_key, clock):
     first = creator.create_now(body, make_key(), "x")
     clock.now += 5
-    later = make_creator(BatchStore(store.root, now=clock, monotonic=clock))
+    restarted = make_creator(BatchStore(store.root, now=clock, monotonic=clock))
     assert (
-        later.create_now(body, make_key(), "x").request
+        restarted.create_now(body, make_key(), "x").request
         == creator.create_now(body, make_key(), "x").request
         == first.request
     )
@@ -69,12 +69,12 @@ def test_concurrent_requests_with_an_idempotency_key_create_one_batch(store, bod
 
 def test_idempotency_keys_are_separate_per_api_key(store, creator, body, upload, make_key):
     batch_of_alice = creator.create_now(body, make_key("alice"), "x")
-    batch_of_bob = creator.create_now(batch_request(upload(store, owner="bob").id), make_key("bob"), "x")
+    batch_of_bob = creator.create_now(new_batch(upload(store, owner="bob").id), make_key("bob"), "x")
     assert batch_of_alice.id != batch_of_bob.id
 
 
-def test_crash_before_the_batch_is_stored_loses_nothing(store, creator, body, make_key, monkeypatch):
-    monkeypatch.setattr(store, "add_batch", lambda order: exec("raise KeyboardInterrupt"))
+def test_creation_can_be_repeated_after_a_crash(store, creator, body, make_key, monkeypatch):
+    monkeypatch.setattr(store, "add_batch", lambda request: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         creator.create_now(body, make_key(), "x")
     monkeypatch.undo()
@@ -83,9 +83,9 @@ def test_crash_before_the_batch_is_stored_loses_nothing(store, creator, body, ma
     assert [item.id for item in store.batches("alice")] == [batch.id]
 
 
-@pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])
-def test_invalid_idempotency_key_is_refused(creator, body, make_key, name):
-    assert refusal(creator.create_now, body, make_key(), name) == (400, "invalid_value")
+@pytest.mark.parametrize("idempotency_key", ["", "x" * 256, "a\tb"])
+def test_invalid_idempotency_key_is_refused(creator, body, make_key, idempotency_key):
+    assert refusal(creator.create_now, body, make_key(), idempotency_key) == (400, "invalid_value")
 
 
 def test_idempotency_key_expires_after_a_day(store, creator, body, make_key, clock):
@@ -100,8 +100,8 @@ def test_idempotency_key_expires_after_a_day(store, creator, body, make_key, clo
 
 def test_unfinished_batches_per_key_are_limited(store, creator, body, make_key):
     created = [creator.create_now(body, make_key(), None) for _ in range(3)]
-    for name in (None, "x"):
-        assert refusal(creator.create_now, body, make_key(), name) == (429, "rate_limit_exceeded")
+    for idempotency_key in (None, "x"):
+        assert refusal(creator.create_now, body, make_key(), idempotency_key) == (429, "rate_limit_exceeded")
     store.save(created[0].id, BatchProgress(status="cancelled"))
     creator.create_now(body, make_key(), None)
     assert refusal(creator.create_now, body, make_key(), None) == (429, "rate_limit_exceeded")
@@ -115,14 +115,14 @@ def test_old_batches_without_files_make_room_for_new_ones(store, creator, body, 
         store.save(created[-1], BatchProgress(status="cancelled"))
         clock.now += 1
     assert refusal(creator.create_now, body, make_key(), None) == (413, "storage_quota_exceeded")
-    clock.now += 3 * DAY_S
+    clock.now += 3 * DAY_S  # batches without files are kept for at least two days
     creator.create_now(body, make_key(), None)
     assert store.batch(created[0], "alice") is None
     assert [batch.id for batch in store.batches("alice")][1:] == created[:0:-1]
 
 
-def test_batch_with_files_is_kept(store, creator, body, make_key, make_order, clock):
-    batch = store.add_batch(make_order(input_file_id=body.input_file_id))
+def test_batch_with_files_is_kept(store, creator, body, make_key, make_batch_request, clock):
+    batch = store.add_batch(make_batch_request(input_file_id=body.input_file_id))
     ids = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
     store.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))
     clock.now += 3 * DAY_S

@@ -29,11 +29,11 @@ class Source(io.BytesIO):
 
 
 class Client:
-    """A client that stops reading after `num_messages` messages and disconnects once `leaves` is set."""
+    """A client that stops reading after `num_messages` messages, and disconnects once `has_left` is set."""
 
     def __init__(self, num_messages=None):
         self.num_messages, self.messages = num_messages, []
-        self.leaves = asyncio.Event()
+        self.has_left = asyncio.Event()
         self._has_sent_request = False
 
     @property
@@ -46,14 +46,14 @@ class Client:
 
     async def send(self, message):
         if self.num_messages is not None and len(self.messages) == self.num_messages:
-            await self.leaves.wait()
+            await self.has_left.wait()
         self.messages.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.leaves.set()  # ASGI servers report a disconnect after the response
+            self.has_left.set()  # ASGI servers report a disconnect after the response
 
     async def receive(self):
         if self._has_sent_request:
-            await self.leaves.wait()
+            await self.has_left.wait()
             return {"type": "http.disconnect"}
         self._has_sent_request = True
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -71,7 +71,7 @@ def transfers():
 
 
 def serve(download):
-    """Imitate Serve: the application's `send` never waits for the client."""
+    """Imitate Ray Serve, in which the application's `send` never waits for the client."""
 
     async def serve(scope, receive, send):
         queue = asyncio.Queue()
@@ -90,7 +90,7 @@ def serve(download):
     return serve
 
 
-async def settle():
+async def wait_until_idle():
     for _ in range(50):
         await asyncio.sleep(0.005)
 
@@ -99,11 +99,11 @@ async def test_unread_download_is_limited_to_the_window(transfers):
     source, client = Source(), Client(num_messages=2)
     download = Download(file_of(), lambda: source, {}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
-    await settle()
+    await wait_until_idle()
     assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
     with transfers.hold("alice", WINDOW_BYTES):  # only the window is reserved
         pass
-    client.leaves.set()
+    client.has_left.set()
     await task
     assert source.closed
     with transfers.hold("alice", 2 * WINDOW_BYTES):
@@ -129,14 +129,14 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
         )
         for owner, client in zip(owners, clients, strict=True)
     ]
-    await settle()
+    await wait_until_idle()
     for owner, status in (("alice", 429), ("carol", 503)):
         small = Download(file_of(DATA[:10], owner), Source, {}, transfers)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as error:
             await small(SCOPE, Client().receive, Client().send)
-        assert (refused.value.status, refused.value.retry_after_s > 0) == (status, True)
+        assert (error.value.status, error.value.retry_after_s > 0) == (status, True)
     for client in clients:
-        client.leaves.set()
+        client.has_left.set()
     await asyncio.gather(*tasks)
     with transfers.hold("carol", 2 * WINDOW_BYTES):
         pass
@@ -147,17 +147,17 @@ async def test_without_acks_the_whole_download_is_reserved(transfers):
     data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
     download = Download(file_of(data), lambda: Source(data), {}, transfers)
     task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
-    await settle()
+    await wait_until_idle()
     with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
         transfers.hold("alice", 1).__enter__()
-    client.leaves.set()
+    client.has_left.set()
     await task
     assert client.body == data
     with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         await Download(file_of(), Source, {}, transfers)(SCOPE, Client().receive, Client().send)
-    assert (refused.value.status, refused.value.code) == (400, "range_needed")
+    assert (error.value.status, error.value.code) == (400, "range_needed")
     range_client = Client()
     await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, transfers))(
         SCOPE, range_client.receive, range_client.send
@@ -167,11 +167,11 @@ async def test_without_acks_the_whole_download_is_reserved(transfers):
 
 
 async def test_clients_cannot_forge_acks(transfers):
-    """An acknowledgement is a key of an ASGI message. A client cannot set it, because it only sends bytes."""
+    """An acknowledgement is a field of an ASGI message. Clients cannot set that field, because they only send bytes."""
 
     class ForgingClient(Client):
         async def receive(self):
-            if self.leaves.is_set():
+            if self.has_left.is_set():
                 return {"type": "http.disconnect"}
             await asyncio.sleep(0)
             return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
@@ -179,9 +179,9 @@ async def test_clients_cannot_forge_acks(transfers):
     source, client = Source(), ForgingClient(num_messages=2)
     download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
-    await settle()
+    await wait_until_idle()
     assert source.num_read <= len(client.body) + WINDOW_BYTES
-    client.leaves.set()
+    client.has_left.set()
     await task
 
 
@@ -200,15 +200,15 @@ async def test_clients_cannot_forge_acks(transfers):
         ("bytes=" + "9" * 5000 + "-", 0, 100),
     ],
 )
-def test_range_is_one_span_or_the_whole_file(header, first, end):
+def test_range_header_is_one_span_or_ignored(header, first, end):
     assert span_of(header, 100) == range(first, end)
 
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0"])
 def test_range_outside_the_file_is_416(header):
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as error:
         span_of(header, 100)
-    assert refused.value.status == 416
+    assert error.value.status == 416
 
 
 @pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])

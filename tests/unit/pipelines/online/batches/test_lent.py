@@ -24,22 +24,22 @@ RETURNED = BorrowedReply(state="returned", engine_s=0.5)
 
 
 class ActorDiedError(Exception):
-    """An exception with the name of Ray's."""
+    """A fake of Ray's exception, which is recognised by its name."""
 
 
 class BackPressureError(Exception):
-    """An exception with the name of Serve's."""
+    """A fake of Ray Serve's exception, which is recognised by its name."""
 
 
-class Endpoint:
+class FakeEndpoint:
     """An endpoint with scripted replies to each call. An exception is raised; None blocks forever."""
 
-    def __init__(self, *calls):
-        self._calls, self.requests, self.num_cancelled = list(calls), [], 0
+    def __init__(self, *replies_by_call):
+        self._replies_by_call, self.requests, self.num_cancelled = list(replies_by_call), [], 0
 
     def __call__(self, row):
         self.requests.append(row)
-        return _Call(self, self._calls.pop(0))
+        return _Call(self, self._replies_by_call.pop(0))
 
 
 class _Call:
@@ -59,7 +59,7 @@ class _Call:
 
 
 @pytest.fixture(autouse=True)
-def skip_waiting(monkeypatch):
+def no_retry_delay(monkeypatch):
     monkeypatch.setattr(lent, "_RETRY_S", 0.0)
 
 
@@ -75,7 +75,7 @@ def generate(endpoint):
 
 
 def test_row_is_retried_until_an_engine_finishes_it():
-    endpoint = Endpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
+    endpoint = FakeEndpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
     assert generate(endpoint) == (ANSWER, 2.5)
     assert [row.context.request_id for row in endpoint.requests] == [
         f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)
@@ -87,7 +87,7 @@ def test_row_is_retried_until_an_engine_finishes_it():
 
 
 @pytest.mark.parametrize(
-    ("reply", "raised"),
+    ("reply", "error_type"),
     [
         (BorrowedReply(state="refused", reason="refused", message="too long"), RequestRefused),
         (BorrowedReply(state="refused", reason=FAILED, message="a fault"), RequestFailed),
@@ -96,14 +96,14 @@ def test_row_is_retried_until_an_engine_finishes_it():
         (EngineError("dead"), EngineError),
     ],
 )
-def test_lent_engine_raises_the_errors_of_an_engine(reply, raised):
-    with pytest.raises(raised) as seen:
-        generate(Endpoint([TAKEN, reply]))
-    assert type(seen.value) is raised
+def test_lent_engine_raises_the_same_errors_as_an_engine(reply, error_type):
+    with pytest.raises(error_type) as error:
+        generate(FakeEndpoint([TAKEN, reply]))
+    assert type(error.value) is error_type
 
 
 def test_only_one_row_at_a_time_waits_for_a_slot():
-    endpoint = Endpoint([FULL], [FULL], [TAKEN, TAKEN, DONE], [TAKEN, DONE])
+    endpoint = FakeEndpoint([FULL], [FULL], [TAKEN, TAKEN, DONE], [TAKEN, DONE])
     engine, _ = engine_of(endpoint)
 
     async def both():
@@ -111,12 +111,12 @@ def test_only_one_row_at_a_time_waits_for_a_slot():
 
     assert asyncio.run(both()) == [ANSWER, ANSWER]
     assert [row.prompt_token_ids for row in endpoint.requests] == [[1], [1], [1], [2]]
-    assert engine.signs_of_life() == 7
+    assert engine.signs_of_life() == 7  # one per reply
 
 
 @pytest.mark.parametrize("replies", [[None], [TAKEN, None]])
 def test_cancelling_a_row_cancels_its_request(replies):
-    endpoint = Endpoint(replies)
+    endpoint = FakeEndpoint(replies)
     engine, _ = engine_of(endpoint)
 
     async def cancel():

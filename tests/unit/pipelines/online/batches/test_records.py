@@ -8,20 +8,20 @@ from pipelines.online.batches.routes import list_object
 from pipelines.online.errors import ApiError
 
 
-def test_batch_object_is_valid_for_openai(make_order):
-    order = BatchRequest.from_dict(json.loads(json.dumps(make_order(metadata={"a": "b"}).to_dict())))
+def test_batch_object_is_valid_for_openai(make_batch_request):
+    request = BatchRequest.from_dict(json.loads(json.dumps(make_batch_request(metadata={"a": "b"}).to_dict())))
     errors = ({"code": "c", "message": "m", "param": None, "line": 1},)
     for status in ("validating", "in_progress", "finalizing", *FINAL):
         progress = BatchProgress(status=status, num_requests=2, in_progress_at=101.5, errors=errors)
-        batch = Batch(request=order, progress=BatchProgress.from_dict(json.loads(json.dumps(progress.to_dict()))))
-        read = openai.types.Batch.model_validate(batch.to_api_object(), strict=True)
-        assert (read.status, read.in_progress_at, read.errors.data[0].line) == (status, 101, 1)
-        assert read.expires_at - read.created_at == 86400
+        batch = Batch(request=request, progress=BatchProgress.from_dict(json.loads(json.dumps(progress.to_dict()))))
+        openai_batch = openai.types.Batch.model_validate(batch.to_api_object(), strict=True)
+        assert (openai_batch.status, openai_batch.in_progress_at, openai_batch.errors.data[0].line) == (status, 101, 1)
+        assert openai_batch.expires_at - openai_batch.created_at == 86400
 
 
-def test_only_unfinished_batches_are_cancelling(make_order):
+def test_only_unfinished_batches_are_shown_as_cancelling(make_batch_request):
     for status in ("validating", "in_progress", "finalizing", *FINAL):
-        batch = Batch(request=make_order(), progress=BatchProgress(status=status), cancelling_at=100.0)
+        batch = Batch(request=make_batch_request(), progress=BatchProgress(status=status), cancelling_at=100.0)
         assert batch.to_api_object()["status"] == (status if status in FINAL else "cancelling")
 
 
@@ -29,31 +29,31 @@ def test_file_object_is_valid_for_openai():
     stored = StoredFile(
         id="file-1", owner="a", filename="x", purpose="batch", num_bytes=3, created_at=1.5, at="files/x", expires_at=9.0
     )
-    read = openai.types.FileObject.model_validate(stored.to_api_object(), strict=True)
-    assert (read.bytes, read.created_at, read.expires_at) == (3, 1, 9)
-    assert "a" not in stored.to_api_object().values()
+    openai_file = openai.types.FileObject.model_validate(stored.to_api_object(), strict=True)
+    assert (openai_file.bytes, openai_file.created_at, openai_file.expires_at) == (3, 1, 9)
+    assert stored.owner not in stored.to_api_object().values()
 
 
 @pytest.fixture
-def items(make_order):
-    return [Batch(request=make_order(), progress=BatchProgress()) for _ in range(5)]
+def batches(make_batch_request):
+    return [Batch(request=make_batch_request(), progress=BatchProgress()) for _ in range(5)]
 
 
-def test_pages_cover_the_list(items):
+def test_pages_cover_the_list(batches):
     result, after = [], None
     while True:
-        shown = list_object(items, after=after, limit=2)
-        result += [entry["id"] for entry in shown["data"]]
-        after = shown["last_id"]
-        if not shown["has_more"]:
+        page = list_object(batches, after=after, limit=2)
+        result += [entry["id"] for entry in page["data"]]
+        after = page["last_id"]
+        if not page["has_more"]:
             break
-    assert result == [item.id for item in items]
+    assert result == [batch.id for batch in batches]
     assert list_object([], after=None, limit=2) == {
         "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
     }  # fmt: skip
 
 
-def test_page_after_an_unknown_id_is_refused(items):
-    with pytest.raises(ApiError) as caught:
-        list_object(items, after="batch_0", limit=2)
-    assert (caught.value.status, caught.value.param) == (400, "after")
+def test_page_after_an_unknown_id_is_refused(batches):
+    with pytest.raises(ApiError) as error:
+        list_object(batches, after="batch_0", limit=2)
+    assert (error.value.status, error.value.param) == (400, "after")

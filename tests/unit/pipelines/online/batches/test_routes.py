@@ -41,8 +41,8 @@ def routes(settings, runner):
 
 
 @pytest.fixture
-def ask(routes, keys, tmp_path, settings):
-    """Return a function that sends requests one after the other. A request is a function that takes the client."""
+def send(routes, keys, tmp_path, settings):
+    """Return a function that sends requests one after the other. Each is a function that takes the HTTP client."""
     app = guarded_app()
     install_error_handlers(app)
     models = (ServedModel(name="m", max_model_len=1000),)
@@ -87,24 +87,24 @@ def error_of(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def order_of(file_id, **changes):
+def batch_body(file_id, **changes):
     return {"input_file_id": file_id, "endpoint": CHAT_URL, "completion_window": "24h", **changes}
 
 
-def test_upload_can_be_read_listed_and_deleted(ask):
-    uploaded = ask(
+def test_upload_can_be_read_listed_and_deleted(send):
+    uploaded = send(
         post_file(b"x" * 4000, {**PURPOSE, "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})
     ).json()
     assert (uploaded["bytes"], uploaded["filename"], uploaded["purpose"]) == (4000, "in.jsonl", "batch")
     assert uploaded["expires_at"] == uploaded["created_at"] + 3600
     path = f"/files/{uploaded['id']}"
-    first, content, listed, empty = ask(
+    first, content, listed, empty = send(
         get(path), get(path + "/content"), get("/files"), get("/files?purpose=batch_output")
     )
     assert first.json() == listed.json()["data"][0] == uploaded
     assert content.content == b"x" * 4000
     assert empty.json()["data"] == []
-    deleted, missing = ask(lambda client: client.delete(path), get(path))
+    deleted, missing = send(lambda client: client.delete(path), get(path))
     assert deleted.json() == {"id": uploaded["id"], "object": "file", "deleted": True}
     assert error_of(missing) == (404, "file_not_found")
 
@@ -127,43 +127,43 @@ def test_upload_can_be_read_listed_and_deleted(ask):
         (get("/batches?limit=101"), (400, "invalid_value")),
         (get("/batches/x"), (404, "batch_not_found")),
         (lambda client: client.post("/batches/x/cancel"), (404, "batch_not_found")),
-        (post_batch(**order_of("file-x")), (400, "invalid_input_file")),
-        (post_batch(**order_of("file-x", completion_window="1h")), (400, "invalid_value")),
-        (post_batch(**order_of("file-x", endpoint="/v1/embeddings")), (400, "invalid_value")),
-        (post_batch(**order_of("file-x", metadata={"a": "x" * 513})), (400, "invalid_value")),
-        (post_batch(**order_of("file-x", metadata={str(n): "" for n in range(17)})), (400, "invalid_value")),
-        (post_batch(**order_of("file-x", unknown=1)), (422, "invalid_type")),
-        (post_batch(**order_of("x" * 2000)), (413, "body_too_large")),
+        (post_batch(**batch_body("file-x")), (400, "invalid_input_file")),
+        (post_batch(**batch_body("file-x", completion_window="1h")), (400, "invalid_value")),
+        (post_batch(**batch_body("file-x", endpoint="/v1/embeddings")), (400, "invalid_value")),
+        (post_batch(**batch_body("file-x", metadata={"a": "x" * 513})), (400, "invalid_value")),
+        (post_batch(**batch_body("file-x", metadata={str(n): "" for n in range(17)})), (400, "invalid_value")),
+        (post_batch(**batch_body("file-x", unknown=1)), (422, "invalid_type")),
+        (post_batch(**batch_body("x" * 2000)), (413, "body_too_large")),
     ],
 )  # fmt: skip
-def test_invalid_request_is_an_openai_error(ask, request_, expected):
-    assert error_of(ask(request_)) == expected
+def test_invalid_request_is_an_openai_error(send, request_, expected):
+    assert error_of(send(request_)) == expected
 
 
-def test_batch_can_be_listed_and_cancelled_once(ask, routes):
-    file_id = ask(post_file()).json()["id"]
-    first, second = (ask(post_batch(**order_of(file_id, metadata={"n": n}))).json() for n in "12")
+def test_batch_can_be_listed_and_cancelled_once(send, routes):
+    file_id = send(post_file()).json()["id"]
+    first, second = (send(post_batch(**batch_body(file_id, metadata={"n": n}))).json() for n in "12")
     assert first["status"] == "validating"
-    listed = ask(get("/batches?limit=1")).json()
+    listed = send(get("/batches?limit=1")).json()
     assert (listed["data"][0]["id"], listed["has_more"]) == (second["id"], True)
-    assert ask(get(f"/batches?limit=1&after={second['id']}")).json()["data"][0]["metadata"] == {"n": "1"}
+    assert send(get(f"/batches?limit=1&after={second['id']}")).json()["data"][0]["metadata"] == {"n": "1"}
     cancel = f"/batches/{first['id']}/cancel"
-    assert ask(lambda client: client.post(cancel)).json()["status"] in ("cancelling", "cancelled")
+    assert send(lambda client: client.post(cancel)).json()["status"] in ("cancelling", "cancelled")
     store = routes.batches.store
     routes.batches.close()
     store.save(first["id"], BatchProgress(status="cancelled"))
-    assert error_of(ask(lambda client: client.post(cancel))) == (400, "batch_ended")
-    assert error_of(ask(lambda client: client.delete(f"/files/{file_id}"))) == (400, "file_in_use")
+    assert error_of(send(lambda client: client.post(cancel))) == (400, "batch_ended")
+    assert error_of(send(lambda client: client.delete(f"/files/{file_id}"))) == (400, "file_in_use")
 
 
 @pytest.mark.parametrize("presigns", [True, False])
-def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, ask, presigns):
+def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, send, presigns):
     routes.batches.close()
     routes.batches = Batches(
         replace(settings, folder="s3://bucket/batches", presigns=presigns), runner, spent_usd=lambda key: 0.0
     )
-    file_id = ask(post_file(b"0123456789", name="a b.jsonl")).json()["id"]
-    answer = ask(get(f"/files/{file_id}/content"))
+    file_id = send(post_file(b"0123456789", name="a b.jsonl")).json()["id"]
+    answer = send(get(f"/files/{file_id}/content"))
     if not presigns:
         assert answer.content == b"0123456789"
         return
@@ -174,51 +174,55 @@ def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, 
     from_s3 = httpx.get(url, headers={"range": "bytes=2-4"})
     assert from_s3.content == b"234"
     assert from_s3.headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b.jsonl"
-    stranger = ask(get(f"/files/{file_id}/content"), key="poor")
+    stranger = send(get(f"/files/{file_id}/content"), key="poor")
     assert error_of(stranger) == (404, "file_not_found")
 
 
 @pytest.fixture
-def ask_small(routes, ask):
-    """Send requests to routes with a small file quota."""
+def send_with_small_quota(routes, send):
+    """Return `send` for routes with a small file quota."""
     batches = routes.batches
     batches.quota._limits = KeyQuota(max_stored_mib=1, max_stored_files=4)
-    return ask
+    return send
 
 
-def test_files_per_key_are_limited_including_outputs(ask_small, routes, make_order, clock):
+def test_files_per_key_are_limited_including_outputs(send_with_small_quota, routes, make_batch_request, clock):
     store = routes.batches.store
     routes.batches.close()
-    batch = store.add_batch(make_order())
+    batch = store.add_batch(make_batch_request())
     output_id, _ = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, 1.0)
-    first, *_, last = ask_small(*[post_file()] * 4)
+    first, *_, last = send_with_small_quota(*[post_file()] * 4)
     assert error_of(last) == (413, "storage_quota_exceeded")
     file_id = first.json()["id"]
-    assert ask_small(post_batch(**order_of(file_id))).status_code == 413  # no quota for its output
-    assert ask_small(post_file(), key="slow").status_code == 200  # quotas are per key
-    assert ask_small(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
-    assert ask_small(post_file()).status_code == 200
+    # No quota is left for the output of the batch.
+    assert send_with_small_quota(post_batch(**batch_body(file_id))).status_code == 413
+    assert send_with_small_quota(post_file(), key="slow").status_code == 200  # quotas are per key
+    assert send_with_small_quota(lambda client: client.delete(f"/files/{output_id}")).status_code == 200
+    assert send_with_small_quota(post_file()).status_code == 200
 
 
-def test_concurrent_uploads_per_key_are_limited(ask, routes):
+def test_concurrent_uploads_per_key_are_limited(send, routes):
     transfers = routes.batches.transfers = TransferLimit(
         max_bytes=2 * UPLOAD_WINDOW_BYTES, max_bytes_per_key=UPLOAD_WINDOW_BYTES
     )
     with transfers.hold("alice", 1):
-        refused = ask(post_file())
+        refused = send(post_file())
         assert error_of(refused) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) > 0
-        assert ask(post_file(), key="slow").status_code == 200
-    assert ask(post_file()).status_code == 200
+        assert send(post_file(), key="slow").status_code == 200
+    assert send(post_file()).status_code == 200
 
 
-def test_stored_bytes_per_key_are_limited(ask_small, upload, routes):
+def test_stored_bytes_per_key_are_limited(send_with_small_quota, upload, routes):
     upload(routes.batches.store, b"x" * (MIB - 4000))
-    assert [answer.status_code for answer in ask_small(post_file(b"x" * 3000), post_file(b"x" * 3000))] == [200, 413]
+    assert [answer.status_code for answer in send_with_small_quota(post_file(b"x" * 3000), post_file(b"x" * 3000))] == [
+        200,
+        413,
+    ]
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has_length):
+def test_concurrent_uploads_stay_within_the_quota(send_with_small_quota, upload, routes, has_length):
     """An upload without a Content-Length counts as if it had the maximum size."""
     upload(routes.batches.store, b"x" * (MIB - 5000))
 
@@ -227,7 +231,7 @@ def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has
             await asyncio.sleep(0.05)
             yield piece
 
-    async def send(client):
+    async def post(client):
         form = client.build_request("POST", "/files", data=PURPOSE, files={"file": ("in.jsonl", b"x" * 3000)})
         form.read()
         headers = {"content-type": form.headers["content-type"]}
@@ -236,9 +240,9 @@ def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has
         return await client.post("/files", content=body(form), headers=headers)
 
     async def concurrent(client):
-        return await asyncio.gather(*[send(client) for _ in range(6)])
+        return await asyncio.gather(*[post(client) for _ in range(6)])
 
-    statuses = [answer.status_code for answer in ask_small(concurrent)]
+    statuses = [answer.status_code for answer in send_with_small_quota(concurrent)]
     assert statuses.count(200) <= 1
     assert set(statuses) <= {200, 413}
     assert sum(file.num_bytes for file in routes.batches.store.files("alice")) <= MIB
@@ -255,8 +259,8 @@ def test_concurrent_uploads_stay_within_the_quota(ask_small, upload, routes, has
         ("é.jsonl", "é.jsonl"),
     ],
 )
-def test_file_name_is_sanitised(ask, name, expected):
-    assert ask(post_file(name=name)).json()["filename"] == expected
+def test_file_name_is_sanitised(send, name, expected):
+    assert send(post_file(name=name)).json()["filename"] == expected
 
 
 @pytest.mark.parametrize(
@@ -268,62 +272,62 @@ def test_file_name_is_sanitised(ask, name, expected):
         ("text/plain", (400, "missing_file")),
     ],
 )
-def test_other_content_types_and_charsets_are_refused(ask, content_type, expected):
+def test_other_content_types_and_charsets_are_refused(send, content_type, expected):
     """Other charsets could block the event loop for minutes. Other content types would be buffered completely."""
-    answer = ask(
+    answer = send(
         lambda client: client.post("/files", content=b"purpose=" * 100, headers={"content-type": content_type})
     )
     assert error_of(answer) == expected
 
 
 @pytest.mark.parametrize("fields", [{**PURPOSE, "x": "y" * 2000}, {**PURPOSE, **{str(n): "" for n in range(8)}}])
-def test_form_fields_are_limited(ask, fields):
-    assert ask(post_file(fields=fields)).status_code == 400
+def test_form_fields_are_limited(send, fields):
+    assert send(post_file(fields=fields)).status_code == 400
 
 
 @pytest.mark.parametrize(
     "request_",
     [get("/files?after=" + "x" * 3000), get("/files/" + "x" * 3000), post_file(fields={"purpose": "x" * 900})],
 )
-def test_errors_quote_at_most_a_short_part_of_the_request(ask, request_):
-    answer = ask(request_)
+def test_errors_quote_at_most_a_short_part_of_the_request(send, request_):
+    answer = send(request_)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 400
 
 
-def test_idempotency_key_header_creates_one_batch(ask):
-    file_id = ask(post_file()).json()["id"]
+def test_idempotency_key_header_creates_one_batch(send):
+    file_id = send(post_file()).json()["id"]
 
-    def order(**changes):
-        body = order_of(file_id, **changes)
+    def create(**changes):
+        body = batch_body(file_id, **changes)
         return lambda client: client.post("/batches", json=body, headers={"idempotency-key": "x"})
 
-    first, again, other = ask(order(), order(), order(metadata={"a": "b"}))
+    first, again, other = send(create(), create(), create(metadata={"a": "b"}))
     assert first.json() == again.json()
     assert error_of(other) == (422, "idempotency_key_reused")
-    assert len(ask(get("/batches")).json()["data"]) == 1
+    assert len(send(get("/batches")).json()["data"]) == 1
 
 
-def test_files_and_batches_are_private_to_their_key(ask):
-    file_id = ask(post_file()).json()["id"]
-    batch_id = ask(post_batch(**order_of(file_id))).json()["id"]
-    assert ask(get("/batches"), key="poor").json()["data"] == []
-    assert ask(get("/files"), key="poor").json()["data"] == []
-    for request_ in (get(f"/files/{file_id}"), get(f"/batches/{batch_id}"), post_batch(**order_of(file_id))):
-        assert ask(request_, key="poor").status_code in (400, 404)
+def test_files_and_batches_are_private_to_their_key(send):
+    file_id = send(post_file()).json()["id"]
+    batch_id = send(post_batch(**batch_body(file_id))).json()["id"]
+    assert send(get("/batches"), key="poor").json()["data"] == []
+    assert send(get("/files"), key="poor").json()["data"] == []
+    for request_ in (get(f"/files/{file_id}"), get(f"/batches/{batch_id}"), post_batch(**batch_body(file_id))):
+        assert send(request_, key="poor").status_code in (400, 404)
 
 
-def test_limits_and_budgets_of_keys_apply(ask, settings, make_result):
+def test_limits_and_budgets_of_keys_apply(send, settings, make_result):
     write_batch(settings.ledger, replace(make_result("batch_1").record, key="poor"))
-    assert error_of(ask(post_file(), key="poor")) == (429, "insufficient_quota")
-    assert [answer.status_code for answer in ask(post_file(), post_file(), key="slow")] == [200, 429]
+    assert error_of(send(post_file(), key="poor")) == (429, "insufficient_quota")
+    assert [answer.status_code for answer in send(post_file(), post_file(), key="slow")] == [200, 429]
 
 
-def test_routes_are_404_without_batches(ask, routes):
+def test_routes_are_404_without_batches(send, routes):
     routes.batches.close()
-    service, routes.batches = routes.batches, None
+    batches, routes.batches = routes.batches, None
     try:
-        for request_ in (post_file(), get("/files"), get("/batches"), post_batch(**order_of("x")), get("/batches/x")):
-            assert error_of(ask(request_)) == (404, "batches_off")
+        for request_ in (post_file(), get("/files"), get("/batches"), post_batch(**batch_body("x")), get("/batches/x")):
+            assert error_of(send(request_)) == (404, "batches_off")
     finally:
-        routes.batches = service
+        routes.batches = batches

@@ -11,19 +11,19 @@ from pipelines.online.batches.scheduler import Scheduler, scheduling_order
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import CheckedInput
 from pipelines.online.totals import TokenPrice, totals_of
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
 @pytest.fixture
-def spent():
+def spent_usd():
     return {"alice": 0.0}
 
 
 @pytest.fixture
-def make_scheduler(store, runner, settings, spent, clock):
+def make_scheduler(store, runner, settings, spent_usd, clock):
     def make(**changes):
         return Scheduler(
-            store, runner, replace(settings, **changes), spent_usd=spent.__getitem__, now=clock, monotonic=clock
+            store, runner, replace(settings, **changes), spent_usd=spent_usd.__getitem__, now=clock, monotonic=clock
         )
 
     return make
@@ -35,154 +35,154 @@ def scheduler(make_scheduler):
 
 
 @pytest.fixture
-def order(store, make_order):
+def create_batch(store, make_batch_request):
     """Return a function that creates a batch and returns its id."""
 
-    def order(**changes):
-        return store.add_batch(make_order(**changes)).id
+    def create_batch(**changes):
+        return store.add_batch(make_batch_request(**changes)).id
 
-    return order
+    return create_batch
 
 
 @pytest.fixture
-def running(scheduler, runner, order):
+def running(scheduler, runner, create_batch):
     """The id of a running batch, and the handle of its run."""
-    batch_id = order()
+    batch_id = create_batch()
     scheduler.tick()
-    pass_check(scheduler, runner.works[-1])
-    return batch_id, runner.works[-1]
+    accept_input(scheduler, runner.handles[-1])
+    return batch_id, runner.handles[-1]
 
 
-def end(scheduler, work, answer):
-    """End the work with a result or an error, and let the scheduler handle that."""
-    work.answer = answer
+def finish(scheduler, handle, answer):
+    """Set the result or error of a check, run or collection, and let the scheduler react."""
+    handle.answer = answer
     scheduler.tick()
 
 
-def pass_check(scheduler, work, num_requests=3):
-    end(scheduler, work, CheckedInput(num_requests=num_requests, model="m"))
+def accept_input(scheduler, handle, num_requests=3):
+    finish(scheduler, handle, CheckedInput(num_requests=num_requests, model="m"))
     scheduler.tick()
 
 
 @pytest.mark.parametrize("jump_s", [365 * 24 * 3600, -365 * 24 * 3600])
-def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_order, clock, jump_s):
+def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_batch_request, clock, jump_s):
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(tmp_path / "jumps", now=clock, monotonic=lambda: uptime.now)
     store.prepare()
     store.is_scheduling = True
     scheduler = Scheduler(store, runner, settings, spent_usd=lambda key: 0.0, now=clock, monotonic=lambda: uptime.now)
-    batch_id = store.add_batch(make_order()).id
+    batch_id = store.add_batch(make_batch_request()).id
     scheduler.tick()
-    pass_check(scheduler, runner.works[-1])
+    accept_input(scheduler, runner.handles[-1])
     clock.now += jump_s
-    end(scheduler, runner.works[-1], EngineError("the engine died"))
+    finish(scheduler, runner.handles[-1], EngineError("the engine died"))
     uptime.now += 20  # the run is retried after ten seconds of the monotonic clock
     scheduler.tick()
-    assert [work.kind for work in runner.works] == ["check", "run", "run"]
-    assert runner.works[-1].reason is None
+    assert [handle.kind for handle in runner.handles] == ["check", "run", "run"]
+    assert runner.handles[-1].reason is None
     assert store.batch(batch_id, "alice").progress.status == "in_progress"
 
 
-def check_all(scheduler, runner):
+def accept_all_inputs(scheduler, runner):
     for _ in range(4):
         scheduler.tick()
-        for work in runner.works:
-            if work.kind == "check" and work.answer is None:
-                work.answer = CheckedInput(num_requests=3, model="m")
+        for handle in runner.handles:
+            if handle.kind == "check" and handle.answer is None:
+                handle.answer = CheckedInput(num_requests=3, model="m")
     scheduler.tick()
 
 
-def broken(*_):
+def fail_to_write(*_):
     raise OSError("no space left")
 
 
-def shown(store, batch_id):
+def api_object(store, batch_id):
     return store.batch(batch_id, "alice").to_api_object()
 
 
-def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, make_result, clock, tmp_path):
-    batch_id = order()
+def test_batch_is_validated_run_and_collected(scheduler, runner, store, create_batch, make_result, clock, tmp_path):
+    batch_id = create_batch()
     scheduler.tick()
-    (check,) = runner.works
+    (check,) = runner.handles
     assert check.kind == "check"
-    assert shown(store, batch_id)["status"] == "validating"
+    assert api_object(store, batch_id)["status"] == "validating"
     clock.now += 1
-    pass_check(scheduler, check)
-    run = runner.works[1]
+    accept_input(scheduler, check)
+    run = runner.handles[1]
     assert (run.kind, run.arguments[0].model, run.arguments[0].budget_usd) == ("run", "m", None)
-    assert shown(store, batch_id)["in_progress_at"] == 101
+    assert api_object(store, batch_id)["in_progress_at"] == 101
     run.current = (2, 0, 0.1)
     scheduler.tick()
-    assert shown(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
+    assert api_object(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
     run.current = (2, 1, 0.1)
     scheduler.tick()
-    assert shown(store, batch_id)["status"] == "finalizing"
-    end(scheduler, run, make_result(batch_id, num_completed=2, num_failed=1))
-    done = shown(store, batch_id)
-    assert done["status"] == "completed"
-    assert done["usage"]["total_tokens"] == 42
-    files = [store.file(done[name], "alice") for name in ("output_file_id", "error_file_id")]
+    assert api_object(store, batch_id)["status"] == "finalizing"
+    finish(scheduler, run, make_result(batch_id, num_completed=2, num_failed=1))
+    batch = api_object(store, batch_id)
+    assert batch["status"] == "completed"
+    assert batch["usage"]["total_tokens"] == 42
+    files = [store.file(batch[name], "alice") for name in ("output_file_id", "error_file_id")]
     assert [(file.num_bytes, file.purpose) for file in files] == [(10, "batch_output"), (20, "batch_output")]
     assert [record.usd for record in RequestReader(tmp_path / "ledger").new()] == [0.5]
     scheduler.tick()
-    assert len(runner.works) == 2
+    assert len(runner.handles) == 2
 
 
-def test_invalid_input_fails_the_batch(scheduler, runner, store, order):
-    batch_id = order()
+def test_invalid_input_fails_the_batch(scheduler, runner, store, create_batch):
+    batch_id = create_batch()
     scheduler.tick()
     error = {"code": "invalid_json_line", "message": "x", "param": None, "line": 2}
-    end(scheduler, runner.works[0], CheckedInput(num_requests=2, errors=(error,)))
+    finish(scheduler, runner.handles[0], CheckedInput(num_requests=2, errors=(error,)))
     scheduler.tick()
-    assert shown(store, batch_id)["status"] == "failed"
-    assert shown(store, batch_id)["errors"] == {"object": "list", "data": [error]}
-    assert len(runner.works) == 1
+    assert api_object(store, batch_id)["status"] == "failed"
+    assert api_object(store, batch_id)["errors"] == {"object": "list", "data": [error]}
+    assert len(runner.handles) == 1
 
 
-def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, runner, order):
+def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, runner, create_batch):
     scheduler = make_scheduler(at_once=2)
     for _ in range(5):
-        order()
+        create_batch()
     scheduler.tick()
-    assert len(runner.works) == 2
-    check_all(scheduler, runner)
-    assert sorted(work.kind for work in runner.works) == ["check"] * 5 + ["run"] * 2
+    assert len(runner.handles) == 2
+    accept_all_inputs(scheduler, runner)
+    assert sorted(handle.kind for handle in runner.handles) == ["check"] * 5 + ["run"] * 2
 
 
 def test_cancelled_run_keeps_its_results(scheduler, store, running, make_result):
     batch_id, run = running
     store.cancel(store.batch(batch_id, "alice"))
-    assert shown(store, batch_id)["status"] == "cancelling"
+    assert api_object(store, batch_id)["status"] == "cancelling"
     scheduler.tick()
     scheduler.tick()
     assert run.reason == "batch_cancelled"
-    end(scheduler, run, make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2))
-    done = shown(store, batch_id)
-    assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
-    assert done["cancelled_at"]
-    assert done["output_file_id"]
+    finish(scheduler, run, make_result(batch_id, "batch_cancelled", num_completed=1, num_failed=2))
+    batch = api_object(store, batch_id)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 1)
+    assert batch["cancelled_at"]
+    assert batch["output_file_id"]
 
 
-def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, store, order):
-    batch_id = order()
+def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, store, create_batch):
+    batch_id = create_batch()
     store.cancel(store.batch(batch_id, "alice"))
     scheduler.tick()
-    assert shown(store, batch_id)["status"] == "cancelled"
-    assert not runner.works
+    assert api_object(store, batch_id)["status"] == "cancelled"
+    assert not runner.handles
 
 
-def test_waiting_batch_expires(scheduler, runner, store, running, order, make_result, clock):
-    waiting = order()
+def test_waiting_batch_expires(scheduler, runner, store, running, create_batch, make_result, clock):
+    waiting = create_batch()
     scheduler.tick()
-    pass_check(scheduler, runner.works[-1])
+    accept_input(scheduler, runner.handles[-1])
     clock.now += 24 * 3600
     scheduler.tick()
     assert running[1].reason == "batch_expired"
-    collect = runner.works[-1]
+    collect = runner.handles[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
-    end(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
-    assert shown(store, waiting)["status"] == "expired"
-    assert shown(store, waiting)["output_file_id"] is None
+    finish(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
+    assert api_object(store, waiting)["status"] == "expired"
+    assert api_object(store, waiting)["output_file_id"] is None
 
 
 def test_next_scheduler_continues_unfinished_batches(
@@ -190,16 +190,16 @@ def test_next_scheduler_continues_unfinished_batches(
 ):
     batch_id, run = running
     run.answer = make_result(batch_id)
-    with monkeypatch.context() as crash:  # after the last file was stored, but before the final status
-        crash.setattr(store, "save", broken)
+    with monkeypatch.context() as crash:  # after all files were stored, but before the final status
+        crash.setattr(store, "save", fail_to_write)
         scheduler.tick()
-    other = make_scheduler()
-    other.tick()
-    again = runner.works[-1]
-    assert again is not run
-    assert again.kind == "run"
-    end(other, again, make_result(batch_id))
-    assert shown(store, batch_id)["status"] == "completed"
+    next_scheduler = make_scheduler()
+    next_scheduler.tick()
+    next_run = runner.handles[-1]
+    assert next_run is not run
+    assert next_run.kind == "run"
+    finish(next_scheduler, next_run, make_result(batch_id))
+    assert api_object(store, batch_id)["status"] == "completed"
     assert len(RequestReader(tmp_path / "ledger").new()) == 1
     assert len(store.files("alice")) == 1
 
@@ -208,40 +208,40 @@ def test_abandon_kills_work_without_changing_progress(scheduler, store, running)
     batch_id, run = running
     scheduler.abandon()
     assert run.is_killed
-    assert shown(store, batch_id)["status"] == "in_progress"
+    assert api_object(store, batch_id)["status"] == "in_progress"
 
 
-def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, store, running, clock, make_result):
+def test_batch_fails_with_its_results_after_three_failed_runs(scheduler, runner, store, running, clock, make_result):
     batch_id, run = running
     for wait_s in (10, 20):
-        end(scheduler, run, EngineError("the engine died in /secret/place"))
+        finish(scheduler, run, EngineError("the engine died in /secret/place"))
         scheduler.tick()
-        assert runner.works[-1] is run
+        assert runner.handles[-1] is run
         clock.now += wait_s
         scheduler.tick()
-        run = runner.works[-1]
+        run = runner.handles[-1]
         assert run.kind == "run"
-    end(scheduler, run, EngineError("the engine died in /secret/place"))
-    collect = runner.works[-1]
+    finish(scheduler, run, EngineError("the engine died in /secret/place"))
+    collect = runner.handles[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
-    end(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=1, num_failed=2))
-    done = shown(store, batch_id)
-    assert done["status"] == "failed"
-    assert done["output_file_id"]
-    assert "secret" not in str(done["errors"])
-    assert done["errors"]["data"][0]["code"] == "internal_error"
+    finish(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=1, num_failed=2))
+    batch = api_object(store, batch_id)
+    assert batch["status"] == "failed"
+    assert batch["output_file_id"]
+    assert "secret" not in str(batch["errors"])
+    assert batch["errors"]["data"][0]["code"] == "internal_error"
 
 
 def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running, make_result, monkeypatch):
     batch_id, run = running
     run.answer = make_result(batch_id)
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(store, "save", broken)
+        full_disk.setattr(store, "save", fail_to_write)
         scheduler.tick()
     assert not run.is_killed
-    assert shown(store, batch_id)["status"] == "in_progress"
+    assert api_object(store, batch_id)["status"] == "in_progress"
     scheduler.tick()
-    assert shown(store, batch_id)["status"] == "completed"
+    assert api_object(store, batch_id)["status"] == "completed"
 
 
 @pytest.mark.parametrize("name", ["unfinished", "sweep"])
@@ -251,12 +251,12 @@ def test_unavailable_store_does_not_stop_a_run(scheduler, store, running, make_r
         raise error
 
     batch_id, run = running
-    clock.now += 3600  # expired files are also checked
+    clock.now += 3600  # after an hour, expired files are also checked
     with monkeypatch.context() as outage:
         outage.setattr(store, name, unavailable)
         scheduler.tick()
-    end(scheduler, run, make_result(batch_id))
-    assert shown(store, batch_id)["status"] == "completed"
+    finish(scheduler, run, make_result(batch_id))
+    assert api_object(store, batch_id)["status"] == "completed"
 
 
 def test_progress_resets_the_retry_count(scheduler, runner, running, clock):
@@ -264,139 +264,139 @@ def test_progress_resets_the_retry_count(scheduler, runner, running, clock):
     for number in range(5):
         run.current = (0, number + 1, 0.1)
         scheduler.tick()
-        end(scheduler, run, EngineError("the engine died"))
+        finish(scheduler, run, EngineError("the engine died"))
         clock.now += 10
         scheduler.tick()
-        run = runner.works[-1]
+        run = runner.handles[-1]
         assert run.kind == "run"
 
 
 @pytest.fixture
-def collected_later(scheduler, runner, order, make_key, clock):
-    """A batch with a reservation; its run has failed, and collecting it failed nine times."""
-    batch_id = order(key=make_key(budget_usd=2))
-    check_all(scheduler, runner)
-    end(scheduler, runner.works[-1], ConfigError("another model"))
+def failed_collections(scheduler, runner, create_batch, make_key, clock):
+    """The id of a batch with a reservation. Its run failed, and then nine attempts to collect its results failed."""
+    batch_id = create_batch(key=make_key(budget_usd=2))
+    accept_all_inputs(scheduler, runner)
+    finish(scheduler, runner.handles[-1], ConfigError("another model"))
     for number in range(1, 10):
-        collect = runner.works[-1]
-        end(scheduler, collect, StorageError("no answer"))
+        collect = runner.handles[-1]
+        finish(scheduler, collect, StorageError("no answer"))
         clock.now += 10 * number - 1
         scheduler.tick()
-        assert runner.works[-1] is collect
+        assert runner.handles[-1] is collect
         clock.now += 1
         scheduler.tick()
-        assert runner.works[-1] is not collect
+        assert runner.handles[-1] is not collect
     return batch_id
 
 
-def test_collection_is_retried(scheduler, runner, store, settings, collected_later, make_result):
-    budgets, collect = totals_of(settings.ledger).budgets, runner.works[-1]
+def test_collection_is_retried(scheduler, runner, store, settings, failed_collections, make_result):
+    budgets, collect = totals_of(settings.ledger).budgets, runner.handles[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
-    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
-    end(scheduler, collect, make_result(collected_later, "batch_failed", num_completed=1, num_failed=2))
-    done = shown(store, collected_later)
-    assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
-    assert done["output_file_id"]
+    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
+    finish(scheduler, collect, make_result(failed_collections, "batch_failed", num_completed=1, num_failed=2))
+    batch = api_object(store, failed_collections)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "internal_error")
+    assert batch["output_file_id"]
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_batch_that_cannot_be_collected_releases_its_budget(
-    scheduler, runner, store, settings, collected_later, make_result, monkeypatch
+    scheduler, runner, store, settings, failed_collections, make_result, monkeypatch
 ):
     budgets = totals_of(settings.ledger).budgets
-    runner.works[-1].answer = StorageError("no answer")
+    runner.handles[-1].answer = StorageError("no answer")
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(store, "save", broken)
+        full_disk.setattr(store, "save", fail_to_write)
         scheduler.tick()
-    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
+    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     scheduler.tick()
-    end(scheduler, runner.works[-1], StorageError("no answer"))
-    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
-    assert shown(store, collected_later)["output_file_id"] is None
+    finish(scheduler, runner.handles[-1], StorageError("no answer"))
+    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
+    assert api_object(store, failed_collections)["output_file_id"] is None
 
 
-def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, running, order, make_result):
+def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, running, create_batch, make_result):
     batch_id, run = running
     for _ in range(2):
-        order()
+        create_batch()
     scheduler.tick()
     run.answer = ConfigError("another model")
     for _ in range(3):
         scheduler.tick()
-    assert [work.kind for work in runner.works] == ["check", "run", "check", "check"]
-    end(scheduler, runner.works[-1], CheckedInput(num_requests=3, model="m"))
+    assert [handle.kind for handle in runner.handles] == ["check", "run", "check", "check"]
+    finish(scheduler, runner.handles[-1], CheckedInput(num_requests=3, model="m"))
     scheduler.tick()
-    (collect,) = (work for work in runner.works if work.kind == "collect")
+    (collect,) = (handle for handle in runner.handles if handle.kind == "collect")
     assert (collect.arguments[0].batch_id, collect.arguments[1]) == (batch_id, "batch_failed")
-    end(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
-    assert shown(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
+    finish(scheduler, collect, make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
+    assert api_object(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_scheduling_again_starts_from_the_store(scheduler, runner, running):
-    end(scheduler, running[1], ConfigError("another model"))
-    assert runner.works[-1].kind == "collect"
+def test_tick_after_abandon_continues_from_the_store(scheduler, runner, running):
+    finish(scheduler, running[1], ConfigError("another model"))
+    assert runner.handles[-1].kind == "collect"
     scheduler.abandon()
     scheduler.tick()
-    assert runner.works[-1].kind == "run"
+    assert runner.handles[-1].kind == "run"
 
 
 def test_run_in_use_is_retried_later(scheduler, runner, running, clock):
     for _ in range(5):
-        end(scheduler, runner.works[-1], RunInUse("another process drives the run"))
+        finish(scheduler, runner.handles[-1], RunInUse("another process drives the run"))
         clock.now += 10
         scheduler.tick()
-        assert runner.works[-1].kind == "run"
+        assert runner.handles[-1].kind == "run"
 
 
-def test_run_is_limited_by_the_budget(scheduler, runner, store, order, make_key, spent, make_result):
+def test_run_is_limited_by_the_budget(scheduler, runner, store, create_batch, make_key, spent_usd, make_result):
     poor = make_key(budget_usd=2)
-    first, second = order(key=poor), order(key=poor)
-    spent["alice"] = 1.5
-    check_all(scheduler, runner)
-    (run,) = (work for work in runner.works if work.kind == "run")
+    first, second = create_batch(key=poor), create_batch(key=poor)
+    spent_usd["alice"] = 1.5
+    accept_all_inputs(scheduler, runner)
+    (run,) = (handle for handle in runner.handles if handle.kind == "run")
     assert run.arguments[0].batch_id == first
     assert run.arguments[0].budget_usd == 0.5
     run.answer = make_result(first, "insufficient_quota", num_completed=1, num_failed=2)
-    spent["alice"] = 2.0
+    spent_usd["alice"] = 2.0
     scheduler.tick()
-    assert shown(store, first)["status"] == "failed"
-    assert shown(store, first)["errors"]["data"][0]["code"] == "insufficient_quota"
+    assert api_object(store, first)["status"] == "failed"
+    assert api_object(store, first)["errors"]["data"][0]["code"] == "insufficient_quota"
     scheduler.tick()
-    assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
-    assert shown(store, second)["status"] == "in_progress"
+    assert (runner.handles[-1].kind, runner.handles[-1].arguments[1]) == ("collect", "insufficient_quota")
+    assert api_object(store, second)["status"] == "in_progress"
 
 
 @pytest.fixture
-def priced(settings, make_session):
+def priced_model(settings, make_session):
     """Set a model's price, learned from a request: 2.2 cents for 100 prompt and 41 output tokens.
 
-    Its engine loaded for 30 s at a cent per second.
+    The engine took 30 s to load and costs one cent per second.
     """
     totals = totals_of(settings.ledger)
     totals.prices["m"] = TokenPrice()
-    totals.prices["m"].update(a_request())
+    totals.prices["m"].update(make_request_usage())
     settings.ledger.mkdir(parents=True)
     write_session(settings.ledger, make_session())
     batch_model = settings.models["m"]
     settings.models["m"] = replace(batch_model, config={**batch_model.config, "engines": "2"})
 
 
-def begin_with_large_budget(scheduler, runner, order, make_key, output_tokens=2000):
+def start_with_large_budget(scheduler, runner, create_batch, make_key, output_tokens=2000):
     """Start a batch of a key with a budget of ten dollars."""
-    batch_id = order(key=make_key(budget_usd=10))
+    batch_id = create_batch(key=make_key(budget_usd=10))
     scheduler.tick()
-    end(
+    finish(
         scheduler,
-        runner.works[-1],
+        runner.handles[-1],
         CheckedInput(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens),
     )
     scheduler.tick()
-    return batch_id, runner.works[-1]
+    return batch_id, runner.handles[-1]
 
 
-@pytest.mark.usefixtures("priced")
-def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_key):
-    _, run = begin_with_large_budget(scheduler, runner, order, make_key)
+@pytest.mark.usefixtures("priced_model")
+def test_batch_reserves_its_estimate(scheduler, runner, settings, create_batch, make_key):
+    _, run = start_with_large_budget(scheduler, runner, create_batch, make_key)
     # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent per second, plus loading and stopping two engines.
     estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
     budgets = totals_of(settings.ledger).budgets
@@ -407,9 +407,9 @@ def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_ke
     assert budgets.reserve_request("2", "alice", 10, 3.6) is None
 
 
-@pytest.mark.usefixtures("priced")
-def test_reservation_grows_with_the_cost(scheduler, runner, settings, order, make_key):
-    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key)
+@pytest.mark.usefixtures("priced_model")
+def test_reservation_grows_with_the_cost(scheduler, runner, settings, create_batch, make_key):
+    batch_id, run = start_with_large_budget(scheduler, runner, create_batch, make_key)
     budgets = totals_of(settings.ledger).budgets
     run.current = (1, 0, 0.5)
     scheduler.tick()
@@ -423,142 +423,148 @@ def test_reservation_grows_with_the_cost(scheduler, runner, settings, order, mak
     assert run.allowed[-1] == budgets.reserved_by_batch(batch_id, "alice") == 7.0
 
 
-@pytest.mark.usefixtures("priced")
-def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, order, make_key, spent):
+@pytest.mark.usefixtures("priced_model")
+def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, create_batch, make_key, spent_usd):
     settings.models["m"] = replace(
         settings.models["m"], config={**settings.models["m"].config, "engines": "1"}, lent_slots=8
     )
     scheduler = make_scheduler(deployments={"m": "LLM:m"})
-    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key)
+    batch_id, run = start_with_large_budget(scheduler, runner, create_batch, make_key)
     estimated = 0.02 + 1.0 + 0.37  # as in test_batch_reserves_its_estimate, but without loading
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
     budgets = totals_of(settings.ledger).budgets
-    for spent_usd, held_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 4.0)):
-        run.current = (run.current[0] + 1, 0, spent_usd)
-        spent["alice"] = spent_usd
+    for cost_usd, reserved_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 4.0)):
+        run.current = (run.current[0] + 1, 0, cost_usd)
+        spent_usd["alice"] = cost_usd
         scheduler.tick()
-        assert budgets.reserved_by_batch(batch_id, "alice") == pytest.approx(held_usd)
-        assert run.allowed[-1] == pytest.approx(spent_usd + held_usd)
+        assert budgets.reserved_by_batch(batch_id, "alice") == pytest.approx(reserved_usd)
+        assert run.allowed[-1] == pytest.approx(cost_usd + reserved_usd)
 
 
-@pytest.mark.usefixtures("priced")
-def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settings, store, order, make_key, clock):
-    batch_id, run = begin_with_large_budget(scheduler, runner, order, make_key, output_tokens=10**6)
+@pytest.mark.usefixtures("priced_model")
+def test_resumed_batch_reserves_the_whole_remaining_budget(
+    scheduler, runner, settings, store, create_batch, make_key, clock
+):
+    batch_id, run = start_with_large_budget(scheduler, runner, create_batch, make_key, output_tokens=10**6)
     assert run.arguments[0].budget_usd == 10
     store.run_path(batch_id).mkdir()
     (store.run_path(batch_id) / "run.json").write_text("{}")
     totals_of(settings.ledger).budgets.reserve_request("1", "alice", None, 1.0)
-    end(scheduler, run, EngineError("the engine died"))
+    finish(scheduler, run, EngineError("the engine died"))
     clock.now += 10
     scheduler.tick()
-    assert runner.works[-1].arguments[0].budget_usd == 9, "the previous cost is unknown"
+    # The previous cost is unknown, so the estimate cannot be used.
+    assert runner.handles[-1].arguments[0].budget_usd == 9
 
 
-def test_batches_of_one_budget_run_one_at_a_time(make_scheduler, runner, order, make_key, spent):
+def test_batches_with_the_same_budget_run_one_at_a_time(make_scheduler, runner, create_batch, make_key, spent_usd):
     scheduler = make_scheduler(at_once=3)
-    spent["bob"] = 0.0
+    spent_usd["bob"] = 0.0
     for name in ("alice", "alice", "bob"):
-        order(key=make_key(name, budget_usd=2))
-    check_all(scheduler, runner)
-    assert sorted(work.arguments[0].owner for work in runner.works if work.kind == "run") == ["alice", "bob"]
+        create_batch(key=make_key(name, budget_usd=2))
+    accept_all_inputs(scheduler, runner)
+    assert sorted(handle.arguments[0].owner for handle in runner.handles if handle.kind == "run") == ["alice", "bob"]
 
 
-def test_batch_waits_until_the_spend_is_known(scheduler, runner, order, make_key, spent):
-    order(key=make_key(budget_usd=2))
-    spent["alice"] = None
-    check_all(scheduler, runner)
+def test_batch_waits_until_the_spend_is_known(scheduler, runner, create_batch, make_key, spent_usd):
+    create_batch(key=make_key(budget_usd=2))
+    spent_usd["alice"] = None
+    accept_all_inputs(scheduler, runner)
     scheduler.tick()
-    assert [work.kind for work in runner.works] == ["check"]
-    spent["alice"] = 0.5
+    assert [handle.kind for handle in runner.handles] == ["check"]
+    spent_usd["alice"] = 0.5
     scheduler.tick()
-    assert runner.works[-1].arguments[0].budget_usd == 1.5
+    assert runner.handles[-1].arguments[0].budget_usd == 1.5
 
 
 def test_reservation_lasts_until_the_batch_ends(
-    scheduler, runner, store, settings, order, make_key, make_result, clock, spent
+    scheduler, runner, store, settings, create_batch, make_key, make_result, clock, spent_usd
 ):
-    budgets, batch_id = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
+    budgets, batch_id = totals_of(settings.ledger).budgets, create_batch(key=make_key(budget_usd=2))
     budgets.reserve_request("1", "alice", None, 0.25)
-    check_all(scheduler, runner)
-    run = runner.works[-1]
+    accept_all_inputs(scheduler, runner)
+    run = runner.handles[-1]
     assert (run.arguments[0].budget_usd, budgets.reserved_by_batches("alice")) == (1.75, 1.75)
-    end(scheduler, run, EngineError("the engine died"))
+    finish(scheduler, run, EngineError("the engine died"))
     assert budgets.reserved_by_batches("alice") == 1.75  # the run will be retried
     clock.now += 10
     scheduler.tick()
-    end(scheduler, runner.works[-1], make_result(batch_id))
+    finish(scheduler, runner.handles[-1], make_result(batch_id))
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
-def test_batch_waits_for_reservations_of_requests(scheduler, runner, settings, order, make_key):
-    budgets, _ = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
+def test_batch_waits_for_reservations_of_requests(scheduler, runner, settings, create_batch, make_key):
+    budgets = totals_of(settings.ledger).budgets
+    create_batch(key=make_key(budget_usd=2))
     for number in "12":
         budgets.reserve_request(number, "alice", None, 1)
-    check_all(scheduler, runner)
-    assert [work.kind for work in runner.works] == ["check"]
+    accept_all_inputs(scheduler, runner)
+    assert [handle.kind for handle in runner.handles] == ["check"]
     budgets.release_request("2", "alice")
     scheduler.tick()
-    assert runner.works[-1].arguments[0].budget_usd == 1
+    assert runner.handles[-1].arguments[0].budget_usd == 1
 
 
-def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, order, make_key, clock):
+def test_batch_waits_while_another_with_the_same_budget_is_retried(
+    make_scheduler, runner, create_batch, make_key, clock
+):
     scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
-    first, _ = order(key=poor), order(key=poor)
-    check_all(scheduler, runner)
-    runner.works[-1].answer = EngineError("the engine died")
+    first, _ = create_batch(key=poor), create_batch(key=poor)
+    accept_all_inputs(scheduler, runner)
+    runner.handles[-1].answer = EngineError("the engine died")
     for _ in range(3):
         scheduler.tick()
     clock.now += 10
     scheduler.tick()
-    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [first, first]
+    assert [handle.arguments[0].batch_id for handle in runner.handles if handle.kind == "run"] == [first, first]
 
 
-def test_run_of_another_process_has_priority(make_scheduler, runner, store, order, make_key, spent):
+def test_batch_with_an_existing_run_has_priority(make_scheduler, runner, store, create_batch, make_key, spent_usd):
     poor = make_key(budget_usd=2)
-    order(key=poor)
-    running = order(key=poor)
+    create_batch(key=poor)
+    running = create_batch(key=poor)
     store.run_path(running).mkdir()
     (store.run_path(running) / "run.json").write_text("{}")
-    check_all(make_scheduler(at_once=3), runner)
-    assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [running]
+    accept_all_inputs(make_scheduler(at_once=3), runner)
+    assert [handle.arguments[0].batch_id for handle in runner.handles if handle.kind == "run"] == [running]
 
 
 @pytest.fixture
-def shared_budgets(settings, spent):
+def shared_budgets(settings, spent_usd):
     """Unspent budgets: three dollars for a tag, two for the endpoint."""
     settings.ledger.mkdir(parents=True)
     with edit_budgets(settings.ledger / "budgets.json") as shared:
         for name, usd in (("team=search", 3), ("endpoint", 2)):
             shared[name] = SharedBudget(name=name, budget_usd=usd)
-    spent |= {"bob": 0.0, "team=search": 0.0, "*": 0.0}
+    spent_usd |= {"bob": 0.0, "team=search": 0.0, "*": 0.0}
 
 
 @pytest.mark.usefixtures("shared_budgets")
-def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order, make_key, make_result):
+def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, create_batch, make_key, make_result):
     scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
-    first, _ = order(key=make_key(budget_usd=10, tags={"team": "search"})), order(key=make_key("bob"))
-    check_all(scheduler, runner)
-    (run,) = (work for work in runner.works if work.kind == "run")
+    first, _ = create_batch(key=make_key(budget_usd=10, tags={"team": "search"})), create_batch(key=make_key("bob"))
+    accept_all_inputs(scheduler, runner)
+    (run,) = (handle for handle in runner.handles if handle.kind == "run")
     assert (run.arguments[0].batch_id, run.arguments[0].budget_usd) == (first, 2)
     assert [budgets.reserved_by_batches(account) for account in ("alice", "team=search", "*")] == [2, 2, 2]
     result = make_result(first)
-    end(scheduler, run, replace(result, record=replace(result.record, tags='{"team": "search"}')))
+    finish(scheduler, run, replace(result, record=replace(result.record, tags='{"team": "search"}')))
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "*")] == [0.5, 0.5, 0.5]
     scheduler.tick()
-    assert runner.works[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
+    assert runner.handles[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
 
 
 @pytest.mark.usefixtures("shared_budgets")
-def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_key, spent):
-    spent["team=search"] = 3.0
-    order(key=make_key(budget_usd=10, tags={"team": "search"}))
-    check_all(scheduler, runner)
-    assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
+def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, create_batch, make_key, spent_usd):
+    spent_usd["team=search"] = 3.0
+    create_batch(key=make_key(budget_usd=10, tags={"team": "search"}))
+    accept_all_inputs(scheduler, runner)
+    assert (runner.handles[-1].kind, runner.handles[-1].arguments[1]) == ("collect", "insufficient_quota")
     budgets = totals_of(settings.ledger).budgets
-    spent["team=search"] = 2.0
+    spent_usd["team=search"] = 2.0
     budgets.reserve_request("1", "team=search", None, 1.0)
-    other = order(key=make_key("bob", tags={"team": "search"}))
-    check_all(scheduler, runner)
+    other = create_batch(key=make_key("bob", tags={"team": "search"}))
+    accept_all_inputs(scheduler, runner)
     assert (budgets.reserved_by_batch(other, "*"), budgets.reserved_by_batch(other, "team=search")) == (0, 0), (
         "the batch must wait for the request's reservation"
     )
@@ -566,43 +572,47 @@ def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_
 
 @pytest.fixture
 def current_keys(make_key):
-    """The endpoint's current keys by name; a test may change them."""
+    """The endpoint's current keys by name. A test can change them."""
     return {"alice": make_key()}
 
 
 @pytest.fixture
-def scheduler_with_keys(store, runner, settings, spent, current_keys, clock):
+def scheduler_with_keys(store, runner, settings, spent_usd, current_keys, clock):
     """A scheduler that looks up `current_keys`."""
 
     def current_key(key):
         return current_keys.get(key.name)
 
-    return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, current_key=current_key, now=clock)
+    return Scheduler(store, runner, settings, spent_usd=spent_usd.__getitem__, current_key=current_key, now=clock)
 
 
-def test_batch_of_a_revoked_key_is_cancelled(scheduler_with_keys, runner, store, order, current_keys, make_result):
-    running, waiting = order(), order()
-    check_all(scheduler_with_keys, runner)
-    run = runner.works[-1]
-    new = order()
+def test_batch_of_a_revoked_key_is_cancelled(
+    scheduler_with_keys, runner, store, create_batch, current_keys, make_result
+):
+    running, waiting = create_batch(), create_batch()
+    accept_all_inputs(scheduler_with_keys, runner)
+    run = runner.handles[-1]
+    new = create_batch()
     current_keys.clear()
     scheduler_with_keys.tick()
     assert run.reason == "key_revoked"
-    collect = runner.works[-1]
+    collect = runner.handles[-1]
     assert (collect.kind, collect.arguments[0].batch_id, collect.arguments[1]) == ("collect", waiting, "key_revoked")
-    for work, batch_id in ((run, running), (collect, waiting)):
-        work.answer = make_result(batch_id, "key_revoked", num_completed=1, num_failed=2)
+    for handle, batch_id in ((run, running), (collect, waiting)):
+        handle.answer = make_result(batch_id, "key_revoked", num_completed=1, num_failed=2)
     scheduler_with_keys.tick()
-    assert [shown(store, batch_id)["status"] for batch_id in (running, waiting, new)] == ["cancelled"] * 3
+    assert [api_object(store, batch_id)["status"] for batch_id in (running, waiting, new)] == ["cancelled"] * 3
     for batch_id in (running, waiting, new):
-        (error,) = shown(store, batch_id)["errors"]["data"]
+        (error,) = api_object(store, batch_id)["errors"]["data"]
         assert (error["code"], "was revoked" in error["message"]) == ("key_revoked", True)
 
 
-def test_batch_fails_if_its_key_loses_the_model(scheduler_with_keys, runner, order, store, current_keys, make_key):
-    order()
-    check_all(scheduler_with_keys, runner)
-    run = runner.works[-1]
+def test_batch_fails_if_its_key_loses_the_model(
+    scheduler_with_keys, runner, create_batch, store, current_keys, make_key
+):
+    create_batch()
+    accept_all_inputs(scheduler_with_keys, runner)
+    run = runner.handles[-1]
     current_keys["alice"] = make_key(models=["other", "m"])
     scheduler_with_keys.tick()
     assert run.reason is None
@@ -611,11 +621,11 @@ def test_batch_fails_if_its_key_loses_the_model(scheduler_with_keys, runner, ord
     assert run.reason == "model_not_allowed"
 
 
-def test_batch_uses_the_current_limits_of_its_key(scheduler_with_keys, runner, order, current_keys, make_key):
-    order(key=make_key(budget_usd=1))
+def test_batch_uses_the_current_limits_of_its_key(scheduler_with_keys, runner, create_batch, current_keys, make_key):
+    create_batch(key=make_key(budget_usd=1))
     current_keys["alice"] = make_key(budget_usd=5, models=["m"])
-    check_all(scheduler_with_keys, runner)
-    check, run = runner.works
+    accept_all_inputs(scheduler_with_keys, runner)
+    check, run = runner.handles
     assert check.arguments[1].key.models == ("m",)
     assert run.arguments[0].budget_usd == 5
 
@@ -624,13 +634,13 @@ def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, running, 
     batch_id, _ = running
     scheduler = make_scheduler(models={})
     scheduler.tick()
-    end(scheduler, runner.works[-1], make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
-    assert shown(store, batch_id)["errors"]["data"][0]["code"] == "model_not_found"
+    finish(scheduler, runner.handles[-1], make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
+    assert api_object(store, batch_id)["errors"]["data"][0]["code"] == "model_not_found"
 
 
-def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, order, clock):
+def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, create_batch, clock):
     used, expired = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
-    order(input_file_id=used.id)
+    create_batch(input_file_id=used.id)
     clock.now += 3600
     scheduler.tick()
     assert store.contents_path(used).exists()
@@ -639,15 +649,15 @@ def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, up
 
 
 @pytest.mark.parametrize(
-    ("names", "num_running", "began", "order"),
+    ("names", "num_running", "last_start_by_key", "expected"),
     [
-        ("aaabcb", 0, {}, [0, 3, 4, 1, 5, 2]),  # keys take turns, each with its oldest batch first
+        ("aaabcb", 0, {}, [0, 3, 4, 1, 5, 2]),  # keys take turns; for each key, the oldest batch is first
         ("aab", 1, {"a": 1}, [0, 2, 1]),  # a key with a running batch waits for others
-        ("abc", 0, {"a": 2, "b": 1}, [2, 1, 0]),  # a key that started last is last
+        ("abc", 0, {"a": 2, "b": 1}, [2, 1, 0]),  # the key that started a batch last comes last
     ],
 )
-def test_keys_take_turns(make_order, make_key, names, num_running, began, order):
-    requests = [make_order(key=make_key(name)) for name in names]
+def test_keys_take_turns(make_batch_request, make_key, names, num_running, last_start_by_key, expected):
+    requests = [make_batch_request(key=make_key(name)) for name in names]
     batches = [Batch(request=request, progress=BatchProgress()) for request in requests]
     running = {batch.id for batch in batches[:num_running]}
-    assert scheduling_order(batches, running, began) == [batches[index] for index in order]
+    assert scheduling_order(batches, running, last_start_by_key) == [batches[index] for index in expected]

@@ -14,7 +14,7 @@ SPEC = EngineSpec(model="org/model", revision="a" * 40, drafter=HEAD)
 
 
 def settings_of(config, tmp_path):
-    models = tuple(ServedModel(name=keys.served_name, max_model_len=100) for keys in config.served)
+    models = tuple(ServedModel(name=options.served_name, max_model_len=100) for options in config.served)
     gate = GateSettings(models=models, ledger=tmp_path)
     placements, specs = {model.name: PLACEMENT for model in models}, {model.name: SPEC for model in models}
     return batch_settings(config, gate, CPU, placements, specs, "app")
@@ -39,13 +39,13 @@ def test_batch_has_the_engine_settings_of_its_model(tmp_path):
         models=[{"name": "fast", "num_speculative_tokens": 5}, {"name": "plain", "drafter": "none"}],
     )
     models = settings_of(config, tmp_path).models
-    for keys in config.served:
-        run = GenerateConfig(input="x", output=tmp_path / "run", **models[keys.served_name].config)
+    for options in config.served:
+        run = GenerateConfig(input="x", output=tmp_path / "run", **models[options.served_name].config)
         for name in ("model", "drafter", "num_speculative_tokens", "max_num_seqs", "precision"):
-            assert getattr(run, name) == getattr(keys, name)
+            assert getattr(run, name) == getattr(options, name)
         assert run.usd_per_hour == 2
-        assert models[keys.served_name].neighbours.slot_group == "app"
-        assert models[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
+        assert models[options.served_name].neighbours.slot_group == "app"
+        assert models[options.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
 
 
 def test_batches_on_the_endpoints_engines_need_no_cores(tmp_path):

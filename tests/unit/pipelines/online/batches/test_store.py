@@ -17,7 +17,7 @@ from pipelines.online.batches.store import TRUST_AFTER_S, BatchStore, SteadyCloc
 
 @pytest.fixture
 def disk_or_s3_store(root, clock):
-    """A store on disk, then one on S3."""
+    """A store on disk, then a store on S3."""
     batch_store = BatchStore(root, now=clock, monotonic=clock)
     batch_store.prepare()
     return batch_store
@@ -27,11 +27,11 @@ def test_files_of_a_key_are_listed_newest_first(disk_or_s3_store, upload, clock)
     first = upload(disk_or_s3_store, b"one\n")
     clock.now += 1
     second = upload(disk_or_s3_store, b"two\n")
-    others = upload(disk_or_s3_store, owner="bob")
+    file_of_bob = upload(disk_or_s3_store, owner="bob")
     for store in (disk_or_s3_store, BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)):
         assert store.files("alice") == [second, first]
         assert store.file(first.id, "alice") == first
-        assert store.file(others.id, "alice") is None
+        assert store.file(file_of_bob.id, "alice") is None
         with store.open(first) as file:
             assert file.read() == b"one\n"
     disk_or_s3_store.remove_file(first)
@@ -40,40 +40,40 @@ def test_files_of_a_key_are_listed_newest_first(disk_or_s3_store, upload, clock)
         disk_or_s3_store.open(first)
 
 
-def test_batch_is_the_same_in_every_process(disk_or_s3_store, make_order, clock):
-    order = make_order(metadata={"a": "b"}, output_expires_s=3600)
-    disk_or_s3_store.add_batch(order)
+def test_batch_is_the_same_in_every_process(disk_or_s3_store, make_batch_request, clock):
+    request = make_batch_request(metadata={"a": "b"}, output_expires_s=3600)
+    disk_or_s3_store.add_batch(request)
     other = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)
-    assert other.batch(order.id, "alice").request == order
-    assert other.batch(order.id, "bob") is None
+    assert other.batch(request.id, "alice").request == request
+    assert other.batch(request.id, "bob") is None
     progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
-    disk_or_s3_store.save(order.id, progress)
-    assert other.batch(order.id, "alice").progress == progress  # even if it was read before
-    batch = disk_or_s3_store.cancel(disk_or_s3_store.batch(order.id, "alice"))
+    disk_or_s3_store.save(request.id, progress)
+    assert other.batch(request.id, "alice").progress == progress  # even if it was read before
+    batch = disk_or_s3_store.cancel(disk_or_s3_store.batch(request.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
-    assert [item.id for item in other.unfinished()] == [order.id]
-    disk_or_s3_store.save(order.id, replace(progress, status="cancelled"))
+    assert [item.id for item in other.unfinished()] == [request.id]
+    disk_or_s3_store.save(request.id, replace(progress, status="cancelled"))
     assert other.unfinished() == []
-    assert [item.id for item in other.batches("alice")] == [order.id]
+    assert [item.id for item in other.batches("alice")] == [request.id]
 
 
-def test_stopped_scheduler_cannot_overwrite_the_final_status(disk_or_s3_store, make_order, clock):
-    order = make_order()
-    disk_or_s3_store.add_batch(order)
-    paused = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)
-    paused.begin_to_schedule()
-    assert [batch.id for batch in paused.unfinished()] == [order.id]
-    disk_or_s3_store.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
-    for late in ("in_progress", "failed"):
-        paused.save(order.id, BatchProgress(status=late))
-        assert paused.batch(order.id, "alice").progress.status == "completed"
-    after = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock).batch(order.id, "alice").progress
-    assert (after.status, after.output_file_id) == ("completed", "file-1")
+def test_stopped_scheduler_cannot_overwrite_the_final_status(disk_or_s3_store, make_batch_request, clock):
+    request = make_batch_request()
+    disk_or_s3_store.add_batch(request)
+    stopped = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock)
+    stopped.begin_to_schedule()
+    assert [batch.id for batch in stopped.unfinished()] == [request.id]
+    disk_or_s3_store.save(request.id, BatchProgress(status="completed", output_file_id="file-1"))
+    for late_status in ("in_progress", "failed"):
+        stopped.save(request.id, BatchProgress(status=late_status))
+        assert stopped.batch(request.id, "alice").progress.status == "completed"
+    progress = BatchStore(disk_or_s3_store.root, now=clock, monotonic=clock).batch(request.id, "alice").progress
+    assert (progress.status, progress.output_file_id) == ("completed", "file-1")
 
 
-def test_concurrent_read_does_not_replace_newer_progress(store, make_order, monkeypatch):
-    batch_id = store.add_batch(make_order()).id
+def test_concurrent_read_does_not_replace_newer_progress(store, make_batch_request, monkeypatch):
+    batch_id = store.add_batch(make_batch_request()).id
 
     def read(path):
         if path.parent.name == "progress":
@@ -90,10 +90,10 @@ def test_invalid_ids_are_not_looked_up(store, name):
     assert store.batch(name, "alice") is None
 
 
-def test_batches_are_listed_newest_first(store, make_order, monkeypatch):
+def test_batches_are_listed_newest_first(store, make_batch_request, monkeypatch):
     moments = iter([1.0, 2.0, 300.0])
     monkeypatch.setattr(records, "time", SimpleNamespace(time=lambda: next(moments)))
-    ids = [store.add_batch(replace(make_order(), id=records.new_id("batch_"))).id for _ in range(3)]
+    ids = [store.add_batch(replace(make_batch_request(), id=records.new_id("batch_"))).id for _ in range(3)]
     assert [batch.id for batch in store.batches("alice")] == ids[::-1]
     assert [batch.id for batch in store.unfinished()] == ids
 
@@ -123,7 +123,7 @@ def test_unusable_folder_is_refused(tmp_path):
 
 
 def run_with_copies(store, batch):
-    """Create a run directory: files with copies of prompts and answers, and files without."""
+    """Create a run directory. Some of its files have copies of prompts and answers."""
     run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
@@ -150,22 +150,23 @@ def names_in(folder, *below):
     return result
 
 
-def test_deleting_an_input_deletes_its_prompts(disk_or_s3_store, upload, make_order):
+def test_deleting_an_input_deletes_its_prompts(disk_or_s3_store, upload, make_batch_request):
     deleted, other = upload(disk_or_s3_store), upload(disk_or_s3_store)
-    mine, another = (
-        run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_order(file.id))) for file in (deleted, other)
+    run_of_deleted, run_of_other = (
+        run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
+        for file in (deleted, other)
     )
-    before = names_in(another)
+    before = names_in(run_of_other)
     disk_or_s3_store.remove_file(deleted)
-    assert names_in(mine) == {
+    assert names_in(run_of_deleted) == {
         "run.json", "ledger/session-s.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
     }  # fmt: skip
-    assert names_in(another) == before
+    assert names_in(run_of_other) == before
 
 
 @pytest.mark.parametrize("kind", ["output", "errors"])
-def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_order, kind):
-    batch = disk_or_s3_store.add_batch(make_order())
+def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_batch_request, kind):
+    batch = disk_or_s3_store.add_batch(make_batch_request())
     run = run_with_copies(disk_or_s3_store, batch)
     output_file = disk_or_s3_store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
     ids = dict(zip(("output", "errors"), output_file, strict=True))
@@ -180,7 +181,7 @@ def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_order, kin
 
 
 def test_clock_jump_does_not_delete_files(root, upload, clock):
-    """This holds even across a restart. A jump is trusted only after a day."""
+    """Not even a restart makes the store trust a jump of the clock in less than a day."""
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
     store.prepare()
@@ -210,9 +211,9 @@ def test_temporary_files_are_deleted_after_a_day(store, upload):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, clock, make_order):
+def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, clock, make_batch_request):
     recent = upload(disk_or_s3_store)
-    batch = disk_or_s3_store.add_batch(make_order(recent.id))
+    batch = disk_or_s3_store.add_batch(make_batch_request(recent.id))
     with disk_or_s3_store.writer(new_id(FILE_PREFIX)) as (orphan, target):
         target.write(b"a prompt")
     with disk_or_s3_store.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
@@ -223,13 +224,13 @@ def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, 
     assert (disk_or_s3_store.root / "files" / orphan.split("/")[1]).exists()
     clock.now = created_at + 24 * 3600 + 1
     disk_or_s3_store.sweep()
-    left = {path.name for path in (disk_or_s3_store.root / "files").glob("*.jsonl")}
-    assert left == {f"{recent.id}.jsonl", errors.split("/")[1]}
+    remaining_files = {path.name for path in (disk_or_s3_store.root / "files").glob("*.jsonl")}
+    assert remaining_files == {f"{recent.id}.jsonl", errors.split("/")[1]}
 
 
-def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_order, monkeypatch):
+def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_batch_request, monkeypatch):
     file = upload(disk_or_s3_store)
-    run = run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_order(file.id)))
+    run = run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
     monkeypatch.setattr(disk_or_s3_store, "_delete", lambda file: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         disk_or_s3_store.remove_file(file)
@@ -297,36 +298,36 @@ def test_clock_continues_in_the_next_process(machine, make_clock):
     machine.ahead = YEAR_S
     clock()
     machine.uptime += TRUST_AFTER_S / 2
-    note = clock.state()
-    machine.uptime += 3600  # no process in the meantime
-    later = make_clock()
-    later.resume(note)
-    assert later() == START + machine.uptime
+    saved_state = clock.state()
+    machine.uptime += 3600  # no process runs in the meantime
+    next_clock = make_clock()
+    next_clock.resume(saved_state)
+    assert next_clock() == START + machine.uptime
     machine.uptime += TRUST_AFTER_S / 2 - 3600
-    assert later() == START + machine.uptime + YEAR_S  # trusted: unchanged for a day, across a restart
+    assert next_clock() == START + machine.uptime + YEAR_S  # the jump is a day old
 
 
 @pytest.mark.parametrize("boot", ["b", None])
 def test_clock_continues_from_the_saved_time_after_a_reboot(machine, make_clock, boot):
-    note = make_clock().state()
+    saved_state = make_clock().state()
     machine.ahead, machine.uptime = YEAR_S, 5.0
-    later = make_clock(boot)
-    later.resume(note)
-    assert later() == note["now"]
+    next_clock = make_clock(boot)
+    next_clock.resume(saved_state)
+    assert next_clock() == saved_state["now"]
     machine.uptime += TRUST_AFTER_S
-    assert later() == START + machine.uptime + YEAR_S
+    assert next_clock() == START + machine.uptime + YEAR_S
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_lifetime_is_counted_from_the_later_clock(machine, make_clock, jump_s):
+def test_expiry_is_counted_from_the_later_of_the_two_clocks(machine, make_clock, jump_s):
     clock = make_clock()
     machine.ahead = jump_s
     assert clock.after(3600) == START + machine.uptime + max(0, jump_s) + 3600
 
 
-def test_new_scheduler_reloads_progress(settings, runner, store, make_order, monkeypatch):
+def test_new_scheduler_reloads_progress(settings, runner, store, make_batch_request, monkeypatch):
     monkeypatch.setattr("pipelines.online.batches.routes._RETRY_S", 0.01)
-    batch_id = store.add_batch(make_order()).id
+    batch_id = store.add_batch(make_batch_request()).id
     with (
         hold_lease(store.root, expiry_s=30, command=["another"], announce=print) as lease,
         contextlib.closing(Batches(settings, runner, spent_usd=lambda key: 0.0)) as batches,
@@ -339,4 +340,4 @@ def test_new_scheduler_reloads_progress(settings, runner, store, make_order, mon
             time.sleep(0.01)
         assert batches.store.is_scheduling
         assert batches.store.batch(batch_id, "alice").progress.status == "completed"
-        assert runner.works == []
+        assert runner.handles == []

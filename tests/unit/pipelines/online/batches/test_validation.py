@@ -27,13 +27,13 @@ def check(tmp_path, make_key):
 
 
 def test_valid_input_is_counted(check):
-    checked = check(line("1"), "", line("2", max_tokens=50))
-    assert (checked.num_requests, checked.model, checked.errors) == (2, "a", ())
-    assert (checked.prompt_tokens, checked.output_tokens) == (200, 150), "each request counts at most the context"
+    result = check(line("1"), "", line("2", max_tokens=50))
+    assert (result.num_requests, result.model, result.errors) == (2, "a", ())
+    assert (result.prompt_tokens, result.output_tokens) == (200, 150), "each request counts at most the context"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code", "param"),
+    ("invalid_line", "code", "param"),
     [
         ("{", "invalid_json_line", None),
         ("[1]", "invalid_json_line", None),
@@ -57,10 +57,10 @@ def test_valid_input_is_counted(check):
         (line("2", top_k=10**21), "invalid_value", None),
     ],
 )
-def test_errors_have_line_numbers(check, wrong, code, param):
-    checked = check(line("1"), wrong, line("3"))
-    assert [(error["code"], error["param"], error["line"]) for error in checked.errors] == [(code, param, 2)]
-    assert checked.num_requests == 3
+def test_errors_have_line_numbers(check, invalid_line, code, param):
+    result = check(line("1"), invalid_line, line("3"))
+    assert [(error["code"], error["param"], error["line"]) for error in result.errors] == [(code, param, 2)]
+    assert result.num_requests == 3
 
 
 def test_model_allowlist_of_the_key_applies_to_batches(check, make_key):
@@ -97,18 +97,18 @@ def test_requests_and_errors_are_limited(check, monkeypatch):
 
 def test_long_line_is_refused(check):
     """The limit exists because parsed JSON takes many times the memory of its text."""
-    long = line("2", messages=[{"role": "user", "content": "x" * 2000}])
-    checked = check(line("1"), long, max_line_bytes=2000)
-    (error,) = checked.errors
+    long_line = line("2", messages=[{"role": "user", "content": "x" * 2000}])
+    result = check(line("1"), long_line, max_line_bytes=2000)
+    (error,) = result.errors
     assert (error["code"], error["line"]) == ("line_too_large", 2)
-    assert check(line("1"), long, max_line_bytes=3000).errors == ()
+    assert check(line("1"), long_line, max_line_bytes=3000).errors == ()
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_line",
     [line("1" * 5000), line("2", url="/v1/" + "x" * 5000), line("2", model="x" * 5000), '{"' + "x" * 5000 + '": 1}'],
 )
-def test_errors_quote_at_most_a_short_part_of_the_request(check, wrong):
-    checked = check(wrong, wrong)
-    assert checked.errors
-    assert all(len(error["message"]) < 500 for error in checked.errors)
+def test_errors_quote_at_most_a_short_part_of_the_request(check, invalid_line):
+    result = check(invalid_line, invalid_line)
+    assert result.errors
+    assert all(len(error["message"]) < 500 for error in result.errors)

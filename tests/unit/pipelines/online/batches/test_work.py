@@ -29,10 +29,10 @@ def session_of(session_id):
 
 
 @pytest.fixture
-def task(store, settings, upload, make_order):
+def task(store, settings, upload, make_batch_request):
     lines = b"".join(json.dumps({"custom_id": name}).encode() + b"\n" for name in ("a", "b"))
-    order = make_order(upload(store, lines + b"\n").id)
-    return make_task(Batch(request=order, progress=BatchProgress(model="m")), settings, store)
+    request = make_batch_request(upload(store, lines + b"\n").id)
+    return make_task(Batch(request=request, progress=BatchProgress(model="m")), settings, store)
 
 
 @pytest.mark.parametrize("reason", UNEXECUTED)
@@ -57,16 +57,16 @@ def test_task_has_the_engine_and_the_sampling_defaults(task):
     assert task.commits == {"org/model": "abc"}
 
 
-def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_order, make_key):
+def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_batch_request, make_key):
     batch_model = settings.models["m"]
     tagged = replace(batch_model, config={**batch_model.config, "tags": {"site": "lab", "team": "all"}})
     key = make_key("alice").model_copy(update={"tags": {"team": "search"}})
-    batch = Batch(request=make_order(upload(store, b"{}\n").id, key=key), progress=BatchProgress(model="m"))
+    batch = Batch(request=make_batch_request(upload(store, b"{}\n").id, key=key), progress=BatchProgress(model="m"))
     task = make_task(batch, replace(settings, models={"m": tagged}), store)
     assert task.config["tags"] == {"site": "lab", "team": "search"}
 
 
-def test_run_has_the_served_name(task, monkeypatch):
+def test_run_of_a_batch_has_the_served_name(task, monkeypatch):
     calls = []
     monkeypatch.setattr(work.run, "generate", lambda request, _: calls.append(request.served_name))
     run_batch(task, Stop(), Counts(), Allowance(usd=None))
@@ -74,20 +74,20 @@ def test_run_has_the_served_name(task, monkeypatch):
 
 
 def test_cost_limit_of_a_run_can_change(task, monkeypatch):
-    allowance, seen = Allowance(usd=None), []
+    allowance, budgets_usd = Allowance(usd=None), []
 
     def generate(request, _):
-        seen.append(request.budget_usd)
+        budgets_usd.append(request.budget_usd)
         allowance.usd = 5.0
-        seen.append(request.budget_usd)
+        budgets_usd.append(request.budget_usd)
 
     monkeypatch.setattr(work.run, "generate", generate)
     run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), allowance)
-    assert seen == [2.0, 5.0]
+    assert budgets_usd == [2.0, 5.0]
 
 
 def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
-    """A resumed run's limit is the remaining budget plus the cost so far of the lent engines."""
+    """The limit of a resumed run is the remaining budget plus the previous cost of the lent engines."""
     own, lent = (usage_of(name) for name in ("s", "s-lent"))
     monkeypatch.setattr(work, "make_report", lambda run: None)
     directory = SimpleNamespace(
@@ -99,22 +99,22 @@ def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
     record = work._record(task, directory, None)
     assert (record.is_batch, record.usage.num_rows, record.usd) == (True, 3, pytest.approx(10 * PRICE.usd_per_device_s))
     assert work._usage(task, directory.usages()).num_rows == 9
-    seen = []
+    budgets_usd = []
     monkeypatch.setattr(work, "RunDirectory", lambda _: directory)
-    monkeypatch.setattr(work.run, "generate", lambda request, _: seen.append(request.budget_usd))
+    monkeypatch.setattr(work.run, "generate", lambda request, _: budgets_usd.append(request.budget_usd))
     monkeypatch.setattr(work, "collect", lambda *_: None)
     directory.manifest = lambda: {"config": task.config, "price": PRICE.to_dict()}
     run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), Allowance(usd=None))
-    assert seen == [pytest.approx(2.0 + 10 * PRICE.usd_per_device_s)]
+    assert budgets_usd == [pytest.approx(2.0 + 10 * PRICE.usd_per_device_s)]
 
 
-def test_lender_bills_the_key_of_the_batch(store, settings, upload, make_order, make_key):
+def test_lender_bills_the_key_of_the_batch(store, settings, upload, make_batch_request, make_key):
     models = {"m": replace(settings.models["m"], lent_slots=16)}
-    lending = replace(
+    settings_with_lender = replace(
         settings, models=models, application="peagle", deployments={"m": "LLM:m"}, cache_salt=lambda key: key.name
     )
-    batch = Batch(request=make_order(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
-    lender = make_task(batch, lending, store).lender
+    batch = Batch(request=make_batch_request(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
+    lender = make_task(batch, settings_with_lender, store).lender
     assert (lender.deployment, lender.application, lender.num_slots) == ("LLM:m", "peagle", 16)
     assert (lender.context.request_id, lender.context.key, lender.cache_salt) == (batch.id, "bob", "bob")
     assert make_task(batch, settings, store).lender is None

@@ -1,4 +1,4 @@
-"""Tests of what a request may contain: media, messages, lists and constraints, and how large its answer may get."""
+"""Tests of the limits of requests: media, messages, lists, constraints, and the maximum size of an answer."""
 
 import json
 
@@ -10,7 +10,7 @@ from pipelines.online.gateway.admission import ServedModel, answer_shape, check_
 from pipelines.online.gateway.keys import LOCAL
 
 
-def refused(values, media=None, domains=(), max_messages=100):
+def refusal_of(values, media=None, domains=(), max_messages=100):
     try:
         model = ServedModel(name="m", max_model_len=max_messages, media=media, media_domains=frozenset(domains))
         check_contents(values, model)
@@ -51,16 +51,16 @@ MEDIA = [
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_text_model_refuses_media(part, role):
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": [TEXT, part]}]}
-    assert refused(body) == (400, "unsupported_content", "messages")
+    assert refusal_of(body) == (400, "unsupported_content", "messages")
 
 
 def test_text_contents_pass():
-    assert refused({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}) is None
+    assert refusal_of({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}) is None
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
-    assert refused({"messages": history}) is None
+    assert refusal_of({"messages": history}) is None
     assert (
-        refused(chat_with("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"}))
+        refusal_of(chat_with("plain", TEXT, {"type": "input_text", "text": "x"}, {"type": "refusal", "refusal": "no"}))
         is None
     )
 
@@ -76,26 +76,28 @@ def image(url):
 )  # fmt: skip
 @pytest.mark.parametrize("domains", [(), ("a.example",)])
 def test_media_urls_must_be_in_allowed_domains(url, domains):
-    assert refused(chat_with(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
+    assert refusal_of(chat_with(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
 
 
 def test_every_url_of_a_part_is_checked():
     part = {"type": "video_url", "image_url": {"url": "data:x"}, "video_url": {"url": URL}}
-    assert refused(chat_with(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
+    assert refusal_of(chat_with(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
 
 
 def test_allowed_media_pass_up_to_their_limit():
     data = image("data:image/png;base64,AAAA")
-    assert refused(chat_with(data), {"image": 2}) is None
-    assert refused(chat_with(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
-    assert refused(chat_with(data, data, data), {"image": 2}) == (400, "too_many_media", "messages")
+    assert refusal_of(chat_with(data), {"image": 2}) is None
+    assert refusal_of(chat_with(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
+    assert refusal_of(chat_with(data, data, data), {"image": 2}) == (400, "too_many_media", "messages")
     assert (
-        refused(chat_with({"type": "video_url", "video_url": {"url": "data:x"}}), {"image": 2})[1]
+        refusal_of(chat_with({"type": "video_url", "video_url": {"url": "data:x"}}), {"image": 2})[1]
         == "unsupported_content"
     )
-    assert refused(chat_with({"image_url": "data:x"}), {"image": 2})[1] == "unsupported_content"
-    assert refused(chat_with({**data, "uuid": "of another user"}), {"image": 2})[1] == "unsupported_content"
-    assert refused(chat_with({"type": "image_embeds", "image_embeds": "x"}), {"image": 2})[1] == "unsupported_content"
+    assert refusal_of(chat_with({"image_url": "data:x"}), {"image": 2})[1] == "unsupported_content"
+    assert refusal_of(chat_with({**data, "uuid": "of another user"}), {"image": 2})[1] == "unsupported_content"
+    assert (
+        refusal_of(chat_with({"type": "image_embeds", "image_embeds": "x"}), {"image": 2})[1] == "unsupported_content"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def test_allowed_media_pass_up_to_their_limit():
     ],
 )
 def test_unsafe_template_arguments_are_refused(body, param):
-    assert refused(body) == (400, "unsupported_parameter", param)
-    assert refused(dict.fromkeys(body)) is None
+    assert refusal_of(body) == (400, "unsupported_parameter", param)
+    assert refusal_of(dict.fromkeys(body)) is None
 
 
 @pytest.mark.parametrize(
@@ -124,46 +126,47 @@ def test_unsafe_template_arguments_are_refused(body, param):
     ids=str,
 )
 def test_empty_message_is_refused_as_in_bulk(message):
-    assert refused({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
+    assert refusal_of({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
 
 
 def test_chat_template_arguments_pass():
-    assert refused({"chat_template_kwargs": {"enable_thinking": False}}) is None
+    assert refusal_of({"chat_template_kwargs": {"enable_thinking": False}}) is None
 
 
 @pytest.mark.parametrize(
-    ("field", "most"), [("tools", 128), ("stop", 64), ("bad_words", 128), ("documents", 128), ("stop_token_ids", 1024)]
+    ("field", "max_items"),
+    [("tools", 128), ("stop", 64), ("bad_words", 128), ("documents", 128), ("stop_token_ids", 1024)],
 )
-def test_lists_are_limited(field, most):
-    assert refused({field: [1] * (most + 1)}) == (400, "invalid_value", field)
-    assert refused({field: [1] * most}) is None
+def test_lists_are_limited(field, max_items):
+    assert refusal_of({field: [1] * (max_items + 1)}) == (400, "invalid_value", field)
+    assert refusal_of({field: [1] * max_items}) is None
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
 def test_stop_strings_are_limited(field):
-    assert refused({field: ["x" * 5000] * 2}) == (400, "invalid_value", field)
-    assert refused({field: "x" * 9000}) == (400, "invalid_value", field)
+    assert refusal_of({field: ["x" * 5000] * 2}) == (400, "invalid_value", field)
+    assert refusal_of({field: "x" * 9000}) == (400, "invalid_value", field)
 
 
 def test_number_of_messages_is_limited_by_the_context():
     messages = [{"role": "user", "content": ""}] * 101
-    assert refused({"messages": messages}) == (400, "invalid_value", "messages")
-    assert refused({"messages": messages[1:]}) is None
+    assert refusal_of({"messages": messages}) == (400, "invalid_value", "messages")
+    assert refusal_of({"messages": messages[1:]}) is None
 
 
 def test_large_constraint_is_refused_with_its_field():
-    assert refused({"structured_outputs": {"regex": "a{999999}"}}) == (
+    assert refusal_of({"structured_outputs": {"regex": "a{999999}"}}) == (
         400, "constraint_too_large", "structured_outputs.regex",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["max_pattern_size", "min_count"])
 def test_repetition_patterns_are_limited(name):
-    within = {"max_pattern_size": 64, "min_count": 64}
-    assert refused({"repetition_detection": within}) is None
+    allowed = {"max_pattern_size": 64, "min_count": 64}
+    assert refusal_of({"repetition_detection": allowed}) is None
     for number in (65, 1e9, "100000"):
-        body = {"repetition_detection": {**within, name: number}}
-        assert refused(body) == (400, "invalid_value", "repetition_detection")
+        body = {"repetition_detection": {**allowed, name: number}}
+        assert refusal_of(body) == (400, "invalid_value", "repetition_detection")
 
 
 # --- the maximum size of an answer
@@ -171,8 +174,8 @@ def test_repetition_patterns_are_limited(name):
 MIB = 2**20
 
 
-def admit(path, body, max_model_len=8192, mib=16):
-    model = ServedModel(name="m", max_model_len=max_model_len, max_choices=4096, max_answer_bytes=mib * MIB)
+def admit(path, body, max_model_len=8192, max_answer_mib=16):
+    model = ServedModel(name="m", max_model_len=max_model_len, max_choices=4096, max_answer_bytes=max_answer_mib * MIB)
     return check_request(path, json.dumps(body).encode(), LOCAL, {"m": model}, max_output_tokens=None)
 
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, write_draw
+from peagle.economics.shared_budgets import RunSpending, SharedBudget, edit_budgets, write_run_spending
 from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_status
 from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
 from pipelines.online.totals import Totals
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
 def key(name="alice", **limits):
@@ -18,32 +18,39 @@ def key(name="alice", **limits):
 
 
 @pytest.fixture
-def today(monkeypatch):
-    """The current day, which tests may change."""
-    day = SimpleNamespace(now=datetime(2026, 12, 31, 12, tzinfo=UTC))
-    monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: day.now))
-    return day
+def clock(monkeypatch):
+    """A clock in UTC. Tests change `now`."""
+    utc_clock = SimpleNamespace(now=datetime(2026, 12, 31, 12, tzinfo=UTC))
+    monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: utc_clock.now))
+    return utc_clock
 
 
 @pytest.fixture
-def spend(tmp_path, today):
+def spend(tmp_path, clock):
     """Return a function that records a request with a given cost that ends now."""
 
     def spend(usd, name="alice"):
-        at = today.now.timestamp()
-        append_request(tmp_path, a_request(f"{name}{at}{usd}", key=name, usd=usd, started_at=1.0, finished_at=at))
+        at = clock.now.timestamp()
+        append_request(
+            tmp_path, make_request_usage(f"{name}{at}{usd}", key=name, usd=usd, started_at=1.0, finished_at=at)
+        )
 
     return spend
 
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """Return a function that makes a watch over keys, and returns it with the used shares that it reports."""
+    """Return a function that makes a BudgetWatch for keys.
+
+    The function returns the watch, and the list of (name, used share) pairs that the watch will report.
+    """
 
     def make(*keys):
-        calls = []
-        ring, shared = KeyRing(None, keys), SharedBudgets(tmp_path)
-        return BudgetWatch(ring, shared, Totals(tmp_path), on_used=lambda name, used: calls.append((name, used))), calls
+        reports = []
+        ring, shared_budgets = KeyRing(None, keys), SharedBudgets(tmp_path)
+        return BudgetWatch(
+            ring, shared_budgets, Totals(tmp_path), on_used=lambda name, used: reports.append((name, used))
+        ), reports
 
     return make
 
@@ -53,7 +60,7 @@ def logged_texts(caplog):
 
 
 def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, spend, caplog):
-    watch, shares = make_watch(key(budget_usd=10), key("bob"))
+    watch, reports = make_watch(key(budget_usd=10), key("bob"))
     spend(4.9)
     with caplog.at_level(logging.WARNING):
         watch.check()
@@ -66,15 +73,15 @@ def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, sp
         watch.check()
         watch.check()
     assert logged_texts(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10 spent, $0.00 left"]
-    assert shares == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
+    assert reports == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
-def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend, today, caplog):
+def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend, clock, caplog):
     watch, _ = make_watch(key(budget_usd=10, budget_every="month"))
     spend(9)
     with caplog.at_level(logging.WARNING):
         watch.check()
-        today.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
+        clock.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
         watch.check()
         assert len(logged_texts(caplog)) == 1
         spend(8.5)
@@ -88,35 +95,37 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
 
 
 @pytest.fixture
-def shared(tmp_path):
+def shared_budgets(tmp_path):
     """Monthly budgets: ten dollars for a tag, twenty for the endpoint."""
     with edit_budgets(tmp_path / "budgets.json") as budgets:
         for name, usd in (("team=search", 10), ("endpoint", 20)):
             budgets[name] = SharedBudget(name=name, budget_usd=usd, budget_every="month")
 
 
-@pytest.mark.usefixtures("shared")
-def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplog):
-    now = today.now.timestamp()
-    append_request(tmp_path, a_request(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
-    write_draw(tmp_path, Draw(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now))
+@pytest.mark.usefixtures("shared_budgets")
+def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, clock, caplog):
+    now = clock.now.timestamp()
+    append_request(tmp_path, make_request_usage(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
+    write_run_spending(
+        tmp_path, RunSpending(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now)
+    )
     seconds_by_use = {"load_s": 600.0, "compile_s": 0.0, "busy_s": 1000.0, "idle_s": 2000.0}
     session = EngineSession(
         session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=now - 3600,
         last_seen_at=now, num_output_tokens=0, ended=False, usd_per_device_s=0.005, **seconds_by_use,
     )  # fmt: skip
     write_session(tmp_path, session)
-    watch, shares = make_watch()
+    watch, reports = make_watch()
     with caplog.at_level(logging.WARNING):
         watch.check()
-    assert shares == [("team=search", 0.55), ("*", 0.9)]
+    assert reports == [("team=search", 0.55), ("*", 0.9)]
     assert logged_texts(caplog) == [
         "tag team=search has spent 55 % of its budget of $10 a month: $5.50 spent, $4.50 left",
         "the endpoint has spent 90 % of its budget of $20 a month: $18.00 spent, $2.00 left",
     ]
 
 
-def test_budget_state(tmp_path, spend):
+def test_budget_status_has_spending_alert_and_reset(tmp_path, spend):
     totals = Totals(tmp_path)
     spend(8.0)
     totals.catch_up()
@@ -128,12 +137,12 @@ def test_budget_state(tmp_path, spend):
     assert budget_status(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
 
 
-def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):
-    watch, shares = make_watch(key(budget_usd=10))
-    reads = iter([OSError("no disk"), SystemExit()])
-    monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(reads)))
+def test_watch_continues_after_a_read_error(make_watch, monkeypatch, caplog):
+    watch, reports = make_watch(key(budget_usd=10))
+    errors = iter([OSError("no disk"), SystemExit()])
+    monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(errors)))
     monkeypatch.setattr("pipelines.online.gateway.budget_watch.time.sleep", lambda _: None)
     with pytest.raises(SystemExit):
         watch.watch_forever()
     assert logged_texts(caplog) == ["cannot check the budgets"]
-    assert shares == []
+    assert reports == []

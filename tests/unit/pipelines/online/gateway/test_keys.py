@@ -34,6 +34,7 @@ def test_key_is_found_by_its_hash():
 
 
 def test_every_record_is_compared(monkeypatch):
+    """The time of the search must not reveal which record matches."""
     compared = []
     monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: compared.append(b) or a == b)
     (a, first), (_, second) = new_key("a"), new_key("b")
@@ -49,9 +50,9 @@ def test_keys_from_the_environment():
 
 @pytest.mark.parametrize("value", ["0123456789abcdef", "ci=short", "b@d name=0123456789abcdef"])
 def test_invalid_environment_entry_is_refused_without_quoting_it(value):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         keys_from_environment({"PEAGLE_API_KEYS": value})
-    assert "0123456789abcdef" not in str(caught.value)
+    assert "0123456789abcdef" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])
@@ -69,7 +70,7 @@ def test_duplicate_key_name_is_refused(tmp_path):
 
 @pytest.fixture
 def key_ring(tmp_path, monkeypatch):
-    """A file with two keys, a ring that reloads it at each call, and the keys with their records."""
+    """A file with two keys, a ring that reloads the file at each call, and each key with its record."""
     monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     alice, bob = new_key("alice"), new_key("bob")
@@ -78,16 +79,16 @@ def key_ring(tmp_path, monkeypatch):
 
 
 def test_revoked_key_is_invalid_without_a_restart(key_ring):
-    path, ring, (alice, a), (bob, b) = key_ring
-    assert ring.find(bob) == b
-    write_keys(path, [a])
+    path, ring, (alice, alice_record), (bob, bob_record) = key_ring
+    assert ring.find(bob) == bob_record
+    write_keys(path, [alice_record])
     assert ring.find(bob) is None
-    assert ring.find(alice) == a
+    assert ring.find(alice) == alice_record
     path.unlink()
     assert ring.find(alice) is None
 
 
-def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
+def test_current_limits_of_a_key_are_found_by_name_until_it_is_revoked(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     _, alice = new_key("alice", budget_usd=1)
@@ -102,34 +103,34 @@ def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
 
 
 def test_damaged_file_keeps_previous_keys_and_is_logged_once(key_ring, caplog):
-    path, ring, (alice, a), (bob, b) = key_ring
-    assert ring.find(alice) == a
+    path, ring, (alice, alice_record), (bob, bob_record) = key_ring
+    assert ring.find(alice) == alice_record
     for text in ("[,]", "[,,]"):
         path.write_text(text)
         os.utime(path, ns=(0, len(text)))
         for _ in range(3):
-            assert ring.find(alice) == a
-            assert ring.current(b) == b.without_hash()
+            assert ring.find(alice) == alice_record
+            assert ring.current(bob_record) == bob_record.without_hash()
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
     assert "keys.json: cannot be read" in caplog.text
     assert "stay valid" in caplog.text
-    write_keys(path, [a])
+    write_keys(path, [alice_record])
     assert ring.find(bob) is None
-    assert ring.find(alice) == a
+    assert ring.find(alice) == alice_record
 
 
 def test_unreadable_file_is_retried(key_ring, monkeypatch):
-    path, ring, (alice, a), (bob, b) = key_ring
-    assert ring.find(bob) == b
-    write_keys(path, [a])
+    path, ring, (alice, alice_record), (bob, bob_record) = key_ring
+    assert ring.find(bob) == bob_record
+    write_keys(path, [alice_record])
     with monkeypatch.context() as outage:
-        outage.setattr(ring._file, "_read", refuse)
-        assert ring.find(bob) == b
+        outage.setattr(ring._file, "_read", fail_to_read)
+        assert ring.find(bob) == bob_record
     assert ring.find(bob) is None
-    assert ring.find(alice) == a
+    assert ring.find(alice) == alice_record
 
 
-def refuse(path):
+def fail_to_read(path):
     raise ConfigError(f"keys {path}: cannot be read: no answer")
 
 

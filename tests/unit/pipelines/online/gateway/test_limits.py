@@ -14,7 +14,7 @@ from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import ActualUsage, KeyLimits
 from pipelines.online.totals import TokenPrice, Totals, totals_of
 from pipelines.online.wire import AnswerTally, Context
-from tests.unit.pipelines.online.ledgers import a_request
+from tests.unit.pipelines.online.ledgers import make_request_usage
 
 NUMBERS = itertools.count()
 
@@ -23,8 +23,8 @@ def key(**limits):
     return KeyRecord(name="alice", sha256="0" * 64, **limits)
 
 
-def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
-    """The price after one request on an otherwise idle engine at a dollar per second."""
+def make_price(usd_per_output_token, usd_per_prompt_token=0.0):
+    """Return the price after one request on an otherwise idle engine that costs one dollar per second."""
     return TokenPrice(
         num_requests=1,
         usd=1,
@@ -59,19 +59,19 @@ def limits(clock, totals):
     return KeyLimits(totals, monotonic=clock)
 
 
-def admitted(limits, record, tokens=1, model="m", prompt=0, request_id=None, **options):
+def admit_async(limits, record, tokens=1, model="m", prompt=0, request_id=None, **options):
     request_id = request_id or f"r{next(NUMBERS)}"
     return limits.admit(record, model, request_id=request_id, prompt_tokens=prompt, output_tokens=tokens, **options)
 
 
 def admit(*args, **options):
-    return asyncio.run(admitted(*args, **options))
+    return asyncio.run(admit_async(*args, **options))
 
 
 def refusal(*args, **options):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         admit(*args, **options)
-    return caught.value
+    return error.value
 
 
 def settle(limits, permit, tokens=0, usd=0.0, prompt=0):
@@ -82,10 +82,10 @@ def spend(limits, record, usd):
     settle(limits, admit(limits, record), usd=usd)
 
 
-def rate_refusal(limits, record):
-    with pytest.raises(ApiError) as caught:
+def refusal_by_rate(limits, record):
+    with pytest.raises(ApiError) as error:
         limits.count_request(record)
-    return caught.value
+    return error.value
 
 
 def test_requests_per_minute_are_limited(clock, limits):
@@ -93,10 +93,10 @@ def test_requests_per_minute_are_limited(clock, limits):
     limits.count_request(alice)
     clock.now += 20
     limits.count_request(alice)
-    error = rate_refusal(limits, alice)
+    error = refusal_by_rate(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
     clock.now += 39.9
-    rate_refusal(limits, alice)
+    refusal_by_rate(limits, alice)
     clock.now += 0.1
     limits.count_request(alice)
 
@@ -105,7 +105,7 @@ def test_refused_requests_do_not_count(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(5):
-        rate_refusal(limits, alice)
+        refusal_by_rate(limits, alice)
     clock.now += 60
     limits.count_request(alice)
 
@@ -132,13 +132,13 @@ def test_prompt_bytes_are_reserved_until_tokens_are_known(clock, limits):
     assert admit(limits, key(), prompt=10_000)
 
 
-def test_long_prompt_is_admitted_if_no_other_request_counts(clock, limits):
+def test_prompt_above_the_limit_is_admitted_if_the_key_has_no_running_request(clock, limits):
     alice = key(input_tokens_per_min=100)
     settle(limits, admit(limits, alice, prompt=99), prompt=99)
     clock.now += 20
-    long = admit(limits, alice, prompt=5000)
+    long_permit = admit(limits, alice, prompt=5000)
     assert refusal(limits, alice, prompt=1).retry_after_s == 1.0
-    settle(limits, long, prompt=1200)
+    settle(limits, long_permit, prompt=1200)
     clock.now += 10
     assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until a minute after the long prompt
     clock.now += 50
@@ -193,7 +193,7 @@ def test_keys_do_not_share_limits(limits):
 def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.51)
-    prices["m"] = a_price(0.001)
+    prices["m"] = make_price(0.001)
     first = admit(limits, alice, 300)
     error = refusal(limits, alice, 200)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
@@ -206,8 +206,8 @@ def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
 
 
 def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
-    """The attack would be very long prompts that reserve only one output token."""
-    alice, prices["m"] = key(budget_usd=1), a_price(0.001, 0.0001)
+    """Otherwise, a client could overspend with very long prompts and one output token each."""
+    alice, prices["m"] = key(budget_usd=1), make_price(0.001, 0.0001)
     admit(limits, alice, 1, prompt=4000)
     admit(limits, alice, 1, prompt=4000)
     refusal(limits, alice, 1, prompt=4000)
@@ -215,13 +215,13 @@ def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
 
 
 def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
-    """The attack would be many concurrent requests with a budget of a ten-millionth of a dollar."""
+    """Otherwise, a client could overspend a tiny budget with many concurrent requests."""
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
     for model in ("m", "another"):
         assert "reserved by running requests" in refusal(limits, alice, model=model).message
     assert budgets.reserve_batch("batch_1", "alice", 1e-7) == 0
-    prices["m"] = a_price(1e-9)
+    prices["m"] = make_price(1e-9)
     refusal(limits, alice)  # the cost of the first request is still unknown
     settle(limits, first, 1, 5e-8)
     admit(limits, alice)
@@ -242,14 +242,14 @@ def test_disconnected_request_keeps_reservation_until_recorded(limits, clock):
 def test_nearly_spent_budget_admits_one_request_at_a_time(limits, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.999)
-    prices["m"] = a_price(0.001)
-    only = admit(limits, alice, 100)
+    prices["m"] = make_price(0.001)
+    permit = admit(limits, alice, 100)
     refusal(limits, alice, 100)
-    settle(limits, only, 0, 0)
+    settle(limits, permit, 0, 0)
     admit(limits, alice, 100)
 
 
-def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
+def test_requests_cannot_spend_the_reservation_of_a_batch(limits, budgets):
     alice = key(budget_usd=1)
     assert budgets.reserve_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
@@ -263,24 +263,24 @@ def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_budget_is_overspent_by_at_most_one_request(seed, totals, clock):
-    """Random requests of two models, one initially without a price, and batches, ending in any order."""
-    asyncio.run(overspend_if_possible(Random(seed), KeyLimits(totals, monotonic=clock), totals.budgets, totals.prices))
+    """Send random requests to two models, and batches, which end in random order. One model has no price at first."""
+    asyncio.run(spend_randomly(Random(seed), KeyLimits(totals, monotonic=clock), totals.budgets, totals.prices))
 
 
-async def overspend_if_possible(random, limits, budgets, prices):
-    prices["m"] = a_price(0.01, 0.001)
+async def spend_randomly(random, limits, budgets, prices):
+    prices["m"] = make_price(0.01, 0.001)
     alice, running, has_batch = key(budget_usd=1), [], False
-    above_reservations_usd = highest_usd = 0.0  # costs above their reservations; the most expensive request
+    above_reservations_usd = highest_usd = 0.0  # total cost above reservations; cost of the most expensive request
     for step in range(400):
         if step == 200:
-            prices["new"] = a_price(0.02, 0.002)
+            prices["new"] = make_price(0.02, 0.002)
         if random.random() < 0.6:
             model, tokens, prompt = random.choice(["m", "new"]), random.randint(1, 30), random.randint(0, 200)
             reserved_usd = (
                 prices[model].max_usd(prompt_tokens=prompt, output_tokens=tokens) if model in prices else None
             )
             with contextlib.suppress(ApiError):
-                running.append((await admitted(limits, alice, tokens, model, prompt), reserved_usd))
+                running.append((await admit_async(limits, alice, tokens, model, prompt), reserved_usd))
         elif running:
             permit, reserved_usd = running.pop(random.randrange(len(running)))
             usd = random.uniform(0, 1.3) * (reserved_usd or 0.2)
@@ -298,8 +298,8 @@ async def overspend_if_possible(random, limits, budgets, prices):
 
 
 @pytest.fixture
-def shared(totals):
-    """A monthly budget of a dollar for a tag."""
+def tag_budget(totals):
+    """A monthly budget of one dollar for a tag."""
     with edit_budgets(totals.folder / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=1, budget_every="month")
 
@@ -308,16 +308,16 @@ def admit_tagged(limits, record, request_id):
     return admit(limits, record, request_id=request_id, tags='{"team": "search", "x": "y"}')
 
 
-@pytest.mark.usefixtures("shared")
+@pytest.mark.usefixtures("tag_budget")
 def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
-    prices["m"] = a_price(0.6)
+    prices["m"] = make_price(0.6)
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
     permit = admit_tagged(limits, alice, "1")
     with pytest.raises(
         ApiError, match="the budget of \\$1 a month of team=search is reserved by running requests"
-    ) as caught:
+    ) as error:
         admit_tagged(limits, bob, "2")
-    assert caught.value.code == "rate_limit_exceeded"
+    assert error.value.code == "rate_limit_exceeded"
     assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "a refused request reserves nothing"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
@@ -328,7 +328,7 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "x=y")] == [1.0, 1.0, 0.0]
 
 
-def test_spent_endpoint_budget_refuses_all(limits, budgets, totals):
+def test_spent_endpoint_budget_refuses_all_keys(limits, budgets, totals):
     with edit_budgets(totals.folder / "budgets.json") as shared:
         shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
     budgets.reserve_batch("batch_1", "*", 5)
@@ -341,7 +341,7 @@ def test_spent_endpoint_budget_refuses_all(limits, budgets, totals):
 # --- usage from the ledger
 
 ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100)
-POOR = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
+ALICE_WITH_BUDGET = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
 
 
 def request_usage(account, request_id, tokens, busy_s, clock):
@@ -351,8 +351,8 @@ def request_usage(account, request_id, tokens, busy_s, clock):
     return request.finish("cut")
 
 
-def refused(limits, key, tokens, match):
-    assert match in refusal(limits, key, tokens, request_id="refused").message
+def assert_refused(limits, key, tokens, message):
+    assert message in refusal(limits, key, tokens, request_id="refused").message
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def ledger_limits(engine_account, tmp_path, clock):
 
 @pytest.fixture
 def restart(engine_account, tmp_path, clock):
-    """Return a function that starts another ingress with the same ledger."""
+    """Return a function that creates the limits of a restarted ingress, with the same ledger."""
 
     def start():
         totals_of.cache_clear()
@@ -377,17 +377,18 @@ def restart(engine_account, tmp_path, clock):
 
 def test_tokens_of_a_disconnected_request_count(ledger_limits, engine_account, clock, tmp_path):
     ledger_limits.settle(admit(ledger_limits, ALICE, 100, request_id="r1"), None)
-    refused(ledger_limits, ALICE, 50, "output tokens a minute")
+    assert_refused(ledger_limits, ALICE, 50, "output tokens a minute")
     append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 2, clock))
     admit(ledger_limits, ALICE, 60)
-    refused(ledger_limits, ALICE, 1, "output tokens a minute")
+    assert_refused(ledger_limits, ALICE, 1, "output tokens a minute")
 
 
 def test_cost_of_a_disconnected_request_counts(ledger_limits, engine_account, clock, tmp_path):
-    ledger_limits.settle(admit(ledger_limits, POOR, 100, request_id="r1"), None)
-    refused(ledger_limits, POOR, 1, "reserved by running requests")
-    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
-    refused(ledger_limits, POOR, 1, "is spent")
+    ledger_limits.settle(admit(ledger_limits, ALICE_WITH_BUDGET, 100, request_id="r1"), None)
+    assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "reserved by running requests")
+    # The request costs 51 s x 2 devices x 0.01 USD.
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 0, 51, clock))
+    assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "is spent")
 
 
 def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account, clock, tmp_path):
@@ -396,21 +397,23 @@ def test_record_read_before_the_disconnect_counts(ledger_limits, engine_account,
     asyncio.run(ledger_limits.catch_up())
     ledger_limits.settle(permits["r1"], None)
     admit(ledger_limits, ALICE, 10)
-    refused(ledger_limits, ALICE, 1, "output tokens a minute")
+    assert_refused(ledger_limits, ALICE, 1, "output tokens a minute")
     assert not ledger_limits._waiting
 
 
-async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_account, clock, tmp_path, monkeypatch):
-    ledger_limits.settle(await admitted(ledger_limits, ALICE, 100, request_id="r1"), None)
+async def test_ledger_read_continues_after_a_client_disconnect(
+    ledger_limits, engine_account, clock, tmp_path, monkeypatch
+):
+    ledger_limits.settle(await admit_async(ledger_limits, ALICE, 100, request_id="r1"), None)
     append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 2, clock))
     read, has_begun, may_end = ledger_limits._totals.catch_up, threading.Event(), threading.Event()
 
-    def slow():
+    def read_slowly():
         has_begun.set()
         may_end.wait(10)
         return read()
 
-    monkeypatch.setattr(ledger_limits._totals, "catch_up", slow)
+    monkeypatch.setattr(ledger_limits._totals, "catch_up", read_slowly)
     read_task = asyncio.create_task(ledger_limits.catch_up())
     await asyncio.to_thread(has_begun.wait, 10)
     read_task.cancel()
@@ -421,71 +424,72 @@ async def test_ledger_read_survives_a_client_disconnect(ledger_limits, engine_ac
     async with asyncio.timeout(10):
         while ledger_limits._waiting:
             await asyncio.sleep(0.01)
-    await admitted(ledger_limits, ALICE, 60)
+    await admit_async(ledger_limits, ALICE, 60)
     with pytest.raises(ApiError, match="output tokens a minute"):
-        await admitted(ledger_limits, ALICE, 1)
+        await admit_async(ledger_limits, ALICE, 1)
 
 
 def test_spend_before_a_restart_counts(restart, engine_account, clock, tmp_path):
-    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))  # 51 s x 2 x 0.01 USD
-    refused(restart(), POOR, 1, "is spent")
+    # The request costs 51 s x 2 devices x 0.01 USD.
+    append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))
+    assert_refused(restart(), ALICE_WITH_BUDGET, 1, "is spent")
 
 
 def test_requests_running_at_a_restart_count_when_recorded(restart, engine_account, clock, tmp_path):
-    admit(restart(), POOR, 1, request_id="r1")
-    after = restart()
-    permit = admit(after, POOR, 1, request_id="r2")
-    after.settle(permit, ActualUsage(output_tokens=1, usd=0.01))
+    admit(restart(), ALICE_WITH_BUDGET, 1, request_id="r1")
+    limits = restart()
+    permit = admit(limits, ALICE_WITH_BUDGET, 1, request_id="r2")
+    limits.settle(permit, ActualUsage(output_tokens=1, usd=0.01))
     append_request(tmp_path / "ledger", request_usage(engine_account, "r1", 40, 51, clock))
-    refused(after, POOR, 1, "is spent")
+    assert_refused(limits, ALICE_WITH_BUDGET, 1, "is spent")
 
 
 def test_ended_batch_is_charged_within_half_a_minute(ledger_limits, engine_account, clock, tmp_path):
     asyncio.run(ledger_limits.catch_up())
-    clock.now += 121  # in the first two minutes, the ledger is read every second
+    clock.now += 121  # the ledger is read every second only in the first two minutes
     asyncio.run(ledger_limits.catch_up())
     batch = replace(request_usage(engine_account, "batch_1", 40, 0, clock), usd=1.02)
     for _ in range(2):
         write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
     asyncio.run(ledger_limits.catch_up())
-    ledger_limits.settle(admit(ledger_limits, POOR, 1), ActualUsage(output_tokens=0, usd=0))
+    ledger_limits.settle(admit(ledger_limits, ALICE_WITH_BUDGET, 1), ActualUsage(output_tokens=0, usd=0))
     clock.now += 31
-    refused(ledger_limits, POOR, 1, "is spent")
+    assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "is spent")
 
 
 def test_token_prices_survive_a_restart(restart, tmp_path):
-    append_request(tmp_path / "ledger", a_request(key="bob"))  # 0.0005 USD an output token
-    after = restart()
-    admit(after, POOR, 999, request_id="r1")
-    admit(after, POOR, 999, request_id="r2")
-    refused(after, POOR, 99, "reserved by running requests")
+    append_request(tmp_path / "ledger", make_request_usage(key="bob"))  # 0.0005 USD per output token
+    limits = restart()
+    admit(limits, ALICE_WITH_BUDGET, 999, request_id="r1")
+    admit(limits, ALICE_WITH_BUDGET, 999, request_id="r2")
+    assert_refused(limits, ALICE_WITH_BUDGET, 99, "reserved by running requests")
 
 
 def test_model_has_a_price_soon_after_its_first_answer(ledger_limits, clock, tmp_path):
     clock.now += 200
     asyncio.run(ledger_limits.catch_up())
-    first = admit(ledger_limits, POOR, 1, request_id="r1")
-    refused(ledger_limits, POOR, 1, "reserved by running requests")
-    append_request(tmp_path / "ledger", a_request("r1"))
+    first = admit(ledger_limits, ALICE_WITH_BUDGET, 1, request_id="r1")
+    assert_refused(ledger_limits, ALICE_WITH_BUDGET, 1, "reserved by running requests")
+    append_request(tmp_path / "ledger", make_request_usage("r1"))
     ledger_limits.settle(first, ActualUsage(output_tokens=41, usd=0.022))
     clock.now += 1
-    admit(ledger_limits, POOR, 1, request_id="r2")
-    admit(ledger_limits, POOR, 1, request_id="r3")
+    admit(ledger_limits, ALICE_WITH_BUDGET, 1, request_id="r2")
+    admit(ledger_limits, ALICE_WITH_BUDGET, 1, request_id="r3")
 
 
 def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
-    after = restart()
-    admit(after, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
+    limits = restart()
+    admit(limits, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
     for admission in (
-        after.admit(POOR, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
-        after.require_budget(POOR),
+        limits.admit(ALICE_WITH_BUDGET, "m", request_id="r2", prompt_tokens=0, output_tokens=1),
+        limits.require_budget(ALICE_WITH_BUDGET),
     ):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error:
             asyncio.run(admission)
-        assert (caught.value.status, caught.value.headers()) == (503, {"retry-after": "5"})
+        assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     may_end.set()
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
-    admit(after, POOR, 1, request_id="r2")
+    admit(limits, ALICE_WITH_BUDGET, 1, request_id="r2")

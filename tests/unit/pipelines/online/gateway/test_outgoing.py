@@ -20,15 +20,15 @@ def test_requests_beyond_the_engines_capacity_wait(running, in_flight, waiting):
     assert (load["num_running_replicas"], load["num_starting_replicas"], load["max_replicas"]) == (running, 1, 4)
 
 
-class Clock:
-    """A clock that records each sleep and advances by it. With `passes=False`, sleeps never end."""
+class FakeClock:
+    """A clock that records each sleep and advances by its duration. With `sleeps_end=False`, sleeps never end."""
 
-    def __init__(self, *, passes=True):
-        self.now, self.slept, self._passes = 100.0, [], passes
+    def __init__(self, *, sleeps_end=True):
+        self.now, self.sleeps_s, self._sleeps_end = 100.0, [], sleeps_end
 
     async def sleep(self, seconds):
-        self.slept.append(seconds)
-        if not self._passes:
+        self.sleeps_s.append(seconds)
+        if not self._sleeps_end:
             await asyncio.Event().wait()
         self.now += seconds
 
@@ -42,21 +42,21 @@ async def refuse(delay, account, times):
 
 
 async def test_consecutive_refusals_are_delayed_per_key():
-    clock = Clock()
+    clock = FakeClock()
     delay = clock.refusal_delay()
     await refuse(delay, "alice", 21)
     await refuse(delay, "bob", 5)
-    assert clock.slept == []
+    assert clock.sleeps_s == []
     await refuse(delay, "alice", 10)
-    assert clock.slept == pytest.approx([0.25] * 10)
-    clock.slept.clear()
+    assert clock.sleeps_s == pytest.approx([0.25] * 10)
+    clock.sleeps_s.clear()
     clock.now += 5.25
     await refuse(delay, "alice", 21)
-    assert clock.slept == []
+    assert clock.sleeps_s == []
 
 
 async def test_delay_and_number_of_delayed_refusals_are_limited():
-    clock = Clock(passes=False)
+    clock = FakeClock(sleeps_end=False)
     delay = clock.refusal_delay()
     tasks = [asyncio.create_task(delay.wait("alice")) for _ in range(500)]
     await asyncio.wait(tasks, timeout=0.2)
@@ -65,10 +65,10 @@ async def test_delay_and_number_of_delayed_refusals_are_limited():
         task.cancel()
     await asyncio.wait(delayed)
     assert len(delayed) == 64
-    assert max(clock.slept) == pytest.approx(2.0)
+    assert max(clock.sleeps_s) == pytest.approx(2.0)
     clock.now += 60
-    await refuse(delay, "alice", 21)  # cancelled refusals no longer count
-    assert len(clock.slept) == 64
+    await refuse(delay, "alice", 21)  # not delayed, because cancelled refusals no longer count
+    assert len(clock.sleeps_s) == 64
 
 
 def test_refusals_are_logged_once_a_second_per_address(clock, caplog):

@@ -1,6 +1,6 @@
-"""Tests that gate and router match the same route for every path, and that no route answers without the gate.
+"""Tests that gate and router choose the same route for every path, and that no route answers without the gate.
 
-They use the real routes and the application that Ray Serve runs.
+The tests use the real routes and the application that Ray Serve runs.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def app(tmp_path_factory):
 
 @st.composite
 def paths(draw):
-    """Paths similar to a route: other parameters, insertions, swapped case, encoded letters."""
+    """Paths similar to the path of a route: other parameters, insertions, swapped case, encoded letters."""
     path = draw(st.sampled_from(TABLE)).path
     for name in ("{model:path}", "{name}", "{file_id}", "{batch_id}"):
         path = path.replace(name, draw(st.sampled_from(["x", "a/b", "", "..", "%2F", "content", "x/content", "ä"])))
@@ -91,7 +91,7 @@ def gate_match(scope):
 def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
     scope = scope_of(raw, method, prefix)
     if path_refusal(scope):
-        assume(router_match(app, scope) is not None)  # refusing a path is pointless if no route matches it
+        assume(router_match(app, scope) is not None)  # other paths need not be refused here
         assert not scope["path"].isprintable()
     else:
         assert router_match(app, scope) == gate_match(scope)
@@ -116,14 +116,14 @@ def test_every_route_is_guarded(app):
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
-    """The pass is missing, forged or for another route, as if gate and router had parsed the path differently."""
+    """The pass is missing, forged, or for another route (if gate and router parsed the path differently)."""
     other = next(entry for entry in TABLE if entry.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
-    for wrong in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
-        with pytest.raises(ApiError) as caught:
-            asyncio.run(app.router(dict(wrong), nothing, nothing))
-        assert caught.value.status == 500
+    for wrong_scope in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
+        with pytest.raises(ApiError) as error:
+            asyncio.run(app.router(dict(wrong_scope), fail_on_message, fail_on_message))
+        assert error.value.status == 500
     assert "without the gate's pass" in caplog.text
 
 
@@ -135,11 +135,11 @@ def test_new_routes_are_guarded_by_default():
         return "answered"
 
     with pytest.raises(ApiError):
-        asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
+        asyncio.run(app.router(scope_of("/v1/new", "POST"), fail_on_message, fail_on_message))
 
 
 def test_handler_gets_the_body_parsed_by_the_gate():
-    app, sent = guarded_app(), []
+    app, messages = guarded_app(), []
     route = post("/v1/new", Rule.CREATE_BATCH)
 
     @route(app)
@@ -147,40 +147,40 @@ def test_handler_gets_the_body_parsed_by_the_gate():
         return body
 
     async def send(message):
-        sent.append(message)
+        messages.append(message)
 
     body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", parse_pool=ParsePool())
     scope = scope_of("/v1/new", "POST") | {"headers": [(b"content-type", b"application/json")]}
-    asyncio.run(app(with_pass(scope, route, body=body), nothing, send))
-    assert (sent[0]["status"], sent[1]["body"]) == (200, b'{"a":1}')
+    asyncio.run(app(with_pass(scope, route, body=body), fail_on_message, send))
+    assert (messages[0]["status"], messages[1]["body"]) == (200, b'{"a":1}')
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
 def test_body_that_the_gate_did_not_read_is_refused(app, path):
     """Otherwise, a route whose rule reads no body would accept a body of any size."""
     (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
-    with pytest.raises(ApiError) as caught:
-        asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))
-    assert caught.value.status == 500
+    with pytest.raises(ApiError) as error:
+        asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), fail_on_message, fail_on_message))
+    assert error.value.status == 500
 
 
 def test_websockets_are_refused(tmp_path):
-    app, sent = guarded_app(), []
+    app, messages = guarded_app(), []
 
     @app.websocket("/v1/new")
     async def new(socket):
         await socket.accept()
 
     async def send(message):
-        sent.append(message)
+        messages.append(message)
 
     gate = Gate(app, GateSettings(models=(), ledger=tmp_path), TABLE)
     scope = {"type": "websocket", "path": "/v1/new", "root_path": "", "headers": [], "query_string": b""}
-    asyncio.run(gate(scope, nothing, send))
-    assert sent == [{"type": "websocket.close", "code": 1008}]
+    asyncio.run(gate(scope, fail_on_message, send))
+    assert messages == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_rules_of_routes():
+def test_each_route_has_the_expected_rule():
     by_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
     assert by_rule[Rule.OPEN] == {("GET", "/health")}
     public = ("/", "/page/{name}", "/docs", "/docs/{name}", "/openapi.json")
@@ -200,9 +200,9 @@ def test_rules_of_routes():
     ],
 )  # fmt: skip
 def test_other_paths_and_methods_are_refused(method, path, expected):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         find_route(TABLE, scope_of(path, method))
-    assert caught.value.status == expected
+    assert error.value.status == expected
 
 
 def response_to(app, method, path):
@@ -214,7 +214,7 @@ def response_to(app, method, path):
     return asyncio.run(run())
 
 
-async def nothing(*_):
+async def fail_on_message(*_):
     raise AssertionError("a message was read or sent")
 
 
@@ -227,7 +227,7 @@ def test_unknown_query_parameters_are_refused(app, route):
     ]
     body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         asyncio.run(registered_route.handle(with_pass(scope, route, body=body), None, None))
-    assert (caught.value.status, caught.value.code, caught.value.param) == (422, "unknown_parameter", "form")
-    assert ("start" in caught.value.message) == (route.path == "/v1/cost")
+    assert (error.value.status, error.value.code, error.value.param) == (422, "unknown_parameter", "form")
+    assert ("start" in error.value.message) == (route.path == "/v1/cost")

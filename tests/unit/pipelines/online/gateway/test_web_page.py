@@ -24,7 +24,7 @@ def test_page_has_a_strict_content_security_policy():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_files_have_a_content_type_and_load_nothing_external(path):
+def test_files_have_a_content_type_and_load_nothing_from_other_hosts(path):
     answer = get_page(path.name)
     assert answer.body == path.read_bytes()
     assert answer.headers["content-type"].split(";")[0].split("/")[1] in {"html", "css", "javascript", "svg+xml"}
@@ -39,9 +39,9 @@ def test_scripts_do_not_create_html_or_code(path):
 
 @pytest.mark.parametrize("name", ["", "..", "../web_page.py", "page.py", "__init__.py", "/etc/passwd", "style.css/"])
 def test_other_files_are_404(name):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         get_page(name)
-    assert caught.value.status == 404
+    assert error.value.status == 404
 
 
 def test_docs_load_only_files_of_the_endpoint():
@@ -56,6 +56,6 @@ def test_docs_load_only_files_of_the_endpoint():
 
 @pytest.mark.parametrize("name", ["", "..", "redoc.standalone.js", "../core.py", "swagger-ui.map"])
 def test_docs_have_no_other_files(name):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error:
         get_docs(name)
-    assert (caught.value.status, caught.value.code) == (404, "not_found")
+    assert (error.value.status, error.value.code) == (404, "not_found")

@@ -47,7 +47,7 @@ def test_request_is_billed_per_choice(engine_account, clock):
     assert one_choice.finish("ok").usage.busy_s == pytest.approx(2)
 
 
-def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):
+def test_incomplete_request_record_is_read_once_complete(engine_account, tmp_path):
     reader = RequestReader(tmp_path / "ledger")
     record = engine_account.begin(Context(request_id="r", key="alice")).finish("ok")
     path = tmp_path / "ledger" / f"requests-{engine_account.session_id}.jsonl"
@@ -60,20 +60,20 @@ def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):
     assert reader.new() == []
 
 
-@pytest.mark.parametrize("first", ["ok", "failed"])
-def test_retried_request_is_billed_once(engine_account, clock, tmp_path, first):
+@pytest.mark.parametrize("first_outcome", ["ok", "failed"])
+def test_retried_request_is_billed_once(engine_account, clock, tmp_path, first_outcome):
     asked_at = time.time()
-    crashed = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
-    for account in (crashed, engine_account):
+    crashed_account = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
+    for account in (crashed_account, engine_account):
         account.ready()
-    request = crashed.begin(Context(request_id="r", key="alice"))
+    request = crashed_account.begin(Context(request_id="r", key="alice"))
     clock.now += 3
-    request.write(first)
+    request.write(first_outcome)
     for request_id, first_asked_at in (("r", asked_at), ("another", asked_at), ("not retried", None)):
         request = engine_account.begin(Context(request_id=request_id, key="alice", first_asked_at=first_asked_at))
         clock.now += 1
         request.write("ok")
-    crashed.end()
+    crashed_account.end()
     records = RequestReader(tmp_path / "ledger").new()
     assert sum(record.request_id == "r" for record in records) == 1
     assert sum(record.usd > 0 for record in records) == 3

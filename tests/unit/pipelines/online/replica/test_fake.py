@@ -25,71 +25,71 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 def answer(kind="chat", engine=None, **body):
     """Return all parts of the fake engine's answer: one object, or the events of a stream."""
 
-    async def scene():
+    async def main():
         serve_engine = engine or FakeServeEngine(ServedModelOptions(engine="fake", num_speculative_tokens=3), CONFIG)
         if engine is None:
             await serve_engine.start()
         request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
         return [part async for part in getattr(serve_engine, kind)(request)]
 
-    return asyncio.run(scene())
+    return asyncio.run(main())
 
 
 def test_stream_equals_the_whole_answer():
-    (whole,) = answer(**CHAT)
-    assert isinstance(whole, ChatCompletionResponse)
+    (response,) = answer(**CHAT)
+    assert isinstance(response, ChatCompletionResponse)
     texts = answer(**CHAT, **STREAM)
     assert texts[-1] == "data: [DONE]\n\n"
     parts = [event for text in texts[:-1] for event in events(text)]
-    assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == whole.choices[0].message.content
-    assert parts[-2]["choices"][0]["finish_reason"] == whole.choices[0].finish_reason
+    assert "".join(c["delta"]["content"] for p in parts for c in p["choices"]) == response.choices[0].message.content
+    assert parts[-2]["choices"][0]["finish_reason"] == response.choices[0].finish_reason
     tallies = AnswerTally(), AnswerTally()
-    tallies[0].read(json.loads(whole.model_dump_json()))
+    tallies[0].read(json.loads(response.model_dump_json()))
     for part in parts:
         tallies[1].read_event(part)
     assert tallies[0] == tallies[1]
-    assert tallies[0].num_output_tokens == len(whole.choices[0].message.content.split())
+    assert tallies[0].num_output_tokens == len(response.choices[0].message.content.split())
     assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
 
 
 def test_logprobs_have_openais_format():
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
-    (whole,) = answer(**body)
-    choice = whole.choices[0]
+    (response,) = answer(**body)
+    choice = response.choices[0]
     content = [token.model_dump(exclude={"top_logprobs"}) for token in choice.logprobs.content]
     assert "".join(token["token"] for token in content) == choice.message.content
-    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * whole.usage.completion_tokens
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * response.usage.completion_tokens
     parts = [part for text in answer(**body, **STREAM)[:-1] for part in events(text) if part["choices"]]
     sent = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
     assert [token["token"] for token in sent] == [token["token"] for token in content]
 
     body = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
-    (whole,) = answer("completions", **body)
-    result = whole.choices[0].logprobs
-    assert "".join(result.tokens) == whole.choices[0].text
-    for at, token in zip(result.text_offset, result.tokens, strict=True):
-        assert whole.choices[0].text[at:].startswith(token)
+    (response,) = answer("completions", **body)
+    result = response.choices[0].logprobs
+    assert "".join(result.tokens) == response.choices[0].text
+    for offset, token in zip(result.text_offset, result.tokens, strict=True):
+        assert response.choices[0].text[offset:].startswith(token)
     parts = [part for text in answer("completions", **body, **STREAM)[:-1] for part in events(text) if part["choices"]]
-    assert [at for part in parts for at in part["choices"][0]["logprobs"]["text_offset"]] == result.text_offset
-    (without,) = answer(**CHAT)
-    assert without.choices[0].logprobs is None
+    assert [offset for part in parts for offset in part["choices"][0]["logprobs"]["text_offset"]] == result.text_offset
+    (without_logprobs,) = answer(**CHAT)
+    assert without_logprobs.choices[0].logprobs is None
 
 
-def test_events_have_the_usage_of_their_choice():
+def test_usage_in_an_event_is_that_of_its_choice():
     """As in vLLM, the usage of an event counts only the event's choice."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
-    last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
-    assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
-    assert len(last) == 3
+    num_tokens = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
+    assert parts[-1]["usage"]["completion_tokens"] == sum(num_tokens.values())
+    assert len(num_tokens) == 3
     tally = AnswerTally()
     for part in parts[:-1]:
         tally.read_event(part)
-    assert tally.num_output_tokens == sum(last.values())
+    assert tally.num_output_tokens == sum(num_tokens.values())
 
 
-def test_completion_has_sixteen_tokens_by_default():
-    (whole,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
-    assert whole.usage.completion_tokens == 16
+def test_completion_has_at_most_16_tokens_by_default():
+    (response,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
+    assert response.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_completion_has_sixteen_tokens_by_default():
     ],
 )
 def test_invalid_request_is_refused(changes, message):
-    for more in ({}, STREAM):
-        (refusal,) = answer(**{**CHAT, **changes, **more})
+    for stream_options in ({}, STREAM):
+        (refusal,) = answer(**{**CHAT, **changes, **stream_options})
         assert isinstance(refusal, ErrorResponse)
         assert refusal.error.code == 400
         assert message in refusal.error.message
@@ -114,11 +114,11 @@ async def test_crash_in_a_stream_is_an_error_event():
     first = await anext(stream)
     os.kill(engine._engine._core.pid, signal.SIGKILL)
     os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
-    rest = [text async for text in stream]
+    remaining = [text async for text in stream]
     with pytest.raises(EngineDeadError):
         await anext(engine.chat(ChatCompletionRequest(**CHAT, **STREAM)))
     await engine.shutdown()
-    *_, failure, end = rest
+    *_, failure, end = remaining
     assert next(events(first))["choices"]
     assert next(events(failure))["error"]["code"] == 500
     assert end == "data: [DONE]\n\n"
@@ -130,7 +130,7 @@ async def test_dead_engine_raises_vllms_error():
     await engine.check_health()
     os.kill(engine._engine._core.pid, signal.SIGKILL)
     os.waitid(os.P_PID, engine._engine._core.pid, os.WEXITED | os.WNOWAIT)
-    for ask in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
+    for call in (engine.check_health(), anext(engine.chat(ChatCompletionRequest(**CHAT)))):
         with pytest.raises(EngineDeadError):
-            await ask
+            await call
     await engine.shutdown()

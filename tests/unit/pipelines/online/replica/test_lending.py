@@ -14,30 +14,32 @@ SLOTS = 8
 SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 
-def row(name="r", **sampling):
+def make_row(name="r", **sampling):
     return BorrowedRequest(
         context=Context(request_id=name, key="alice", account="alice 1", tags='{"team": "search"}'), cache_salt=None,
         prompt_token_ids=[1, 2, 3], sampling=SAMPLING | sampling,
     )  # fmt: skip
 
 
-class Rows:
-    """An engine with lent slots. It answers a row once a test sets the row's result in `ends`."""
+class EngineWithLentSlots:
+    """An engine with lent slots. It answers a row once a test sets the row's result in `results`."""
 
     def __init__(self, account, slots=None):
         self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
-        self.ends, self.replies, self._tasks = {}, {}, []
+        self.results, self.replies, self._tasks = {}, {}, []
 
     async def _generate(self, request):
-        self.ends[request.context.request_id] = end = asyncio.get_running_loop().create_future()
-        return await end
+        self.results[request.context.request_id] = result = asyncio.get_running_loop().create_future()
+        return await result
 
-    async def ask(self, name, **sampling):
-        """Send a row; its replies are in `replies`."""
+    async def send_row(self, name, **sampling):
+        """Send a row, and record the replies in `replies`."""
         replies = self.replies[name] = []
 
         async def listen():
-            async for answer in lend(self.slots, self._account, row(name, **sampling), self._generate, max_slots=SLOTS):
+            async for answer in lend(
+                self.slots, self._account, make_row(name, **sampling), self._generate, max_slots=SLOTS
+            ):
                 replies.append(answer)
 
         self._tasks.append(asyncio.create_task(listen()))
@@ -48,7 +50,7 @@ class Rows:
     def states(self, name):
         return [answer.state for answer in self.replies[name]]
 
-    async def done(self):
+    async def wait(self):
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
@@ -62,16 +64,16 @@ def generation(num_output_tokens=7):
 @contextlib.asynccontextmanager
 async def interactive_request(slots, num_choices=1):
     """Run an interactive request until the `with` block ends."""
-    end = asyncio.Event()
+    may_end = asyncio.Event()
 
     async def answer():
-        yield "begun"
-        await end.wait()
+        yield "started"
+        await may_end.wait()
 
     parts = slots.track_interactive(answer(), num_choices)
-    assert await anext(parts) == "begun"
+    assert await anext(parts) == "started"
     yield
-    end.set()
+    may_end.set()
     assert [part async for part in parts] == []
 
 
@@ -79,48 +81,48 @@ def records(tmp_path):
     return RequestReader(tmp_path / "ledger").new()
 
 
-async def test_rows_stay_below_the_scaling_target(engine_account):
-    rows = Rows(engine_account)
-    async with interactive_request(rows.slots), interactive_request(rows.slots):
+async def test_rows_and_requests_stay_below_the_scaling_target(engine_account):
+    engine = EngineWithLentSlots(engine_account)
+    async with interactive_request(engine.slots), interactive_request(engine.slots):
         for number in range(5):
-            await rows.ask(f"r{number}")
-    for end in rows.ends.values():
-        end.set_result(generation())
-    await rows.done()
-    assert [rows.states(f"r{number}") for number in range(5)] == [["taken", "done"]] * 3 + [["full"]] * 2
+            await engine.send_row(f"r{number}")
+    for result in engine.results.values():
+        result.set_result(generation())
+    await engine.wait()
+    assert [engine.states(f"r{number}") for number in range(5)] == [["taken", "done"]] * 3 + [["full"]] * 2
 
 
 async def test_row_with_many_choices_needs_an_idle_engine(engine_account):
-    rows = Rows(engine_account)
-    await rows.ask("many", n=32)
-    await rows.ask("one")
-    rows.ends["many"].set_result(generation())
-    await rows.done()
-    assert (rows.states("many"), rows.states("one")) == (["taken", "done"], ["full"])
+    engine = EngineWithLentSlots(engine_account)
+    await engine.send_row("many", n=32)
+    await engine.send_row("one")
+    engine.results["many"].set_result(generation())
+    await engine.wait()
+    assert (engine.states("many"), engine.states("one")) == (["taken", "done"], ["full"])
 
 
 async def test_single_slot_is_returned_to_interactive_requests(engine_account):
-    rows = Rows(engine_account, IdleSlots(1, target=0.38))
-    await rows.ask("r")
-    async with interactive_request(rows.slots):
-        await rows.done()
-        await rows.ask("late")
-    assert (rows.states("r"), rows.states("late")) == (["taken", "returned"], ["full"])
+    engine = EngineWithLentSlots(engine_account, IdleSlots(1, target=0.38))
+    await engine.send_row("r")
+    async with interactive_request(engine.slots):
+        await engine.wait()
+        await engine.send_row("late")
+    assert (engine.states("r"), engine.states("late")) == (["taken", "returned"], ["full"])
 
 
 async def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     engine_account.ready()
-    rows = Rows(engine_account)
-    calls = [await rows.ask(f"r{number}") for number in range(5)]
+    engine = EngineWithLentSlots(engine_account)
+    calls = [await engine.send_row(f"r{number}") for number in range(5)]
     clock.now += 10
-    async with interactive_request(rows.slots, num_choices=4):
+    async with interactive_request(engine.slots, num_choices=4):
         await asyncio.gather(*calls[3:])
-        states = [rows.states(f"r{number}") for number in range(5)]
+        states = [engine.states(f"r{number}") for number in range(5)]
         for number in range(3):
-            rows.ends[f"r{number}"].set_result(generation())
-        await rows.done()
+            engine.results[f"r{number}"].set_result(generation())
+        await engine.wait()
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
-    assert rows.replies["r4"][-1].engine_s == pytest.approx(2.0), "five rows share ten seconds"
+    assert engine.replies["r4"][-1].engine_s == pytest.approx(2.0), "five rows share ten seconds"
     assert sorted((record.request_id, record.outcome) for record in records(tmp_path)) == [
         ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
     ]  # fmt: skip
@@ -130,12 +132,12 @@ async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_
     calls = []
     engine_account._listener = SimpleNamespace(record_request=calls.append, record_heartbeat=lambda session: None)
     engine_account.ready()
-    rows = Rows(engine_account)
-    await rows.ask("r")
+    engine = EngineWithLentSlots(engine_account)
+    await engine.send_row("r")
     clock.now += 4
-    rows.ends["r"].set_result(generation())
-    await rows.done()
-    answer = rows.replies["r"][-1]
+    engine.results["r"].set_result(generation())
+    await engine.wait()
+    answer = engine.replies["r"][-1]
     assert (answer.generation, answer.engine_s) == (generation(), pytest.approx(4.0))
     (record,) = records(tmp_path)
     assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
@@ -146,12 +148,12 @@ async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_
 
 async def test_refused_row_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
-    rows = Rows(engine_account)
-    await rows.ask("r")
+    engine = EngineWithLentSlots(engine_account)
+    await engine.send_row("r")
     clock.now += 4
-    rows.ends["r"].set_exception(RequestRefused("too long"))
-    await rows.done()
-    answer = rows.replies["r"][-1]
+    engine.results["r"].set_exception(RequestRefused("too long"))
+    await engine.wait()
+    answer = engine.replies["r"][-1]
     assert (answer.state, answer.reason, answer.message) == ("refused", "refused", "too long")
     assert answer.engine_s == pytest.approx(4.0)
     (record,) = records(tmp_path)
@@ -159,21 +161,21 @@ async def test_refused_row_is_billed(engine_account, clock, tmp_path):
 
 
 async def test_crashed_engine_bills_nothing(engine_account, tmp_path):
-    rows = Rows(engine_account)
-    await rows.ask("r")
-    rows.ends["r"].set_exception(EngineError("dead"))
-    (error,) = await rows.done()
+    engine = EngineWithLentSlots(engine_account)
+    await engine.send_row("r")
+    engine.results["r"].set_exception(EngineError("dead"))
+    (error,) = await engine.wait()
     assert isinstance(error, EngineError)
     assert records(tmp_path) == []
 
 
 async def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
-    rows = Rows(engine_account, IdleSlots(2, target=1.0))
-    (await rows.ask("r")).cancel()
-    await rows.done()
-    cancelled = rows.ends["r"].cancelled()
-    await rows.ask("next")
-    rows.ends["next"].set_result(generation())
-    await rows.done()
-    assert (cancelled, rows.states("next")) == (True, ["taken", "done"])
+    engine = EngineWithLentSlots(engine_account, IdleSlots(2, target=1.0))
+    (await engine.send_row("r")).cancel()
+    await engine.wait()
+    cancelled = engine.results["r"].cancelled()
+    await engine.send_row("next")
+    engine.results["next"].set_result(generation())
+    await engine.wait()
+    assert (cancelled, engine.states("next")) == (True, ["taken", "done"])
     assert [(record.request_id, record.outcome) for record in records(tmp_path)] == [("r", "cut"), ("next", "ok")]

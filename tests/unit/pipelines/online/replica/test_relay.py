@@ -42,7 +42,7 @@ async def generate(items, error=None):
 
 
 def is_usage_report(item):
-    """Return whether the item only reports the usage of a request without an answer."""
+    """Return whether the item reports usage without any text."""
     return isinstance(item, StreamEnd) and not item.text
 
 
@@ -68,37 +68,47 @@ def test_stream_reports_its_usage_to_the_gate(engine_account, shown_usage):
 
         return asyncio.run(collect())
 
-    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # with the end as a separate piece, and joined with others
+    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # the end is a separate piece, or joined with others
         (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
         assert pieces[-1] is end
         assert (end.reported["usage"], end.reported["metrics"]) == (USAGE, DRAFTS)
         assert end.reported["peagle"]["request_id"] == "r1"
         texts = [piece.text if piece is end else piece[0] for piece in pieces]
-        seen = [event for text in texts for event in events(text)]
-        assert seen[-1] == "data: [DONE]\n\n"
-        assert [event["usage"]["completion_tokens"] for event in seen[:-1] if "usage" in event] == {
+        sent_events = [event for text in texts for event in events(text)]
+        assert sent_events[-1] == "data: [DONE]\n\n"
+        assert [event["usage"]["completion_tokens"] for event in sent_events[:-1] if "usage" in event] == {
             "never": [], "last": [2], "each": [1, 2, 2]
         }[shown_usage]  # fmt: skip
-        assert len(seen) == (3 if shown_usage == "never" else 4)
+        assert len(sent_events) == (3 if shown_usage == "never" else 4)
 
 
 def test_record_of_a_stream(engine_account, clock, tmp_path):
     engine_account.ready()
 
-    async def slow():
+    async def slow_answers():
         clock.now += 2
         yield STREAM[0]
         clock.now += 3
         yield STREAM[1]
 
-    relayed_items(engine_account, slow(), shown_usage="last")
-    done = record(tmp_path)
-    assert (done.request_id, done.key, done.model, done.drafter, done.outcome) == ("r1", "alice", "m", "head", "ok")
-    assert done.ttft_s == pytest.approx(2)
-    assert done.usage.busy_s == pytest.approx(5)
-    assert done.usd == pytest.approx(5 * 2 * 0.01)
-    assert (done.usage.num_prompt_tokens, done.usage.num_cached_tokens, done.usage.num_output_tokens) == (5, 4, 2)
-    assert done.usage.speculation.accepted_per_position == (1,)
+    relayed_items(engine_account, slow_answers(), shown_usage="last")
+    usage_record = record(tmp_path)
+    assert (
+        usage_record.request_id,
+        usage_record.key,
+        usage_record.model,
+        usage_record.drafter,
+        usage_record.outcome,
+    ) == ("r1", "alice", "m", "head", "ok")
+    assert usage_record.ttft_s == pytest.approx(2)
+    assert usage_record.usage.busy_s == pytest.approx(5)
+    assert usage_record.usd == pytest.approx(5 * 2 * 0.01)
+    assert (
+        usage_record.usage.num_prompt_tokens,
+        usage_record.usage.num_cached_tokens,
+        usage_record.usage.num_output_tokens,
+    ) == (5, 4, 2)
+    assert usage_record.usage.speculation.accepted_per_position == (1,)
 
 
 async def test_disconnected_stream_is_billed(engine_account, tmp_path):
@@ -122,12 +132,19 @@ async def test_disconnected_stream_is_billed(engine_account, tmp_path):
 async def test_disconnected_stream_is_billed_for_every_prompt(
     engine_account, tmp_path, choices_per_prompt, num_prompt_tokens
 ):
-    def chosen(index, prompt_tokens, count):
+    def choice_event(index, prompt_tokens, count):
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
         return event(choices=[{"index": index, "text": "x"}], usage=usage)
 
-    second = 7 if choices_per_prompt == 1 else 5
-    answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
+    # With two choices per prompt, choices 0 and 1 belong to the same prompt.
+    second_prompt_tokens = 7 if choices_per_prompt == 1 else 5
+    answers = generate(
+        [
+            [choice_event(2, 9, 1), choice_event(0, 5, 1)],
+            [choice_event(1, second_prompt_tokens, 2), choice_event(0, 5, 3)],
+            STREAM[1],
+        ]
+    )
     begin = partial(engine_account.begin, CONTEXT, choices_per_prompt=choices_per_prompt)
     stream = relay(answers, begin, shown_usage="last")
     await anext(stream)
@@ -138,15 +155,17 @@ async def test_disconnected_stream_is_billed_for_every_prompt(
 
 
 class EngineDeadError(Exception):
-    """An exception with the name of vLLM's, by which it is recognised."""
+    """A fake of vLLM's exception, which is recognised by its name."""
 
 
-FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
+FAILURE = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
 
 
-@pytest.mark.parametrize("fault", [[[FAULT], ["data: [DONE]\n\n"]], [[token("!", 3), FAULT, "data: [DONE]\n\n"]]])
+@pytest.mark.parametrize(
+    "failure_events", [[[FAILURE], ["data: [DONE]\n\n"]], [[token("!", 3), FAILURE, "data: [DONE]\n\n"]]]
+)
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_dead):
+def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, failure_events, is_dead):
     engine_account.ready()
     seen = []
 
@@ -155,14 +174,14 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
             raise EngineDeadError
 
     async def read():
-        answers = convert_errors(generate([*STREAM[:1], *fault]), check_health)
+        answers = convert_errors(generate([*STREAM[:1], *failure_events]), check_health)
         async for item in relay(answers, partial(engine_account.begin, CONTEXT), shown_usage="last"):
             seen.extend([] if is_usage_report(item) else item)
 
-    with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
+    with pytest.raises(EngineDeadError if is_dead else EngineError) as error:
         asyncio.run(read())
     assert len(seen) == len(STREAM[0])
-    assert "stack trace" not in str(raised.value)
+    assert "stack trace" not in str(error.value)
     assert [record.outcome for record in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
 
 
@@ -186,7 +205,7 @@ def test_failed_request_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def usage_reports(items, error):
-        async def slow():
+        async def slow_answers():
             requests[0].sequences.add(SEQUENCE, {})
             clock.now += 2
             async for item in generate(items, error):
@@ -200,7 +219,9 @@ def test_failed_request_is_billed(engine_account, clock, tmp_path):
 
         reports = []
         with contextlib.suppress(RuntimeError):
-            reports.extend([item async for item in relay(slow(), begin, shown_usage="last") if is_usage_report(item)])
+            reports.extend(
+                [item async for item in relay(slow_answers(), begin, shown_usage="last") if is_usage_report(item)]
+            )
         return reports
 
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
@@ -231,7 +252,7 @@ def test_constraint_without_a_valid_token_is_refused(constraint):
     async def read(answers):
         return [answer async for answer in convert_errors(answers, is_healthy, constraint=constraint)]
 
-    for answers in (generate([[FAULT]]), generate([], GenerationError())):
+    for answers in (generate([[FAILURE]]), generate([], GenerationError())):
         if constraint is None:
             with pytest.raises(EngineError):
                 asyncio.run(read(answers))
@@ -240,13 +261,13 @@ def test_constraint_without_a_valid_token_is_refused(constraint):
             assert (refusal.error.code, refusal.error.param) == (400, constraint)
 
 
-def test_stream_with_an_error_event_failed(engine_account, tmp_path):
+def test_stream_with_an_error_event_is_recorded_as_failed(engine_account, tmp_path):
     out = relayed_items(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
     assert next(events(out[0][0])) == {"error": {"message": "no"}}
     assert record(tmp_path).outcome == "failed"
 
 
-class Whole(SimpleNamespace):
+class FakeWholeAnswer(SimpleNamespace):
     def model_dump(self, include):
         return {name: getattr(self, name) for name in include}
 
@@ -257,22 +278,24 @@ class Whole(SimpleNamespace):
 @pytest.mark.parametrize(
     "answer",
     [
-        Whole(usage=USAGE, metrics=DRAFTS),
+        FakeWholeAnswer(usage=USAGE, metrics=DRAFTS),
         SimpleNamespace(error=SimpleNamespace(code=400)),
         [event(error={"message": "no"})],
     ],
 )
 def test_no_ttft_without_a_first_token(engine_account, clock, tmp_path, answer):
-    async def slow():
+    async def slow_answers():
         clock.now += 2
         yield answer
 
-    relayed_items(engine_account, slow(), shown_usage="last")
+    relayed_items(engine_account, slow_answers(), shown_usage="last")
     assert record(tmp_path).ttft_s is None
 
 
 def test_whole_answer_contains_the_summary(engine_account, tmp_path):
-    (answer,) = relayed_items(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
+    (answer,) = relayed_items(
+        engine_account, generate([FakeWholeAnswer(usage=USAGE, metrics=DRAFTS)]), shown_usage="last"
+    )
     assert answer.reported["peagle"]["acceptance_length"] == 1.5
     assert json.loads(answer.body) == answer.reported
     assert record(tmp_path).usage.num_output_tokens == 2
@@ -309,12 +332,12 @@ async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path,
     may_end = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: may_end.wait(20))
 
-    passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
+    answers = [asyncio.create_task(collect_answer(engine_account, name)) for name in ("r1", "r2")]
     for _ in range(20):
-        await asyncio.sleep(0.01)  # the event loop is not blocked
-    ended_before = [task.done() for task in passing]
+        await asyncio.sleep(0.01)  # works, because the event loop is not blocked
+    ended_before = [task.done() for task in answers]
     may_end.set()
-    await asyncio.gather(*passing)
+    await asyncio.gather(*answers)
     assert ended_before == [False, False]
     assert len(RequestReader(tmp_path / "ledger").new()) == 2
 
@@ -330,12 +353,12 @@ def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, cap
 
     monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr(account, "_DISK_S", 0.2)
-    asyncio.run(drained(engine_account, "r"))
+    asyncio.run(collect_answer(engine_account, "r"))
     may_end.set()
     assert message in caplog.text
 
 
-async def drained(engine_account, name):
+async def collect_answer(engine_account, name):
     answers = generate(STREAM)
     begin = partial(engine_account.begin, Context(request_id=name, key="a"))
     return [item async for item in relay(answers, begin, shown_usage="last")]
@@ -367,8 +390,8 @@ INTERVAL_S = 0.05
 SILENCE_S = 0.4  # much longer than delays on a busy machine
 
 
-async def steps(*groups, pause_s=0.0, error=None):
-    """Yield each group immediately, with a pause between groups."""
+async def grouped_items(*groups, pause_s=0.0, error=None):
+    """Yield the items of each group without a pause, and pause between groups."""
     for number, group in enumerate(groups):
         if number:
             await asyncio.sleep(pause_s)
@@ -378,7 +401,7 @@ async def steps(*groups, pause_s=0.0, error=None):
         raise error
 
 
-def collected(pieces):
+def all_pieces(pieces):
     async def collect():
         return [piece async for piece in pieces]
 
@@ -387,13 +410,13 @@ def collected(pieces):
 
 async def test_first_piece_is_sent_immediately():
     clock = asyncio.get_running_loop().time
-    began, seen = clock(), []
-    async for piece in coalesce(steps([1], [2], [3], [4], pause_s=0.02), Pace(5)):
-        seen.append((piece, clock() - began))
-    (first, at), (rest, later) = seen
-    assert (first, rest) == ([1], [2, 3, 4])
-    assert at < 2
-    assert later < 4, "the end of the source ends the wait"
+    started_at, seen = clock(), []
+    async for piece in coalesce(grouped_items([1], [2], [3], [4], pause_s=0.02), Pace(5)):
+        seen.append((piece, clock() - started_at))
+    (first, first_s), (second, second_s) = seen
+    assert (first, second) == ([1], [2, 3, 4])
+    assert first_s < 2
+    assert second_s < 4, "the end of the source ends the wait"
 
 
 async def test_piece_after_a_pause_is_sent_immediately():
@@ -411,8 +434,8 @@ async def test_piece_after_a_pause_is_sent_immediately():
     assert max(waits) < SILENCE_S / 2
 
 
-def test_each_step_is_a_piece_without_interval():
-    assert collected(coalesce(steps([1], [2], [3], pause_s=0.01), Pace(0))) == [[1], [2], [3]]
+def test_without_interval_each_item_is_a_piece():
+    assert all_pieces(coalesce(grouped_items([1], [2], [3], pause_s=0.01), Pace(0))) == [[1], [2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -448,28 +471,28 @@ async def test_streams_share_the_rate_of_pieces():
 async def test_answers_without_output_do_not_slow_streams():
     pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
 
-    async def whole():
+    async def whole_answer():
         await end.wait()
         yield {"choices": []}
 
-    async def ask():
-        return [answer async for answer in in_pieces(whole(), pace)]
+    async def collect():
+        return [answer async for answer in in_pieces(whole_answer(), pace)]
 
-    whole_answers = [asyncio.create_task(ask()) for _ in range(8)]
+    whole_answers = [asyncio.create_task(collect()) for _ in range(8)]
     await asyncio.sleep(0.01)
-    stream = coalesce(steps([1], [2]), pace)
+    stream = coalesce(grouped_items([1], [2]), pace)
     await anext(stream)
-    during = pace.interval_s
+    interval_during = pace.interval_s
     end.set()
     answers = await asyncio.gather(*whole_answers)
-    after = pace.interval_s
+    interval_after = pace.interval_s
     await stream.aclose()
-    assert (during, after, pace.interval_s, answers) == (1, 1, INTERVAL_S, [[{"choices": []}]] * 8)
+    assert (interval_during, interval_after, pace.interval_s, answers) == (1, 1, INTERVAL_S, [[{"choices": []}]] * 8)
 
 
 @pytest.mark.parametrize("items", [[], [1, 2]])
 async def test_error_follows_earlier_items(items):
-    seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), Pace(INTERVAL_S))
+    seen, pieces = [], coalesce(grouped_items(items, error=ValueError("broken")), Pace(INTERVAL_S))
     if items:
         seen += await anext(pieces)
     with pytest.raises(ValueError, match="broken"):
@@ -506,5 +529,5 @@ async def test_closing_ends_the_source(is_cancelled):
 
 
 def test_only_texts_are_joined():
-    answers = steps([["a", "b"]], [["c"], ["d"], {"error": 1}, ["e"]], pause_s=0.001)
-    assert collected(in_pieces(answers, Pace(INTERVAL_S))) == [["ab"], ["cd"], {"error": 1}, ["e"]]
+    answers = grouped_items([["a", "b"]], [["c"], ["d"], {"error": 1}, ["e"]], pause_s=0.001)
+    assert all_pieces(in_pieces(answers, Pace(INTERVAL_S))) == [["ab"], ["cd"], {"error": 1}, ["e"]]

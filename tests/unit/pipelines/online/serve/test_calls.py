@@ -9,8 +9,8 @@ from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling, s
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
-class Response:
-    """A response generator like Serve's. After its parts it raises `end`; without one it blocks."""
+class FakeResponse:
+    """A response generator like Ray Serve's. After its parts, it raises `end`, or blocks if that is None."""
 
     def __init__(self, *parts, end=None):
         self._parts, self._end = list(parts), end
@@ -31,11 +31,11 @@ class Response:
         self.num_cancelled += 1
 
 
-@pytest.mark.parametrize(("text", "sent"), [("nor this", [["nor this"]]), ("", [])])
+@pytest.mark.parametrize(("text", "sent"), [("not an event", [["not an event"]]), ("", [])])
 async def test_stream_end_reports_its_usage(text, sent):
-    """The parts are not events, since the ingress must not parse them. It sends no empty part to the client."""
+    """The ingress does not parse the parts, and sends no empty part to the client."""
     reports, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
-    stream = Response(["not an event"], end, end=StopAsyncIteration())
+    stream = FakeResponse(["not an event"], end, end=StopAsyncIteration())
     assert [part async for part in stream_parts(lambda: stream, reports.append)] == [["not an event"], *sent]
     assert reports == [end.reported]
 
@@ -47,7 +47,7 @@ def received_parts(response, record_usage=lambda reported: None):
 
 
 def call(responses):
-    """Return the answer of the first call that is not refused."""
+    """Return the parts of the first response that is not a refusal."""
     calls = iter(responses)
     chat = SimpleNamespace(remote=lambda *_: next(calls))
     handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=chat))
@@ -55,7 +55,7 @@ def call(responses):
 
 
 async def test_cancelled_caller_cancels_the_call():
-    seen, response = [], Response(1, 2)
+    seen, response = [], FakeResponse(1, 2)
 
     async def receive_parts():
         async for part in received_parts(response):
@@ -67,7 +67,7 @@ async def test_cancelled_caller_cancels_the_call():
 
 
 async def test_closed_generator_cancels_the_call():
-    response = Response(1, 2)
+    response = FakeResponse(1, 2)
     parts = received_parts(response)
     await anext(parts)
     await parts.aclose()
@@ -75,30 +75,30 @@ async def test_closed_generator_cancels_the_call():
 
 
 def test_refused_call_is_retried(monkeypatch):
-    waited = []
+    sleeps_s = []
 
     async def sleep(seconds):
-        waited.append(seconds)
+        sleeps_s.append(seconds)
 
     async def receive_parts(num_refused):
         USAGE_RECORDER.set(lambda reported: None)
-        answered = Response(1, 2, end=StopAsyncIteration())
+        answered = FakeResponse(1, 2, end=StopAsyncIteration())
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)
-            refused = [Response(end=BackPressureError(2, 2)) for _ in range(num_refused)]
+            refused = [FakeResponse(end=BackPressureError(2, 2)) for _ in range(num_refused)]
             parts = [part async for part in call([*refused, answered])]
         return parts, answered.num_cancelled
 
     assert asyncio.run(receive_parts(4)) == ([1, 2], 0)
-    assert len(waited) == 4
-    assert waited == sorted(set(waited))
+    assert len(sleeps_s) == 4
+    assert sleeps_s == sorted(set(sleeps_s))
     with pytest.raises(BackPressureError):
         asyncio.run(receive_parts(5))
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
 async def test_ended_call_is_not_cancelled(end):
-    response = Response(1, 2, end=end)
+    response = FakeResponse(1, 2, end=end)
     try:
         parts = [part async for part in received_parts(response)]
     except RuntimeError:
@@ -109,10 +109,10 @@ async def test_ended_call_is_not_cancelled(end):
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 async def test_whole_answer_bypasses_rays_handler(end):
     whole, reports = WholeAnswer(body=b"{}", reported={"usage": None}), []
-    response = Response(whole, whole, end=end)
-    with pytest.raises(Answered) as raised:
+    response = FakeResponse(whole, whole, end=end)
+    with pytest.raises(Answered) as error:
         await anext(received_parts(response, reports.append))
-    assert (raised.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
+    assert (error.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
     assert reports == [whole.reported]
 
 

@@ -29,21 +29,21 @@ PLACEMENT = Placement(num_cpus=1.0, num_gpus=0, num_devices=2, device="vcpu", nu
 FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
 
 
-def job(max_replicas=1, queued=8, lends=False, **spec):
+def make_job(max_replicas=1, queued=8, lends=False, **spec_fields):
     return ReplicaJob(
         app_id="app", state="state", options=ServedModelOptions(name="m", min_replicas=0, max_replicas=max_replicas),
-        spec=EngineSpec(model="m", **spec), engine=FACTS, placement=PLACEMENT,
+        spec=EngineSpec(model="m", **spec_fields), engine=FACTS, placement=PLACEMENT,
         counts=RequestCounts(target=5.6, admitted=9, queued=queued), lends=lends,
     )  # fmt: skip
 
 
 def llm_config(**changes):
-    replica_job = job(**changes)
+    replica_job = make_job(**changes)
     return make_llm_config(replica_job, replica_job.spec, CPU)
 
 
-def options(max_replicas=1, queued=8, **spec):
-    return deployment_config(job(max_replicas, queued, **spec), on_gpu=False)
+def deployment_options(max_replicas=1, queued=8, **spec_fields):
+    return deployment_config(make_job(max_replicas, queued, **spec_fields), on_gpu=False)
 
 
 def test_generation_config_of_the_model_is_ignored():
@@ -66,77 +66,78 @@ def test_grammar_backend_is_always_xgrammar():
 
 
 @pytest.mark.parametrize("max_replicas", [1, 3])
-def test_serve_accepts_the_options(max_replicas):
-    schema = DeploymentSchema(name="m", **options(max_replicas))
+def test_ray_serve_accepts_the_deployment_options(max_replicas):
+    schema = DeploymentSchema(name="m", **deployment_options(max_replicas))
     assert schema.autoscaling_config["target_ongoing_requests"] == 5.6
 
 
 def test_scaling_to_zero_starts_with_one():
-    scaling = options()["autoscaling_config"]
+    scaling = deployment_options()["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 1)
 
 
 def test_prefix_router_needs_several_engines():
-    assert "request_router_config" not in options()
-    assert "request_router_config" not in options(3, enable_prefix_caching=False)
-    router = options(3)["request_router_config"]
+    assert "request_router_config" not in deployment_options()
+    assert "request_router_config" not in deployment_options(3, enable_prefix_caching=False)
+    router = deployment_options(3)["request_router_config"]
     assert RequestRouterConfig(**router).get_request_router_class() is PrefixRouter
     assert router["request_router_kwargs"]["most_ahead"] == 2
 
 
 def test_cpu_engine_uses_only_its_bundle():
-    assert options()["ray_actor_options"] == {"num_cpus": 0}
-    assert options(queued=0)["max_queued_requests"] == 1
+    assert deployment_options()["ray_actor_options"] == {"num_cpus": 0}
+    assert deployment_options(queued=0)["max_queued_requests"] == 1
 
 
-def test_parser_arguments():
-    keys = ServedModelOptions(tool_call_parser="hermes", reasoning_parser="qwen3")
-    assert keys.parsers == {
+def test_parsers_become_arguments_of_vllm():
+    model_options = ServedModelOptions(tool_call_parser="hermes", reasoning_parser="qwen3")
+    assert model_options.parsers == {
         "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     }  # fmt: skip
     assert ServedModelOptions().parsers == {}
 
 
 def test_rays_defaults_still_need_replacing():
-    """If this fails, Ray has changed the defaults that we replace."""
+    """If this fails, Ray has changed defaults that peagle overrides."""
     from ray.llm._internal.serve import constants
 
     assert constants.DEFAULT_MAX_ONGOING_REQUESTS == constants.DEFAULT_MAX_TARGET_ONGOING_REQUESTS == 10**9
     assert constants.MODEL_RESPONSE_BATCH_TIMEOUT_MS == 50
 
 
-def spec(method=None, k=7, **keys):
+def make_spec(method=None, k=7, **model_options):
     drafter = DrafterSpec(method=method, model="head", num_speculative_tokens=k) if method else None
-    return EngineSpec(model="m", drafter=drafter, **keys)
+    return EngineSpec(model="m", drafter=drafter, **model_options)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8, 64, 256])
 def test_target_leaves_room_for_one_standard_deviation(slots):
+    """The number of concurrent requests is assumed to have a Poisson distribution."""
     target = target_ongoing_requests(slots)
     assert target + math.sqrt(target) == pytest.approx(slots)
 
 
 def test_small_token_budget_per_step_limits_the_slots():
-    assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
-    assert decode_slots(spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
-    assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1
-    assert decode_slots(spec("peagle", k=3, max_num_seqs=8), CPU) == 8
-    assert decode_slots(spec(max_num_seqs=8), CPU) == 8
+    assert decode_slots(make_spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
+    assert decode_slots(make_spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
+    assert decode_slots(make_spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1
+    assert decode_slots(make_spec("peagle", k=3, max_num_seqs=8), CPU) == 8
+    assert decode_slots(make_spec(max_num_seqs=8), CPU) == 8
 
 
-def test_default_request_counts():
-    counts = request_counts(ServedModelOptions(max_replicas=3), spec(max_num_seqs=16), CPU)
+def test_default_request_counts_follow_slots_and_replicas():
+    counts = request_counts(ServedModelOptions(max_replicas=3), make_spec(max_num_seqs=16), CPU)
     assert (counts.admitted, counts.queued) == (18, 48)
-    assert request_counts(ServedModelOptions(), spec(max_num_seqs=1), CPU).admitted == 2
+    assert request_counts(ServedModelOptions(), make_spec(max_num_seqs=1), CPU).admitted == 2
 
 
-def test_configured_request_counts():
-    keys = ServedModelOptions(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
-    counts = request_counts(keys, spec(max_num_seqs=16), CPU)
+def test_configured_request_counts_are_used():
+    model_options = ServedModelOptions(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
+    counts = request_counts(model_options, make_spec(max_num_seqs=16), CPU)
     assert (counts.target, counts.queued) == (2.5, 0)
 
 
-def test_pieces_per_s():
+def test_pieces_per_second_are_fewer_without_a_gpu():
     shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
     single = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
     assert (pieces_per_s(shared), pieces_per_s(single)) == (40, 400)

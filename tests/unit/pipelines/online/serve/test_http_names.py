@@ -1,4 +1,4 @@
-"""Tests that the private names of Starlette and FastAPI that we use still exist and behave as expected."""
+"""Tests that the private names of Starlette and FastAPI that peagle uses still exist and behave as expected."""
 
 import pytest
 
@@ -9,19 +9,19 @@ from pipelines.online.serve.http_names import route_path, validate_body
     ("path", "root_path", "result"),
     [("/v1/models", "", "/v1/models"), ("/a/v1/models", "/a", "/v1/models"), ("/ab", "/a", "/ab"), ("/a", "/a", "")],
 )
-def test_route_path(path, root_path, result):
+def test_route_path_omits_the_root_path(path, root_path, result):
     assert route_path({"type": "http", "path": path, "root_path": root_path}) == result
 
 
-def test_validated():
+def test_validate_body_returns_value_or_errors():
     from fastapi import Body, FastAPI
 
     app = FastAPI()
 
     @app.post("/")
-    def take(number: int = Body()) -> None: ...
+    def handle(number: int = Body()) -> None: ...
 
     field = app.routes[-1].body_field
     assert validate_body(field, 7) == (7, [])
-    value, (fault,) = validate_body(field, "x")
-    assert (value, fault["type"], fault["loc"]) == (None, "int_parsing", ("body",))
+    value, (error,) = validate_body(field, "x")
+    assert (value, error["type"], error["loc"]) == (None, "int_parsing", ("body",))

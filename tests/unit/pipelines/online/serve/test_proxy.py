@@ -14,7 +14,7 @@ from pipelines.online.config import ServeConfig
 from pipelines.online.serve import proxy
 from pipelines.online.serve.proxy import ProxyMiddleware, middlewares, require_certificate
 
-GATE_HEADER = (b"x-peagle-request-id", b"r")  # marks answers of our gate
+GATE_HEADER = (b"x-peagle-request-id", b"r")  # marks answers of the gate
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
@@ -61,7 +61,7 @@ def forwarded_headers(*headers, **request):
     return seen
 
 
-def no_route(path):
+def messages_without_route(path):
     """Return the messages that Ray's proxy sends if no application has the path."""
     from ray.serve._private.proxy import HTTPProxy
 
@@ -84,7 +84,7 @@ def no_route(path):
         (start(200, GATE_HEADER), body(b"half", True)),
     ],
 )
-def test_answers_of_the_ingress_pass(messages):
+def test_answers_of_the_ingress_are_unchanged(messages):
     assert received(*messages) == list(messages)
 
 
@@ -99,7 +99,7 @@ def test_crashed_ingress_is_503(messages):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions", "/invocations"])
 def test_missing_endpoint_is_503(path):
-    messages = no_route(path)
+    messages = messages_without_route(path)
     assert messages[0]["status"] == 404
     head, text = received(*messages, path=path)
     assert head["status"] == 503
@@ -108,16 +108,16 @@ def test_missing_endpoint_is_503(path):
 
 
 @pytest.mark.parametrize("path", ["/", "/another/application"])
-def test_404_of_other_paths_passes(path):
-    messages = no_route(path)
+def test_404_of_other_paths_is_unchanged(path):
+    messages = messages_without_route(path)
     assert received(*messages, path=path) == messages
 
 
 @pytest.mark.parametrize("error", [None, KeyError("Secret")])
 def test_interrupted_stream_ends_with_an_error_event(error):
-    begun = [start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True)]
-    *first, last = received(*begun, error=error)
-    assert first == begun
+    sent = [start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True)]
+    *first, last = received(*sent, error=error)
+    assert first == sent
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
 
@@ -137,7 +137,7 @@ def test_failure_of_the_proxy_is_503(path):
         (start(200, EVENTS), body(b"data: 1\n\n", True)),
     ],
 )
-def test_answers_of_other_applications_pass(messages):
+def test_answers_of_other_applications_are_unchanged(messages):
     assert received(*messages, path="/another/application") == list(messages)
 
 
@@ -147,8 +147,8 @@ def test_answers_of_the_gate_are_recognised_on_any_path():
 
 
 @pytest.fixture
-def control():
-    """The names of the headers that Ray's proxy obeys, and of those that it logs."""
+def control_headers():
+    """The names of the headers that Ray's proxy obeys, and the names of those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -162,15 +162,15 @@ def control():
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_control_headers_of_clients_are_removed(control, kind):
-    obeyed, logged = ([(name, "é".encode()) for name in names] for names in control)
+def test_control_headers_of_clients_are_removed(control_headers, kind):
+    obeyed, logged = ([(name, "é".encode()) for name in names] for names in control_headers)
     assert forwarded_headers(*obeyed, *logged, kind=kind) == []
     assert forwarded_headers(*obeyed, *logged, kind=kind, path="/another/application") == [*obeyed, *logged]
 
 
-def test_logged_values_are_short(control):
+def test_long_logged_values_are_removed_or_refused(control_headers):
     """Ray writes the method, the path and the id of each request into its logs."""
-    _, logged = control
+    _, logged = control_headers
     path = "/another/application"
     assert forwarded_headers(*((name, b"x" * 129) for name in logged), path=path) == []
     for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
@@ -180,9 +180,9 @@ def test_logged_values_are_short(control):
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
-def test_undecodable_headers_are_removed(control, kind, path):
+def test_undecodable_headers_are_removed(control_headers, kind, path):
     other = (b"x-other", b"\xff")
-    unreadable = [(name, b"\xff") for names in control for name in names]
+    unreadable = [(name, b"\xff") for names in control_headers for name in names]
     assert forwarded_headers(*unreadable, other, kind=kind, path=path) == [other]
 
 
@@ -190,7 +190,7 @@ def test_other_scopes_pass_unchanged():
     assert received({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
-def test_import_path(monkeypatch):
+def test_import_path_names_the_middlewares(monkeypatch):
     from uvicorn.protocols.http import auto
 
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # `middlewares` replaces it
@@ -204,8 +204,8 @@ def test_rays_timeout_is_disabled():
     """Ray reads the variable when its module is imported, so the test needs another process."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 30 * 24 * 3600
+    result = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert float(result.stdout) > 30 * 24 * 3600
 
 
 def test_ray_reads_the_variables():
@@ -215,10 +215,10 @@ def test_ray_reads_the_variables():
         print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
               c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
     """
-    without = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
+    other_variables = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
     outputs = [
         subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-        for env in (without | proxy.ENVIRONMENT, without)
+        for env in (other_variables | proxy.ENVIRONMENT, other_variables)
     ]
     assert outputs == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
@@ -242,7 +242,7 @@ async def test_text_of_rays_404():
     assert answer["body"].endswith(proxy._NO_ROUTE)
 
 
-def test_header_names_are_rays():
+def test_header_names_are_those_of_ray():
     from ray.serve._private import constants
 
     obeyed = {
@@ -269,7 +269,7 @@ NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """Two certificates with their keys."""
+    """Two certificates and their keys, as bytes by file name."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("one", "two"):
         files = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem")
@@ -278,7 +278,7 @@ def certificates(tmp_path_factory):
 
 
 @pytest.fixture
-def pair(tmp_path, certificates):
+def check_certificate(tmp_path, certificates):
     """Return a function that writes a certificate and a key, and checks them."""
 
     def require(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
@@ -292,15 +292,15 @@ def pair(tmp_path, certificates):
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
-def test_matching_certificate_and_key_pass(pair, certificates, mode):
-    pair(mode=mode)
-    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # a certificate chain
+def test_matching_certificate_and_key_pass(check_certificate, certificates, mode):
+    check_certificate(mode=mode)
+    check_certificate(certificate=certificates["one.pem"] + certificates["two.pem"])  # a certificate chain
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
-def test_world_readable_key_is_refused(pair, mode):
+def test_world_readable_key_is_refused(check_certificate, mode):
     with pytest.raises(ConfigError, match=rf"tls_key .*key\.pem: readable by everyone .* \(mode {mode:04o}\)"):
-        pair(mode=mode)
+        check_certificate(mode=mode)
 
 
 EMPTY_PEM = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
@@ -315,16 +315,18 @@ EMPTY_PEM = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
         *[("one.pem", data, r"tls_key .*key\.pem: contains no private key") for data in (b"", b"no pem")],
     ],
 )
-def test_wrong_certificate_or_key_is_refused(pair, certificates, certificate, key, message):
+def test_wrong_certificate_or_key_is_refused(check_certificate, certificates, certificate, key, message):
     with pytest.raises(ConfigError, match=message):
-        pair(certificate=certificates.get(certificate, certificate), key=certificates.get(key, key))
+        check_certificate(certificate=certificates.get(certificate, certificate), key=certificates.get(key, key))
 
 
-def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):
-    files = ("-keyout", tmp_path / "encrypted.key", "-out", tmp_path / "its.pem", "-passout", "pass:word")
+def test_encrypted_key_is_refused_without_a_prompt(check_certificate, tmp_path):
+    files = ("-keyout", tmp_path / "encrypted.key", "-out", tmp_path / "encrypted.pem", "-passout", "pass:word")
     subprocess.run([*NEW_KEY, "-subj", "/CN=localhost", *files], check=True, capture_output=True)
     with pytest.raises(ConfigError, match="the key is encrypted"):
-        pair(certificate=(tmp_path / "its.pem").read_bytes(), key=(tmp_path / "encrypted.key").read_bytes())
+        check_certificate(
+            certificate=(tmp_path / "encrypted.pem").read_bytes(), key=(tmp_path / "encrypted.key").read_bytes()
+        )
 
 
 def test_folder_is_refused(tmp_path):
@@ -332,12 +334,12 @@ def test_folder_is_refused(tmp_path):
         require_certificate(tmp_path, tmp_path)
 
 
-def test_build_refuses_a_certificate(tmp_path):
-    with pytest.raises(ConfigError, match="tls_cert") as caught:
+def test_serve_application_refuses_a_certificate(tmp_path):
+    with pytest.raises(ConfigError, match="tls_cert") as error:
         build(ServeConfig(tls_cert=tmp_path / "c", tls_key=tmp_path / "k"))
-    assert "ssl_certfile" in caught.value.hint
+    assert "ssl_certfile" in error.value.hint
 
 
 @pytest.mark.parametrize("files", [{}, {"tls_cert": "c", "tls_key": "k"}])
-def test_url_scheme(files):
+def test_url_is_https_with_a_certificate(files):
     assert ServeConfig(**files).url == f"{'https' if files else 'http'}://127.0.0.1:8000/v1"

@@ -1,4 +1,4 @@
-"""Tests that the private names of Ray Serve and vLLM that we use still exist and behave as expected."""
+"""Tests that the private names of Ray Serve and vLLM that peagle uses still exist and behave as expected."""
 
 import inspect
 from types import SimpleNamespace
@@ -25,10 +25,10 @@ def test_deletion_does_not_block(monkeypatch):
     from ray import serve
 
     assert inspect.signature(serve.delete).parameters["_blocking"].default is True
-    seen = []
-    monkeypatch.setattr(serve, "delete", lambda name, **options: seen.append((name, options)))
+    calls = []
+    monkeypatch.setattr(serve, "delete", lambda name, **options: calls.append((name, options)))
     ray_names.begin_deletion("peagle")
-    assert seen == [("peagle", {"_blocking": False})]
+    assert calls == [("peagle", {"_blocking": False})]
 
 
 def test_replica_states_are_reduced_to_three():
@@ -55,7 +55,7 @@ def test_names_of_vllms_api_server():
     assert "self.create_error_response(" in inspect.getsource(GenerateBaseServing.create_streaming_error_response)
 
 
-def raised(error, cause=None):
+def raise_and_catch(error, cause=None):
     try:
         raise error from cause
     except Exception as caught:
@@ -70,11 +70,11 @@ HIDDEN = "the engine cannot process this request: a field has"
     ("error", "text"),
     [
         (VLLMValidationError("too long", parameter="prompt"), "too long (parameter=prompt)"),
-        (raised(ValueError("roles must alternate"), TEMPLATE_ERROR), "roles must alternate"),
+        (raise_and_catch(ValueError("roles must alternate"), TEMPLATE_ERROR), "roles must alternate"),
         (TEMPLATE_ERROR, "roles must alternate"),
         (TypeError("tuple indices must be integers or slices, not str"), HIDDEN),
         (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN),
-        (raised(ValueError("can only concatenate str"), TypeError("can only concatenate str")), HIDDEN),
+        (raise_and_catch(ValueError("can only concatenate str"), TypeError("can only concatenate str")), HIDDEN),
         (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN),
     ],
 )
@@ -107,7 +107,7 @@ def test_crash_and_restart_of_a_serve_process_are_reported():
     watch.check()
     assert messages[1:] == ["Serve's proxy is back after 11 s"]
     del processes["a", 1]
-    processes["a", 9] = "controller"  # Ray restarts it between two polls
+    processes["a", 9] = "controller"  # Ray restarts the controller between two polls
     watch.check()
     assert [line.partition(":")[0] for line in messages[2:]] == [
         "Serve's controller died",

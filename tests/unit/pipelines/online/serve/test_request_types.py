@@ -20,41 +20,41 @@ def chat(**changes):
     return TypeAdapter(ChatBody).validate_python({"model": "m", "messages": MESSAGES, **changes})
 
 
-def test_valid_chat():
+def test_valid_chat_is_accepted():
     assert chat(temperature=0.5).temperature == 0.5
 
 
 def test_crash_of_rays_validator_is_a_client_error():
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error:
         chat(structured_outputs=[])
-    assert (raised.value.status, raised.value.code) == (422, "invalid_type")
-    with pytest.raises(ApiError) as raised:
+    assert (error.value.status, error.value.code) == (422, "invalid_type")
+    with pytest.raises(ApiError) as error:
         TypeAdapter(CompletionBody).validate_python({"model": "m"})
-    assert (raised.value.status, raised.value.param) == (400, "prompt")
+    assert (error.value.status, error.value.param) == (400, "prompt")
 
 
-def test_rays_types_still_need_our_validation():
+def test_rays_types_still_need_peagles_validation():
     """If a part of this fails, its work-around in `request_types.py` can be removed."""
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     lazy = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(lazy.messages[0]["content"], list)  # an iterator, which has not been validated
-    with pytest.raises(ValidationError) as raised:
+    assert not isinstance(lazy.messages[0]["content"], list)  # an iterator, whose items have not been validated
+    with pytest.raises(ValidationError) as error:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
-    assert len(raised.value.errors()) >= 1000
+    assert len(error.value.errors()) >= 1000
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
-@pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
-def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
+@pytest.mark.parametrize("body_type", [ChatBody, CompletionBody])
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_structural_tags_are_not_compiled_in_the_ingress(body_type, field):
     """xgrammar 0.2.8 takes eight seconds to compile this tag, and minutes for larger ones."""
     patterns = {f"^a{{1,{1000 + number}}}$": {"type": "string"} for number in range(20)}
     schema = {"type": "object", "patternProperties": patterns}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    value = tag if where == "response_format" else {"structural_tag": json.dumps(tag)}
-    began = time.process_time()
-    TypeAdapter(kind).validate_python({**TEXT, "messages": MESSAGES, where: value})
-    assert time.process_time() - began < 4
+    value = tag if field == "response_format" else {"structural_tag": json.dumps(tag)}
+    started_at = time.process_time()
+    TypeAdapter(body_type).validate_python({**TEXT, "messages": MESSAGES, field: value})
+    assert time.process_time() - started_at < 4
 
 
 def test_vllm_compiles_structural_tags():
@@ -69,15 +69,15 @@ def test_vllm_compiles_structural_tags():
     )
 
 
-def test_wrong_type_has_its_location():
-    with pytest.raises(ValidationError) as raised:
+def test_validation_error_has_its_location():
+    with pytest.raises(ValidationError) as error:
         chat(temperature="hot")
-    assert raised.value.errors()[0]["loc"] == ("temperature",)
+    assert error.value.errors()[0]["loc"] == ("temperature",)
 
 
-@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM parses it itself
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM's own parsing triggers it
 def test_cap_does_not_reserve_context():
-    """vLLM's own calculation shows this, even after the request was pickled."""
+    """The test uses vLLM's calculation, and pickles the request as Ray does."""
 
     def room_for_prompt(request):
         return request.build_tok_params(SimpleNamespace(max_model_len=8192)).max_input_tokens
@@ -120,11 +120,11 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
 )  # fmt: skip
 def test_only_first_error_of_a_list_is_reported(body, changes):
     """By default, Pydantic collects fifteen errors for each invalid message, which takes minutes."""
-    began = time.process_time()
-    with pytest.raises(ValidationError) as raised:
+    started_at = time.process_time()
+    with pytest.raises(ValidationError) as error:
         TypeAdapter(body).validate_python({"model": "m", **changes})
-    assert len(raised.value.errors()) < 100
-    assert time.process_time() - began < 10
+    assert len(error.value.errors()) < 100
+    assert time.process_time() - started_at < 10
 
 
 def test_number_of_parts_is_limited():

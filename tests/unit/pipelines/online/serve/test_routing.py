@@ -11,11 +11,11 @@ from ray.serve.request_router import PendingRequest
 from pipelines.online.serve.routing import PrefixRouter
 
 DEPLOYMENT = DeploymentID(name="m", app_name="peagle")
-LONG = "def add(a, b):\n    return a + b\n" * 20
+LONG_PROMPT = "def add(a, b):\n    return a + b\n" * 20
 
 
-class Router(PrefixRouter):
-    """The router, with fake engines that have a name and a number of requests."""
+class RouterWithFakeEngines(PrefixRouter):
+    """The router with fake engines, which have a name and a number of queued requests."""
 
     def __init__(self, most_ahead=2, max_blocks=100):
         super().__init__(
@@ -47,7 +47,7 @@ def request(**body):
 
 async def make_router():
     """Return a router with two engines, a and b. It needs a running event loop."""
-    router = Router()
+    router = RouterWithFakeEngines()
     router.set_engines(a=0, b=0)
     return router
 
@@ -58,25 +58,25 @@ async def first_group(router, routed_request):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("first_body", "second_body"),
     [
-        ({"prompt": LONG}, {"prompt": LONG + "def sub(a, b):"}),
+        ({"prompt": LONG_PROMPT}, {"prompt": LONG_PROMPT + "def sub(a, b):"}),
         ({"prompt": list(range(500))}, {"prompt": [*range(500), 7]}),
         ({"prompt": [list(range(500))]}, {"prompt": [list(range(500)), [1]]}),
         (
-            {"messages": [{"role": "user", "content": LONG}]},
-            {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]},
+            {"messages": [{"role": "user", "content": LONG_PROMPT}]},
+            {"messages": [{"role": "user", "content": LONG_PROMPT}, {"role": "assistant", "content": "yes"}]},
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG + "and"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG_PROMPT}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG_PROMPT + "and"}]}]},
         ),
     ],
 )
-async def test_same_prefix_goes_to_the_same_engine(before, after):
+async def test_same_prefix_goes_to_the_same_engine(first_body, second_body):
     router = await make_router()
-    router.on_request_routed(request(**before), replica_id("b"), None)
-    assert await first_group(router, request(**after)) == {"b"}
+    router.on_request_routed(request(**first_body), replica_id("b"), None)
+    assert await first_group(router, request(**second_body)) == {"b"}
     assert await first_group(router, request(prompt="x" * 1000)) == {"a", "b"}
 
 
@@ -100,9 +100,9 @@ async def test_unknown_prompt_goes_to_any_engine(body):
     assert await first_group(router, request(**body)) == {"a", "b"}
 
 
-async def test_busy_engine_gets_no_more_prefix_matches():
+async def test_engine_that_is_too_far_ahead_gets_no_prefix_matches():
     router = await make_router()
-    long_request = request(prompt=LONG)
+    long_request = request(prompt=LONG_PROMPT)
     router.on_request_routed(long_request, replica_id("b"), None)
     router.set_engines(a=1, b=3)
     assert await first_group(router, long_request) == {"b"}
@@ -110,46 +110,46 @@ async def test_busy_engine_gets_no_more_prefix_matches():
     assert await first_group(router, long_request) == {"a", "b"}
 
 
-async def test_two_random_engines_are_the_fallback():
+async def test_second_choice_is_two_random_engines():
     router = await make_router()
     router.set_engines(a=0, b=0, c=0)
-    router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
-    matching, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
+    router.on_request_routed(request(prompt=LONG_PROMPT), replica_id("c"), None)
+    matching, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG_PROMPT))
     assert [item.replica_id.unique_id for item in matching] == ["c"]
     assert len(others) == 2
 
 
 async def test_removed_engines_are_forgotten():
     router = await make_router()
-    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
+    router.on_request_routed(request(prompt=LONG_PROMPT), replica_id("b"), None)
     router.on_replica_actor_died(replica_id("b"))
-    # An answer of the crashed engine arrives before the router knows of the crash.
-    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
-    assert await first_group(router, request(prompt=LONG)) == {"a"}
+    # A request is reported as routed to the crashed engine after the crash.
+    router.on_request_routed(request(prompt=LONG_PROMPT), replica_id("b"), None)
+    assert await first_group(router, request(prompt=LONG_PROMPT)) == {"a"}
     router.set_engines(a=0, b=0)
-    assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+    assert await first_group(router, request(prompt=LONG_PROMPT)) == {"a", "b"}
     router.set_engines(c=0)
-    assert await first_group(router, request(prompt=LONG)) == {"c"}
+    assert await first_group(router, request(prompt=LONG_PROMPT)) == {"c"}
     router.set_engines()
-    assert await router.choose_replicas([], request(prompt=LONG)) == []
+    assert await router.choose_replicas([], request(prompt=LONG_PROMPT)) == []
 
 
 async def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
     router = await make_router()
     router.initialize_state(most_ahead=2, max_blocks=4)
-    router.on_request_routed(request(prompt=LONG), replica_id("b"), None)  # five blocks
-    assert await first_group(router, request(prompt=LONG)) == {"b"}
+    router.on_request_routed(request(prompt=LONG_PROMPT), replica_id("b"), None)  # more than four blocks
+    assert await first_group(router, request(prompt=LONG_PROMPT)) == {"b"}
     router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
-    assert await first_group(router, request(prompt=LONG)) == {"a", "b"}
+    assert await first_group(router, request(prompt=LONG_PROMPT)) == {"a", "b"}
     assert await first_group(router, request(prompt="y" * 600)) == {"b"}
 
 
 async def test_prefix_matches_respect_cache_salt():
     """Engines cache prefixes per salt, so a request with another salt gets no cache hits."""
     router = await make_router()
-    router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
-    assert await first_group(router, request(prompt=LONG, cache_salt="bob")) == {"a", "b"}
-    assert await first_group(router, request(prompt=LONG, cache_salt="alice")) == {"b"}
+    router.on_request_routed(request(prompt=LONG_PROMPT, cache_salt="alice"), replica_id("b"), None)
+    assert await first_group(router, request(prompt=LONG_PROMPT, cache_salt="bob")) == {"a", "b"}
+    assert await first_group(router, request(prompt=LONG_PROMPT, cache_salt="alice")) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ async def test_prefix_matches_respect_cache_salt():
 )
 async def test_long_prompt_is_routed_fast(prompt):
     router = await make_router()
-    began = time.process_time()
+    started_at = time.process_time()
     router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
     assert await first_group(router, request(prompt=prompt)) == {"b"}
-    assert time.process_time() - began < 0.3
+    assert time.process_time() - started_at < 0.3
 
 
 def test_rays_router_still_divides_by_zero():
-    """If this fails, Ray has fixed issue 64573, and its router may suffice."""
+    """If this fails, Ray has fixed issue 64573, and Ray's router might be sufficient."""
     from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
 
     before, division, _ = inspect.getsource(prefix_aware_router).partition("len(matched_text) / len(input_text)")

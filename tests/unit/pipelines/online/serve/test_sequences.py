@@ -20,11 +20,11 @@ from pipelines.online.replica.relay import Pace, in_pieces, relay
 from pipelines.online.serve.sequences import Sequences, report_sequences
 from pipelines.online.wire import Context
 
-PAST_S = 100.0  # age of the requests
+AGE_S = 100.0  # of the requests
 DRAFTED = RequestSpecDecodeMetrics(num_spec_tokens=3, histogram=[1, 0, 2, 0], num_draft_tokens=9)
 
 
-class Whole(SimpleNamespace):
+class FakeWholeAnswer(SimpleNamespace):
     def model_dump(self, include):
         return {name: getattr(self, name, None) for name in include}
 
@@ -32,8 +32,8 @@ class Whole(SimpleNamespace):
         return "{}"
 
 
-class Engine:
-    """A vLLM front end without a core: tests send the core's outputs with `send_outputs`."""
+class FrontEnd:
+    """A vLLM front end without an engine core. Tests send the outputs of a core with `send_outputs`."""
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
@@ -53,7 +53,7 @@ class Engine:
     def _request(self, name, params):
         return EngineCoreRequest(
             request_id=name, external_req_id="the same", prompt_token_ids=[1, 2], mm_features=None,
-            sampling_params=params, pooling_params=None, arrival_time=time.time() - PAST_S, lora_request=None,
+            sampling_params=params, pooling_params=None, arrival_time=time.time() - AGE_S, lora_request=None,
             cache_salt=None, data_parallel_rank=None,
         )  # fmt: skip
 
@@ -77,12 +77,12 @@ class Engine:
             self.send_outputs(*children)
             assert (await queue.get()).finished
         num_tokens = 2 * n * len(names)
-        yield Whole(usage={"prompt_tokens": 2, "completion_tokens": num_tokens}, metrics=None)
+        yield FakeWholeAnswer(usage={"prompt_tokens": 2, "completion_tokens": num_tokens}, metrics=None)
 
 
 @pytest.fixture
 def engine():
-    return Engine()
+    return FrontEnd()
 
 
 def begin_of(account, request_id):
@@ -121,11 +121,11 @@ async def test_concurrent_requests_are_separate(engine, engine_account, tmp_path
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_whole_answer_has_a_ttft(engine, engine_account, tmp_path, n):
-    """The TTFT is measured from when the engine's account began the request."""
-    began = time.time()
+    """The TTFT is measured from the start of the request in the engine's account."""
+    started_at = time.time()
     (answer,) = asyncio.run(drain(relay(engine.answers("a", n=n), begin_of(engine_account, "r"), shown_usage="last")))
     record = records(tmp_path)["r"]
-    assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
+    assert 0.01 <= record.ttft_s <= time.time() - started_at - 0.01
     assert answer.reported["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
 
 
@@ -137,20 +137,20 @@ def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
         await queue.get()
         yield
 
-    async def leave(name, tokens):
+    async def cancel(name, tokens):
         stream = relay(answers(tokens), begin_of(engine_account, name), shown_usage="last")
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.01)
         reader.cancel()
         await asyncio.wait([reader])
 
-    asyncio.run(leave("begun", ["a", "b"]))
-    asyncio.run(leave("not begun", []))
+    asyncio.run(cancel("with tokens", ["a", "b"]))
+    asyncio.run(cancel("without tokens", []))
     result = records(tmp_path)
-    assert {name: record.outcome for name, record in result.items()} == {"begun": "cut", "not begun": "cut"}
-    assert result["begun"].ttft_s >= 0
-    assert result["not begun"].ttft_s is None
-    assert result["begun"].usage.speculation.num_drafts == 0
+    assert {name: record.outcome for name, record in result.items()} == {"with tokens": "cut", "without tokens": "cut"}
+    assert result["with tokens"].ttft_s >= 0
+    assert result["without tokens"].ttft_s is None
+    assert result["with tokens"].usage.speculation.num_drafts == 0
 
 
 def test_drafts_of_a_merged_stream_end_are_kept(engine):
@@ -161,7 +161,7 @@ def test_drafts_of_a_merged_stream_end_are_kept(engine):
     engine.send_outputs(*names)
     (output,) = queue.get_nowait().outputs
     assert output.finish_reason == "length"
-    assert output.spec_decode_metrics is None, "vLLM keeps the drafts now, so ours are no longer needed"
+    assert output.spec_decode_metrics is None, "vLLM now keeps the drafts, so this workaround can be removed"
     assert sequences.speculation.num_drafts == 3
 
 
@@ -184,9 +184,9 @@ def test_ended_sequences_are_dropped(engine):
     for step in range(5):
         names, _ = engine.add(f"beam-{step}", n=2)
         states += [weakref.ref(engine.processor.request_states[name]) for name in names]
-        began_at = sequences.first_token_at
+        first_token_at = sequences.first_token_at
         engine.send_outputs(*names)
-        assert began_at in (None, sequences.first_token_at), "the first token of all sequences counts"
+        assert first_token_at in (None, sequences.first_token_at), "the first token of all sequences counts"
     assert sequences.speculation.num_drafts == 3 * len(states)
     gc.collect()
     assert [state() is None for state in states] == [True] * 8 + [False] * 2

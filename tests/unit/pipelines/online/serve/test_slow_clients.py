@@ -1,4 +1,4 @@
-"""Tests with raw sockets and real uvicorn servers, with both HTTP implementations and as Ray's proxies start them."""
+"""Tests with raw sockets and real uvicorn servers, with both HTTP implementations."""
 
 import asyncio
 import contextlib
@@ -43,11 +43,12 @@ async def app(scope, receive, send):
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
     monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # restores what some tests replace
+    # Set to its own value, so that monkeypatch restores it after a test replaces it.
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
 
 
 @contextlib.contextmanager
-def serving(protocol, app):
+def run_server(protocol, app):
     """Run a server with this protocol."""
     config = uvicorn.Config(
         app, port=0, http=protocol, ws="websockets-sansio", log_level="critical", lifespan="off",
@@ -69,7 +70,7 @@ def serving(protocol, app):
 def connected_to(protocol):
     """Connect to a new server with this protocol."""
     with (
-        serving(protocol, app) as server,
+        run_server(protocol, app) as server,
         socket.create_connection(server.servers[0].sockets[0].getsockname(), timeout=10) as client,
     ):
         yield client
@@ -83,11 +84,11 @@ def client(request):
 
 def read_to_end(client):
     """Return the data until the server closes the connection, and the seconds that this took."""
-    started, data = time.monotonic(), b""
+    started_at, data = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
             data += piece
-    return data, time.monotonic() - started
+    return data, time.monotonic() - started_at
 
 
 def is_open(client):
@@ -99,7 +100,7 @@ def is_open(client):
 
 
 def trickle(client, data):
-    """Send the data byte by byte, slower than the limit; return the number of bytes sent before the server reacted."""
+    """Send the data slowly, byte by byte. Return the number of bytes sent before the server reacted."""
     client.settimeout(LIMIT_S / 10)
     for index in range(len(data)):
         with contextlib.suppress(TimeoutError):
@@ -148,13 +149,13 @@ def test_slow_headers_of_the_next_request_get_408(client, partial):
 
 
 def test_empty_lines_do_not_keep_a_connection_open():
-    with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client:  # h11 refuses them
+    with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client:  # h11 refuses empty lines
         client.sendall(REQUEST)
         answer(client)
         assert trickle(client, b"\r\n" * 20) < 40
 
 
-def test_rest_of_an_answered_body_is_limited(client):
+def test_slow_body_after_an_early_answer_closes_the_connection(client):
     client.sendall(HEAD.replace(b"/", b"/early", 1) + b"\r\n")
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(b"b")
@@ -185,7 +186,7 @@ def test_endless_trailers_and_extensions_are_refused(partial):
 
 
 @pytest.mark.parametrize("path", [b"/", b"/early"])
-def test_long_body_passes(client, path):
+def test_long_body_is_accepted(client, path):
     body = b"x" * 2 * READ_BYTES
     client.sendall(HEAD.replace(b"/", path, 1).replace(b": 4", f": {len(body)}".encode()) + b"\r\n" + body)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
@@ -193,7 +194,7 @@ def test_long_body_passes(client, path):
     assert answer(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_slow_body_and_idle_connection_pass(client):
+def test_slow_body_and_idle_connection_are_accepted(client):
     client.sendall(HEAD + b"\r\n")
     for piece in (b"b", b"o", b"d", b"y"):
         time.sleep(LIMIT_S)
@@ -212,6 +213,7 @@ def test_websocket_has_no_limit(client):
 
 
 def test_uvicorn_has_no_header_timeout():
+    """If this fails, uvicorn has a timeout of its own."""
     with connected_to("auto") as client:
         client.sendall(b"GET")
         assert is_open(client)
@@ -257,12 +259,12 @@ async def large_answer(scope, receive, send):
 @pytest.fixture(params=[HttpToolsProtocol, H11Protocol])
 def server(request, monkeypatch):
     monkeypatch.setattr(slow_clients, "READER_LIMIT_S", READER_LIMIT_S)
-    with serving(slow_clients.with_limits(request.param), large_answer) as server:
+    with run_server(slow_clients.with_limits(request.param), large_answer) as server:
         yield server
 
 
 @contextlib.contextmanager
-def requesting(server):
+def connect_and_send(server):
     """Connect with a small receive buffer, and send a request."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -274,7 +276,7 @@ def requesting(server):
 
 @pytest.fixture
 def reader(server):
-    with requesting(server) as client:
+    with connect_and_send(server) as client:
         yield client
 
 
@@ -295,14 +297,14 @@ def wait_until_no_connections(server):
         time.sleep(0.05)
 
 
-def test_connection_without_reader_is_closed(server, reader):
+def test_connection_of_a_client_that_does_not_read_is_closed(server, reader):
     reader.recv(1)
     wait_until_no_connections(server)
     with pytest.raises(ConnectionResetError):  # the data still in the kernel's buffers is discarded, too
         all(reader.recv(1 << 18) for _ in range(NUM_BYTES))
 
 
-def test_very_slow_reader_is_closed(server, reader):
+def test_connection_of_a_very_slow_reader_is_closed(server, reader):
     deadline = time.monotonic() + 30 * READER_LIMIT_S
     with contextlib.suppress(ConnectionError):
         while reader.recv(64) and server.server_state.connections:
@@ -312,14 +314,14 @@ def test_very_slow_reader_is_closed(server, reader):
 
 
 def test_slow_reader_gets_the_whole_answer(reader):
-    """The limit is for each read, not for the whole answer."""
-    started = time.monotonic()
+    """The time limit applies to each read, not to the whole answer."""
+    started_at = time.monotonic()
     assert num_read(reader, pause_s=READER_LIMIT_S / 40) > NUM_BYTES
-    assert time.monotonic() - started > READER_LIMIT_S
+    assert time.monotonic() - started_at > READER_LIMIT_S
 
 
-class SlowReader:
-    """A connection whose client reads nothing."""
+class SlowConnection:
+    """A fake connection whose client reads nothing. `owners` is its address and, if known, its key."""
 
     def __init__(self, owners, unread_bytes, paused_at):
         self.owners, self.unread_bytes, self.paused_at, self.is_aborted = owners, unread_bytes, paused_at, False
@@ -334,26 +336,26 @@ class SlowReader:
         ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
-        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # they have been slow for too short a time
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # not slow for long enough
         ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
     ],
 )
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
     monkeypatch.setattr(slow_clients, "UNREAD_LIMIT_BYTES", 30)
     unread, loop = slow_clients._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
-    slow = [SlowReader(*connection) for connection in connections]
+    slow = [SlowConnection(*connection) for connection in connections]
     unread._watched = set(slow)
     unread._check(loop)
-    aborted = [reader for reader in slow if reader.is_aborted]
+    aborted = [connection for connection in slow if connection.is_aborted]
     assert len(aborted) == num_aborted
-    assert all(item.paused_at == 0.0 for item in aborted), "only the slowest may be closed"
+    assert all(connection.paused_at == 0.0 for connection in aborted), "only the slowest may be closed"
 
 
 def test_memory_is_returned_after_slow_clients(monkeypatch):
     calls = []
     loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, callback, *args: calls.append(callback))
     unread = slow_clients._Unread()
-    reader = SlowReader(("a",), slow_clients._TRIM_BYTES + 1, 0.0)
+    reader = SlowConnection(("a",), slow_clients._TRIM_BYTES + 1, 0.0)
     unread._watched = {reader}
     unread._check(loop)
     reader.paused_at = None
@@ -363,23 +365,23 @@ def test_memory_is_returned_after_slow_clients(monkeypatch):
 
 def test_application_does_not_wait_for_a_slow_client(server):
     """The client reads nothing until the application has finished."""
-    seen = {}
+    observed = {}
 
-    async def eager(scope, receive, send):
+    async def app(scope, receive, send):
         connection = slow_clients.connection_of(scope)
-        patient = slow_clients.PatientSend(send, connection, "key")
-        await large_answer(scope, receive, patient)
-        seen.update(queued=connection.queued_bytes, unread=connection.unread_bytes, owners=connection.owners)
-        await patient.drain()
-        seen.update(queued_after_drain=connection.queued_bytes)
+        patient_send = slow_clients.PatientSend(send, connection, "key")
+        await large_answer(scope, receive, patient_send)
+        observed.update(queued=connection.queued_bytes, unread=connection.unread_bytes, owners=connection.owners)
+        await patient_send.drain()
+        observed.update(queued_after_drain=connection.queued_bytes)
 
-    server.config.loaded_app.app = eager
-    with requesting(server) as client:
+    server.config.loaded_app.app = app
+    with connect_and_send(server) as client:
         deadline = time.monotonic() + 20
-        while "owners" not in seen:
+        while "owners" not in observed:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert num_read(client) >= NUM_BYTES
-    assert seen["owners"] == ("127.0.0.1", "key")
-    assert seen["unread"] >= seen["queued"] > NUM_BYTES // 2
-    assert seen["queued_after_drain"] == 0
+    assert observed["owners"] == ("127.0.0.1", "key")
+    assert observed["unread"] >= observed["queued"] > NUM_BYTES // 2
+    assert observed["queued_after_drain"] == 0
