@@ -61,7 +61,9 @@ class TrainConfig(PriceOptions, TagOptions):
     max_response_tokens: int = Field(224, ge=1, description="maximum tokens of a response")
     engines: int = Field(1, ge=1, description="engine actors that generate responses")
     max_num_seqs: int = Field(64, ge=1, description="concurrent requests per engine")
-    enforce_eager: bool = Field(False, description="do not compile the engines: they start faster and generate slower")
+    enforce_eager: bool = Field(
+        False, description="do not compile the engines; default: compile if that saves more time than it takes"
+    )
 
     prompt_column: str = Field("prompt", description="column with the user's message, if there is no 'messages' column")
     max_document_tokens: int = Field(

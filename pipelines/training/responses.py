@@ -26,7 +26,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
-_COPIED = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIONS)
+_COPIED = ("engines", "max_num_seqs", "tags", *PRICE_OPTIONS)
 
 
 def regenerate(
@@ -69,6 +69,8 @@ def _run_config(
         "engine": engine,
         **{name: getattr(config, name) for name in _COPIED},
     }
+    if "enforce_eager" in config.model_fields_set:  # else, the run compiles if that saves time
+        values["enforce_eager"] = config.enforce_eager
     values |= {"messages_column": MESSAGES} if has_messages else {"prompt_column": PROMPT}
     if mode == "sampled":
         values |= {"temperature": config.temperature, "top_p": config.top_p}
