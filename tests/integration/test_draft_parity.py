@@ -34,12 +34,12 @@ CHUNK = 128  # tokens per step in the engines with a smaller K
 MAX_STATE_ERROR = 1e-4  # relative to the norm; the measured error is 3e-6
 MAX_NUM_SEQS = 4
 # Number of prompts for the engine that drafts every K. Five fill a batch of four; the last is then in the prefix cache.
-EVERY_K = {"peagle": 5, "eagle3": 5}
+EVERY_K = {"peagle": 5, "eagle3": 5, "dflash": 5}
 EVERY_K_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
 # Tokens of each answer. The shipped head needs more, because accepted drafts skip contexts: at 3.5 tokens a step, 25
 # prompts have 200 contexts.
-NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
-OWN_K = [("peagle", 4), ("eagle3", 1)]
+NUM_TOKENS = {"peagle": 32, "eagle3": 14, "dflash": 14, "peagle-1-layer": 14}
+OWN_K = [("peagle", 4), ("eagle3", 1), ("dflash", 4)]
 CASES = [*EVERY_K.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in EVERY_K_SOAK.items())]
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,12 +60,13 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def heads(embedded_target, shipped_head, tmp_path_factory):
-    """Folders of the shipped head (five layers, nine KV heads), a P-EAGLE head with one layer, and an EAGLE-3 head."""
+    """Folders of the shipped head (five layers, nine KV heads), and of heads with noise: P-EAGLE, EAGLE-3, DFlash."""
     folder = tmp_path_factory.mktemp("heads")
     vocabulary = vocabulary_of_head(shipped_head, [], target_size=49_152)
     shapes = {
         "peagle-1-layer": HeadSpec(aux_layers=default_aux_layers(30), num_layers=1),
         "eagle3": HeadSpec(aux_layers=default_aux_layers(30), algorithm="eagle3"),
+        "dflash": HeadSpec(aux_layers=default_aux_layers(30), algorithm="dflash", num_layers=2, num_depths=MAX_K),
     }
     for name, shape in shapes.items():
         head = build_head(embedded_target, shape, vocabulary)
@@ -160,7 +161,8 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
     assert result.drafts.keys() == set(range(1, MAX_K + 1))
     assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
     assert result.num_chunks == 0
-    if number > MAX_NUM_SEQS:  # the repeated long prompt is not in the first batch
+    # The repeated long prompt is not in the first batch. DFlash has no prefix cache.
+    if number > MAX_NUM_SEQS and name != "dflash":
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
     assert result.max_state_error < MAX_STATE_ERROR
     for depth in range(MAX_K):  # constant drafts would match without proving anything
