@@ -121,14 +121,14 @@ class TrainConfig(PriceOptions, TagOptions):
         gt=0,
         le=1,
         description="conditional-on-distribution (COD) sampling: share of the draft chains (one per position) that"
-        " continue from one depth to the next",
+        " continue from one depth to the next; dflash and dspark draft all depths of a block, and multiply depth_decay by"
+        " this value instead",
     )
     anchor_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="dflash and dspark: share of a response's tokens after which a block is drafted, in each pass; a"
-        " block always has all depths, so cod_ratio is not used",
+        description="share of a response's tokens after which dflash and dspark draft a block, in each pass",
     )
     depth_decay: float = Field(
         1.0, gt=0, le=1, description="the weight of depth d in the loss is this value to the power of d"

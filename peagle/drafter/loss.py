@@ -154,8 +154,8 @@ class Weighting:
 
     depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
-    # Share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by powers of this
-    # share, to account for the chains that were dropped.
+    # Share of chains that COD sampling keeps from one depth to the next, or by which `depth_decay` weighs the rows of
+    # blocks. D-PACE divides its products by powers of this share, to account for the chains that were dropped.
     cod_ratio: float = 1.0
 
 

@@ -49,7 +49,7 @@ def render_card(
         embeddings = "has its own embeddings"
     loss = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
     loss += ", D-PACE" if config.depth_weight == "dpace" else ""
-    sampling = f"anchor share {config.anchor_share:g}" if is_block else f"COD ratio {config.cod_ratio:g}"
+    sampling = f"COD ratio {config.cod_ratio:g}" + (f", anchor share {config.anchor_share:g}" if is_block else "")
     # Cards are published, so they do not name the user's folders.
     start = f"{config.init} start" if config.init in INITS else "start from an earlier head"
     optimizer = f"AdamW, peak learning rate {config.learning_rate:g}"

@@ -148,8 +148,10 @@ class Prepared:
             for field in fields(TrainingConfig)
             if field.name in TrainConfig.model_fields
         }
-        # Rows of a block are never left out, but whole blocks are.
-        options |= {"cod_ratio": 1.0} if config.algorithm in BLOCK_METHODS else {"anchor_share": None}
+        if config.algorithm in BLOCK_METHODS:  # rows are never left out of a block, so they are weighted instead
+            options["depth_decay"] *= config.cod_ratio
+        else:
+            options["anchor_share"] = None
         return TrainingConfig(num_steps=max(1, round(config.epochs * steps_per_epoch)), **options)
 
     @cached_property
