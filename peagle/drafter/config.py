@@ -121,8 +121,8 @@ class TrainConfig(PriceOptions, TagOptions):
         gt=0,
         le=1,
         description="conditional-on-distribution (COD) sampling: share of the draft chains (one per position) that"
-        " continue from one depth to the next; dflash and dspark draft all depths of a block, and multiply depth_decay by"
-        " this value instead",
+        " continue from one depth to the next; dflash and dspark draft whole blocks, and multiply depth_decay by this"
+        " value instead",
     )
     anchor_share: float = Field(
         0.5,

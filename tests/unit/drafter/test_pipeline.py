@@ -225,7 +225,7 @@ def test_block_heads_are_readable_by_vllm(chat_target, responses, tmp_path, algo
     card = (folder / "README.md").read_text()
     assert f"# {name} head for tiny" in card
     assert f'"method": "{algorithm}", "model": "THIS FOLDER", "num_speculative_tokens": 3' in card
-    assert "anchor share 0.5" in card
+    assert "COD ratio 0.8, anchor share 0.5" in card
     facts = check_fit(read_config(folder, ConfigError), read_config(chat_target, ConfigError))
     assert (facts.method, facts.max_k) == (algorithm, max_k)
     check_weights(read_shapes(folder), facts)
