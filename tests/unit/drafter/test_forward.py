@@ -116,7 +116,7 @@ def _of_blocks(anchors):
 
 
 def test_block_losses_and_gradients_equal_those_of_speculators(block_head, store, monkeypatch):
-    from speculators.losses import resolve_loss_config, tv_loss
+    from speculators.losses import resolve_loss_config
     from speculators.models.dflash import core
     from torch.nn.attention.flex_attention import create_mask
 
@@ -132,7 +132,8 @@ def test_block_losses_and_gradients_equal_those_of_speculators(block_head, store
     monkeypatch.setattr(core, "select_anchors", lambda *_: selected)
     monkeypatch.setattr(block_head, "_create_mask_fn", create_mask)
     monkeypatch.setattr(block_head.config.transformer_layer_config, "_attn_implementation", "sdpa")
-    options = {"tv_loss_fn": tv_loss} if block_head.config.speculators_model_type == "dspark" else {}
+    eager_tv_loss, _ = resolve_loss_config("tv", "eager")["tv"]
+    options = {"tv_loss_fn": eager_tv_loss} if block_head.config.speculators_model_type == "dspark" else {}
     _, reference, _ = block_head(
         hidden_states=document.aux_TAH.float()[None],
         input_ids=document.token_ids_T[None],
