@@ -274,11 +274,9 @@ def batch_loss(
     total = weight.sum() if total_weight is None else total_weight
     confidence_loss: torch.Tensor | float = 0.0
     if getattr(head, "confidence_head", None) is not None:
+        acceptance = overlap(states, weight_VH, targets, batch.position_R)
         confidence_loss = F.binary_cross_entropy_with_logits(
-            head.confidence_head(states).float(),
-            overlap(states, weight_VH, targets, batch.position_R).float(),
-            weight / total,
-            reduction="sum",
+            head.confidence_head(states).to(acceptance.dtype), acceptance, weight / total, reduction="sum"
         )
     if weighting.dpace:
         confidence = greedy_confidence(states, weight_VH, targets, batch.position_R)
