@@ -216,11 +216,9 @@ def test_heads_of_other_architectures_are_readable_by_vllm(foreign_target, respo
 def test_block_heads_are_readable_by_vllm(chat_target, responses, tmp_path, algorithm, name, max_k):
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-    recorder = RecordingListener()
-    result = train_head(_config(chat_target, responses, tmp_path / "out", algorithm=algorithm), recorder.listener)
+    result = train_head(_config(chat_target, responses, tmp_path / "out", algorithm=algorithm), Listener())
     assert result["finished"]
     assert result["held_out_acceptance"]["num_drafts"] > 0
-    assert recorder.steps[-1].loss < recorder.steps[0].loss
     folder = tmp_path / "out" / "head"
     card = (folder / "README.md").read_text()
     assert f"# {name} head for tiny" in card

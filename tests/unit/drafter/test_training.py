@@ -61,11 +61,13 @@ def _curve(folder):
     return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
 
 
-def test_training_lowers_the_loss(head, store, tmp_path):
+@pytest.mark.parametrize(("algorithm", "anchor_share"), [("peagle", None), ("dflash", 1.0)])
+def test_training_lowers_the_loss(make_head, store, tmp_path, algorithm, anchor_share):
     config = TrainingConfig(
-        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
-    )
-    outcome = _train(head, store, tmp_path, config)
+        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, anchor_share=anchor_share, learning_rate=3e-3,
+        precision="fp32",
+    )  # fmt: skip
+    outcome = _train(make_head(algorithm=algorithm), store, tmp_path, config)
     losses = [loss for _, loss, _ in _curve(tmp_path)]
     assert outcome.finished
     assert outcome.step == 60
