@@ -203,7 +203,7 @@ def block_attention_plan(
     blocks, first = [], 0
     for rows, start in zip(documents, starts, strict=True):
         anchors = rows.block_anchors
-        for group in anchors.split(max(1, _block_rows(int(anchors[-1])) // block_size)):
+        for group in torch.split(anchors, max(1, _block_rows(int(anchors[-1])) // block_size)):
             context = torch.arange(int(group[-1]) + 1)
             anchor = group.repeat_interleave(block_size)
             num_rows = len(anchor)
