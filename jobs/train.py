@@ -11,7 +11,7 @@ from peagle.drafter.config import TrainConfig
 from peagle.errors import ConfigError
 
 HELP = """\
-Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it in vLLM's format.
+Train a draft head for a target on the target's own responses, and save it in vLLM's format.
 
   peagle train --prompts prompts.jsonl --output heads/first
   peagle train --prompts stdlib --limit 4000 --output heads/code
@@ -37,7 +37,7 @@ _GROUPS = {
         "mask_token_id", "init", "num_frozen_layers", "train_lm_head", "train_embeddings",
     ],
     "recipe": [
-        "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "depth_weight",
+        "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "anchor_share", "depth_decay", "depth_weight",
         "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps",
         "weight_decay", "clip_norm", "precision", "seed",
     ],

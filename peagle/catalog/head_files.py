@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from peagle.engine.spec import DRAFT_METHODS, DraftMethod
+from peagle.engine.spec import BLOCK_METHODS, DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -111,7 +111,7 @@ def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
 
     The first token of a block is already known, unless the head also predicts a token at this position.
     """
-    if method not in ("dflash", "dspark"):
+    if method not in BLOCK_METHODS:
         return None
     block = config.get("dflash_config") or {}
     size = config.get("block_size") or block.get("block_size")

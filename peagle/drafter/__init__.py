@@ -1,1 +1,1 @@
-"""Training of P-EAGLE and EAGLE-3 heads: prompts, responses, features, training, saving."""
+"""Training of heads: prompts, responses, features, training, saving."""

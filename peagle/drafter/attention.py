@@ -189,6 +189,35 @@ def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> Attentio
     return AttentionPlan(tuple(blocks))
 
 
+def block_attention_plan(
+    documents: Sequence[Rows], starts: Sequence[int], *, num_context: int, block_size: int
+) -> AttentionPlan:
+    """Plan the attention of a block head. Each row attends to the context up to its anchor, and to its whole block.
+
+    Args:
+        documents: the rows of each document; only their anchors matter.
+        starts: index of each document's first key in the context.
+        num_context: number of keys of the context. The keys of the blocks follow, ordered like the query rows.
+        block_size: query rows of each block.
+    """
+    blocks, first = [], 0
+    for rows, start in zip(documents, starts, strict=True):
+        anchors = rows.block_anchors
+        for group in torch.split(anchors, max(1, _block_rows(int(anchors[-1])) // block_size)):
+            context = torch.arange(int(group[-1]) + 1)
+            anchor = group.repeat_interleave(block_size)
+            num_rows = len(anchor)
+            query_rows = Rows(anchor, torch.ones_like(anchor))  # at equal depth, rows of an anchor attend to each other
+            key_rows = Rows(torch.cat([context, anchor]), torch.cat([torch.zeros_like(context), query_rows.depth_S]))
+            keys = (
+                slice(start, start + len(context)),
+                slice(num_context + first, num_context + first + num_rows),
+            )
+            blocks.append(Block(slice(first, first + num_rows), keys, query_rows, key_rows))
+            first += num_rows
+    return AttentionPlan(tuple(blocks))
+
+
 def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int, start: int, stop: int) -> Block:
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]

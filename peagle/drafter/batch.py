@@ -5,6 +5,9 @@ target's state; the row at depth d, d tokens later, has a mask token and a learn
 chain, and the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all
 positions at depth 0, and a fraction ratio**d of them at depth d.
 
+A block head (DFlash, DSpark) also has a row for each anchor and depth. But its rows have no target states. They read
+the states from keys and values, and attend to all rows of their block, so the block of an anchor is never incomplete.
+
 From the state at token t and the embedding of token t+1, the head predicts the target's distribution after t+1, t+2,
 ... An engine knows both when it drafts. Documents are shifted accordingly and packed.
 
@@ -25,11 +28,12 @@ from peagle.drafter.features import Document
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one document: known tokens (depth 0), then chains ordered by anchor."""
+    """The rows of one document: known tokens (depth 0), then chains ordered by anchor; or blocks ordered by anchor."""
 
     anchor_S: torch.Tensor  # position of the last known token of the row's chain
     depth_S: torch.Tensor  # number of tokens after the anchor; the row's position is anchor + depth
     first_anchor: int = 0  # rows with earlier anchors only provide context, and have no loss (`training.py`)
+    is_blocks: bool = False  # whether the rows are those of a block head, with all depths of each anchor
 
     @property
     def position(self) -> torch.Tensor:
@@ -41,11 +45,16 @@ class Rows:
 
     @property
     def num_known(self) -> int:
-        return int((self.depth_S == 0).sum())
+        return 0 if self.is_blocks else int((self.depth_S == 0).sum())
+
+    @property
+    def block_anchors(self) -> torch.Tensor:
+        """The anchor of each block."""
+        return self.anchor_S[self.depth_S == 0]
 
     def to(self, device: torch.device | str) -> "Rows":
         anchor, depth = (tensor.to(device, non_blocking=True) for tensor in (self.anchor_S, self.depth_S))
-        return Rows(anchor, depth, self.first_anchor)
+        return replace(self, anchor_S=anchor, depth_S=depth)
 
     def select(self, index: torch.Tensor) -> "Rows":
         return Rows(self.anchor_S[index], self.depth_S[index])
@@ -83,6 +92,19 @@ def sample_rows(
     )
 
 
+def sample_blocks(
+    loss_mask_T: torch.Tensor, *, num_depths: int, share: float, generator: torch.Generator | None = None
+) -> Rows:
+    """Sample the rows of one document for a block head: all depths of a share of the anchors, and at least one anchor.
+
+    Rows after the end of the response are inputs of their block, but have no loss.
+    """
+    candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
+    num_kept = max(1, round(len(candidates) * share))
+    anchors = candidates[torch.randperm(len(candidates), generator=generator)[:num_kept]].sort().values
+    return Rows(anchors.repeat_interleave(num_depths), torch.arange(num_depths).repeat(len(anchors)), is_blocks=True)
+
+
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
     """Return [..., Q, K] bool. Rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
     query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
@@ -97,16 +119,22 @@ class TrainingBatch:
     """The inputs of one forward pass of the head."""
 
     token_ids_T: torch.Tensor  # the known token at each position (x[t+1] of its document)
+    document_position_T: torch.Tensor  # the position within the document, for the rotary embedding
     aux_TAH: torch.Tensor  # the target's aux states (at t)
     last_PH: torch.Tensor  # the target's states before its final norm, at positions with a loss (at t+1)
     anchor_S: torch.Tensor  # index in T of the row's anchor
     depth_S: torch.Tensor
-    document_position_S: torch.Tensor  # the row's position within its document, for the rotary embedding
     row_R: torch.Tensor  # rows with a loss, ordered by position
     position_R: torch.Tensor  # index in P of each row in `row_R`
     documents: tuple[Rows, ...]  # the rows of each document, on the CPU, with anchors relative to the document
+    starts: tuple[int, ...]  # index in T of each document
     num_loss_rows: int
     num_tokens: int
+
+    @property
+    def row_position(self) -> torch.Tensor:
+        """The row's position within its document."""
+        return self.document_position_T[self.anchor_S] + self.depth_S
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         moved: dict[str, Any] = {
@@ -121,23 +149,27 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
     """Pack documents with rows that were sampled from their loss masks after the shift."""
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])
     loss_mask = torch.cat([document.loss_mask_T[1:] for document in documents])
-    starts = torch.tensor([0, *(len(document.token_ids_T) - 1 for document in documents)]).cumsum(0)
+    lengths = [len(document.token_ids_T) - 1 for document in documents]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
     anchor = torch.cat([r.anchor_S + start for r, start in zip(rows, starts[:-1], strict=True)])
     depth = torch.cat([r.depth_S for r in rows])
     position = anchor + depth
-    is_scored = torch.cat([r.anchor_S >= r.first_anchor for r in rows])
-    row = torch.nonzero(loss_mask[position] & is_scored).flatten()
+    is_scored = torch.cat(
+        [(r.anchor_S >= r.first_anchor) & (r.position < length) for r, length in zip(rows, lengths, strict=True)]
+    )
+    row = torch.nonzero(loss_mask[position.clamp(max=len(loss_mask) - 1)] & is_scored).flatten()
     row = row[position[row].argsort(stable=True)]
     return TrainingBatch(
         token_ids_T=_pad(token_ids),
+        document_position_T=_pad(torch.cat([torch.arange(length) for length in lengths])),
         aux_TAH=_pad(torch.cat([document.aux_TAH[:-1] for document in documents])),
         last_PH=_pad(torch.cat([document.last_TH[1:] for document in documents])[loss_mask]),
         anchor_S=_pad(anchor),
         depth_S=_pad(depth),
-        document_position_S=_pad(torch.cat([r.position for r in rows])),
         row_R=_pad(row),
         position_R=_pad((loss_mask.cumsum(0) - 1)[position[row]]),
         documents=tuple(rows),
+        starts=tuple(starts[:-1].tolist()),
         num_loss_rows=len(row),
         num_tokens=sum(len(document.token_ids_T) for document in documents),
     )

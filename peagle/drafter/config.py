@@ -12,6 +12,7 @@ from peagle.drafter.decontamination import DEFAULT_SETS
 from peagle.drafter.prompts import is_shipped_source
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
+from peagle.engine.spec import BLOCK_METHODS
 from peagle.storage import require_local_path
 from peagle.storage.s3_path import SCHEME
 
@@ -79,8 +80,10 @@ class TrainConfig(PriceOptions, TagOptions):
         0.03, ge=0, lt=0.5, description="share of documents that are not trained on, to estimate the acceptance"
     )
 
-    algorithm: Literal["peagle", "eagle3"] = Field(
-        "peagle", description="peagle drafts all tokens in one pass, eagle3 one token after another"
+    algorithm: Literal["peagle", "eagle3", "dflash", "dspark"] = Field(
+        "peagle",
+        description="peagle drafts all tokens in one pass, eagle3 one token after another; dflash fills in a block of"
+        " mask tokens in one pass, and dspark adds a Markov head and a confidence head",
     )
     num_layers: int = Field(2, ge=1, le=8, description="decoder layers of the head")
     num_key_value_heads: int | None = Field(
@@ -120,7 +123,14 @@ class TrainConfig(PriceOptions, TagOptions):
         gt=0,
         le=1,
         description="conditional-on-distribution (COD) sampling: share of the draft chains (one per position) that"
-        " continue from one depth to the next",
+        " continue from one depth to the next; dflash and dspark draft whole blocks, and multiply depth_decay by this"
+        " value instead",
+    )
+    anchor_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="share of a response's tokens after which dflash and dspark draft a block, in each pass",
     )
     depth_decay: float = Field(
         1.0, gt=0, le=1, description="the weight of depth d in the loss is this value to the power of d"
@@ -175,6 +185,13 @@ class TrainConfig(PriceOptions, TagOptions):
             raise ValueError(f"prompts: {shipped[0]} has no responses; remove --responses given")
         if self.responses == "given" and self.limit is not None:
             raise ValueError("limit cannot be combined with --responses given, which uses all responses")
+        if self.algorithm in BLOCK_METHODS and self.num_speculative_tokens > self.num_depths:
+            raise ValueError(
+                f"num_speculative_tokens: a {self.algorithm} head with num_depths {self.num_depths} drafts at most"
+                f" {self.num_depths} tokens"
+            )
+        if self.algorithm == "dspark" and self.num_depths == 1:
+            raise ValueError("num_depths: a dspark head requires at least 2, because vLLM loads no block of one token")
         if self.on_the_fly and self.features is not None:
             raise ValueError("features and on_the_fly cannot be combined: on_the_fly does not store hidden states")
         return self

@@ -8,8 +8,10 @@ loss. For the same rows, the results are equal (tests/unit/drafter/test_forward.
 A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. In an EAGLE-3 head, the row at
 depth d reads the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In
 training, the token is the document's (teacher forcing, as in `speculators`); in an engine it is a draft of the head.
+A DFlash or DSpark head computes whole blocks in one pass. Only DSpark's Markov head reads the previous token, likewise.
 
-Shapes: T tokens, S rows, R rows with a loss, P positions with a loss, A aux layers, D depths, H hidden size.
+Shapes: T tokens, S rows, R rows with a loss, P positions with a loss, A aux layers, D depths, H hidden size, N blocks,
+B rows of a block, V draft vocabulary.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -20,8 +22,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.attention import DocumentPlan, parallel_attention_plan, sequential_attention_plan
-from peagle.drafter.batch import TrainingBatch, make_batch, sample_rows
+from peagle.drafter.attention import (
+    DocumentPlan,
+    block_attention_plan,
+    parallel_attention_plan,
+    sequential_attention_plan,
+)
+from peagle.drafter.batch import TrainingBatch, make_batch, sample_blocks, sample_rows
 from peagle.drafter.features import Document, Features
 from peagle.drafter.loss import (
     CHUNK_ROWS,
@@ -33,7 +40,9 @@ from peagle.drafter.loss import (
     fixed_weight,
     greedy_confidence,
     linear_loss,
+    overlap,
 )
+from peagle.engine.spec import BLOCK_METHODS
 from peagle.speculation import SpeculationStats
 
 
@@ -61,7 +70,7 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
                 token_ids = batch.token_ids_T[batch.anchor_S[rows] + batch.depth_S[rows]]
         plan = sequential_attention_plan(batch.documents, depth).to(state.device)
         states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-        position_ids = batch.document_position_S[rows][None]
+        position_ids = batch.row_position[rows][None]
         rotary = head.rotary_emb(states, position_ids)
         for layer in head.layers:
             states = layer(
@@ -76,10 +85,21 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
 
 
-def most_likely_drafts(head: Any, states: torch.Tensor) -> torch.Tensor:
-    """Return the most likely draft after each state, as token ids of the target."""
-    # In chunks, since the logits of a long document are gigabytes.
-    draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
+def most_likely_drafts(head: Any, states: torch.Tensor, previous_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the most likely draft after each state, as token ids of the target.
+
+    Args:
+        previous_ids: the token before each draft, for DSpark's Markov head.
+    """
+    chunks = []
+    for start in range(0, len(states), CHUNK_ROWS):  # since the logits of a long document are gigabytes
+        rows = slice(start, start + CHUNK_ROWS)
+        logits = head.lm_head(states[rows])
+        if previous_ids is not None:
+            previous = head.markov_head.prev_embeddings(previous_ids[rows].to(states.device))
+            logits = logits + head.markov_head.markov_w2(previous)
+        chunks.append(logits.argmax(-1))
+    draft_ids = torch.cat(chunks)
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
 
 
@@ -105,7 +125,7 @@ class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
-    # With D-PACE, it is not a mean and only comparable to other D-PACE losses.
+    # With D-PACE, it is not a mean and only comparable to other D-PACE losses. DSpark's includes its confidence head's.
     loss: torch.Tensor
     correct_D: torch.Tensor
     accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
@@ -128,15 +148,20 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
     """Return the head's states after its norm, [R, H], for the rows with a loss and their padding.
 
     With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. It makes
-    no difference to a P-EAGLE head, which reads no token after the anchor.
+    no difference to other heads, whose states depend on no token after the anchor.
     """
-    states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
+    if is_block(head):
+        states = block_states(head, batch)
+    elif head.config.speculators_model_type == "peagle":
+        states = parallel_states(head, batch)
+    else:
+        states = sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])
     return normed
 
 
-def is_parallel(head: Any) -> bool:
-    return bool(head.config.speculators_model_type == "peagle")
+def is_block(head: Any) -> bool:
+    return head.config.speculators_model_type in BLOCK_METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +189,7 @@ def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
     state = torch.where(deeper, masked, known_states[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
-    position_ids = batch.document_position_S[None]
+    position_ids = batch.row_position[None]
     plan = parallel_attention_plan(batch.documents).to(states.device)
     return ParallelRows(states, position_ids, head.rotary_emb(states, position_ids), plan)
 
@@ -176,6 +201,53 @@ def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     for layer in head.layers:
         states = rows.apply(layer, states)
     return states[0]
+
+
+def block_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
+    """Return a DFlash or DSpark head's states of all rows before its norm, [S, H].
+
+    A DFlash block starts with another row, which reads the known token and drafts nothing. In a DSpark block, the row
+    at depth 0 reads the known token. All other rows read the mask token.
+    """
+    num_depths = int(batch.documents[0].depth_S.max()) + 1
+    block_size = num_depths + (0 if head.config.sample_from_anchor else 1)
+    anchor_N = batch.anchor_S[: sum(map(len, batch.documents)) : num_depths]
+    token_ids_NB = anchor_N.new_full((len(anchor_N), block_size), head.mask_token_id)
+    token_ids_NB[:, 0] = batch.token_ids_T[anchor_N]
+    offset_B = torch.arange(1, block_size + 1, device=anchor_N.device)  # the context ends at the anchor
+    position_NB = batch.document_position_T[anchor_N, None] + offset_B
+    position_ids = torch.cat([batch.document_position_T, position_NB.flatten()])[None]
+    plan = block_attention_plan(
+        batch.documents, batch.starts, num_context=len(batch.token_ids_T), block_size=block_size
+    ).to(anchor_N.device)
+    context = head.hidden_norm(head.fc(batch.aux_TAH.to(head.fc.weight.dtype)))[None]
+    states = head.embed_tokens(token_ids_NB.flatten())[None]
+    rotary = head.rotary_emb(states, position_ids)
+    for layer in head.layers:
+        states = layer(
+            hidden_states=states,
+            target_hidden=context,
+            attention_mask=plan,
+            position_ids=position_ids,
+            position_embeddings=rotary,
+        )
+    drafted = states.view(len(anchor_N), block_size, -1)[:, -num_depths:].flatten(0, 1)
+    return F.pad(drafted, (0, 0, 0, len(batch.depth_S) - len(drafted)))
+
+
+def _with_markov_head(head: Any, batch: TrainingBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two matrices whose product is the logits of the rows with a loss: of states and outputs.
+
+    DSpark's Markov head adds columns to both: embeddings of the tokens before the drafts, and its own outputs.
+    """
+    markov = getattr(head, "markov_head", None)
+    if markov is None:
+        return states, head.lm_head.weight
+    previous = batch.token_ids_T[batch.anchor_S[batch.row_R] + batch.depth_S[batch.row_R]]
+    return (
+        torch.cat([states, markov.prev_embeddings(previous).to(states.dtype)], dim=-1),
+        torch.cat([head.lm_head.weight, markov.markov_w2.weight], dim=1),
+    )
 
 
 def batch_loss(
@@ -190,7 +262,7 @@ def batch_loss(
 
     `total_weight` is the fixed weight of the whole step; None means that the batch is the whole step.
     """
-    states = head_states(head, batch)
+    states, weight_VH = _with_markov_head(head, batch, head_states(head, batch))
     dtype = states.dtype
     if torch.is_autocast_enabled(states.device.type):
         dtype = torch.get_autocast_dtype(states.device.type)
@@ -200,16 +272,22 @@ def batch_loss(
     targets = Targets(target_states.to(dtype), head.verifier_lm_head.weight, head.verifier_softcap)
     weight = fixed_weight(batch, weighting)
     total = weight.sum() if total_weight is None else total_weight
+    confidence_loss: torch.Tensor | float = 0.0
+    if getattr(head, "confidence_head", None) is not None:
+        acceptance = overlap(states, weight_VH, targets, batch.position_R)
+        confidence_loss = F.binary_cross_entropy_with_logits(
+            head.confidence_head(states).to(acceptance.dtype), acceptance, weight / total, reduction="sum"
+        )
     if weighting.dpace:
-        confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.position_R)
+        confidence = greedy_confidence(states, weight_VH, targets, batch.position_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.position_R, weight / total)
+    rows: RowLosses = linear_loss(states, weight_VH, targets, batch.position_R, weight / total)
     unpadded = slice(batch.num_loss_rows)
     row, correct = batch.row_R[unpadded], rows.correct_R[unpadded].float()
     depth = batch.depth_S[row]
     accepted = by_chain(batch, correct).cumprod(1)[batch.anchor_S[row], depth]
     return BatchLoss(
-        loss=rows.loss,
+        loss=rows.loss + confidence_loss,
         correct_D=_sum_by_depth(correct, depth, num_depths),
         accepted_D=_sum_by_depth(accepted, depth, num_depths),
         rows_D=_sum_by_depth(torch.ones_like(correct), depth, num_depths),
@@ -231,7 +309,14 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
     num_tokens, k = len(document.token_ids_T), num_speculative_tokens
     anchor, depth, states = _draft_states(head, document, k)
     drafted = torch.full((num_tokens - 1 + k, k), -1)
-    drafted[anchor, depth] = most_likely_drafts(head, states).cpu()
+    if getattr(head, "markov_head", None) is None:
+        drafted[anchor, depth] = most_likely_drafts(head, states).cpu()
+        return drafted[: num_tokens - 1]
+    previous_ids = F.pad(document.token_ids_T[1:], (0, k))
+    for d in range(k):
+        rows = torch.nonzero(depth == d).flatten()
+        drafted[anchor[rows], d] = most_likely_drafts(head, states[rows], previous_ids[anchor[rows]]).cpu()
+        previous_ids = drafted[:, d]
     return drafted[: num_tokens - 1]
 
 
@@ -244,11 +329,16 @@ def _draft_states(head: Any, document: Document, k: int) -> tuple[torch.Tensor, 
         aux_TAH=torch.cat([document.aux_TAH, document.aux_TAH[-1:].expand(k, -1)]),
         last_TH=torch.cat([document.last_TH, document.last_TH[-1:].expand(k, -1)]),
     )
-    batch = make_batch([padded], [sample_rows(padded.loss_mask_T[1:], num_depths=k, ratio=1.0)])
+    loss_mask_T = padded.loss_mask_T[1:]
+    if is_block(head):
+        rows = sample_blocks(loss_mask_T, num_depths=k, share=1.0)
+    else:
+        rows = sample_rows(loss_mask_T, num_depths=k, ratio=1.0)
+    batch = make_batch([padded], [rows])
     device = head.fc.weight.device
     states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
-    rows = batch.row_R[: batch.num_loss_rows]
-    return batch.anchor_S[rows], batch.depth_S[rows], states
+    row_R = batch.row_R[: batch.num_loss_rows]
+    return batch.anchor_S[row_R], batch.depth_S[row_R], states
 
 
 def count_accepted(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:

@@ -1,10 +1,11 @@
-"""Build a P-EAGLE or EAGLE-3 head for a target, and save it in the format that vLLM loads.
+"""Build a head for a target, and save it in the format that vLLM loads.
 
 The networks are `speculators`' models. Weights that the head shares with the target (norm, lm_head, and embeddings
 unless they are trained) are not saved. With a draft vocabulary, the rows of lm_head are saved, because vLLM cannot take
 them from the target.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.target import Architecture, TargetWeights, read_architecture, set_verifier_output
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.engine.spec import BLOCK_METHODS
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
 
@@ -39,8 +41,8 @@ class HeadSpec:
     mask_token_id: int = 0
     # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
     # and `fc` returns the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
-    # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may continue an EAGLE-3
-    # head.
+    # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may also continue an
+    # EAGLE-3 head.
     init: str = "warm"
     # The first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
     # trained either.
@@ -93,17 +95,17 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:
     """Check that a saved head is compatible with the head to train: same aux layers and method, not more layers."""
     saved = read_head(read_config(folder, ConfigError))
-    if saved.max_k is not None:
+    if saved.method != spec.algorithm and (saved.method, spec.algorithm) != ("eagle3", "peagle"):
         raise ConfigError(
-            f"{folder}: is a {saved.method} head, which cannot be trained further",
-            hint="use a P-EAGLE or EAGLE-3 head, or another --init",
+            f"{folder}: is a {saved.method} head, but the head to train is {spec.algorithm}",
+            hint=f"use --algorithm {saved.method}, or another --init",
         )
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
         raise ConfigError(
             f"{folder}: reads layers {list(saved.aux_layer_ids)}, but the head to train reads {list(spec.aux_layers)}",
             hint="use the --aux-layers of that head, or another --init",
         )
-    if saved.method == spec.algorithm == "peagle" and saved.mask_token_id != spec.mask_token_id:
+    if saved.method == spec.algorithm != "eagle3" and saved.mask_token_id != spec.mask_token_id:
         raise ConfigError(
             f"{folder}: has mask token {saved.mask_token_id}, but the head to train has {spec.mask_token_id}",
             hint="use the --mask-token-id of that head, or another --init",
@@ -112,10 +114,6 @@ def _require_compatible(folder: Path, spec: HeadSpec) -> None:
         raise ConfigError(
             f"{folder}: has {saved.num_layers} layers, but the head to train has {spec.num_layers}",
             hint=f"increase --num-layers to at least {saved.num_layers}",
-        )
-    if saved.method == "peagle" != spec.algorithm:
-        raise ConfigError(
-            f"{folder}: is a P-EAGLE head, but the head to train is {spec.algorithm}", hint="use --algorithm peagle"
         )
     if saved.num_layers < spec.num_frozen_layers:
         raise ConfigError(
@@ -133,10 +131,8 @@ _COPIED = {
 }
 _IGNORED = {"self_attn.rotary_emb.inv_freq"}  # in old Llama checkpoints
 # Optional weights of a target's layer that a head does not have, so the head's attention starts only near the target's.
-_LEFT_OUT = {
-    **{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"},
-    **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
-}
+_NORMS = {f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"}  # block heads have them
+_LEFT_OUT = {**{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"}, **_NORMS}
 
 
 def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_layers: int) -> str | None:
@@ -166,6 +162,8 @@ def possible_init(target: Path, architecture: Architecture, spec: HeadSpec, say:
         say(f"the head starts at random instead of from the target's last layers: {obstacle}")
         return "random"
     names = set().union(*map(weights.names_in_layer, _last_layers(architecture, spec.num_layers)))
+    if spec.algorithm in BLOCK_METHODS:
+        names -= _NORMS.keys()
     if left_out := [label for name, label in _LEFT_OUT.items() if name in names]:
         say(f"the head starts from the target's last layers without their {', '.join(left_out)}")
     return spec.init
@@ -176,19 +174,44 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
     """Copy the target's last layers and norm into a head.
 
     The first layer's input is [embedding, state]. The target's weights are copied to the half for the state; the half
-    for the embedding is random.
+    for the embedding is random. The layers of a block head read states only through attention.
     """
     hidden = architecture.hidden_size
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
     head.norm.weight.copy_(weights.final_norm())
     for layer, index in zip(head.layers, _last_layers(architecture, len(head.layers)), strict=True):
-        prefix = f"layers.{index}."
+        prefix, names = f"layers.{index}.", weights.names_in_layer(index)
         for name, parameter in layer.named_parameters():
             if name == "hidden_norm.weight":
                 parameter.copy_(weights[f"{prefix}input_layernorm.weight"])
+            elif name in _NORMS.keys() - names:
+                continue
             elif name != "input_layernorm.weight" or not hasattr(layer, "hidden_norm"):
                 _copy_projection(parameter, weights[prefix + name], architecture.head_dim)
+    if head.config.speculators_model_type in BLOCK_METHODS:
+        _adapt_to_context(head, weights, architecture)
+
+
+@torch.no_grad()
+def _adapt_to_context(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
+    """Adapt the target's layers to a block head, which normalises the context once for all layers.
+
+    So all layers get the input norm of the target's last layer, and their projections compensate for it. Queries and
+    keys, which only a block head normalises, keep their mean size for inputs of mean size.
+    """
+    last = architecture.num_hidden_layers - 1
+    norm = weights[f"layers.{last}.input_layernorm.weight"].float()
+    head.hidden_norm.weight.copy_(norm)
+    for layer, index in zip(head.layers, _last_layers(architecture, len(head.layers)), strict=True):
+        ratio = torch.where(norm == 0, 1.0, layer.input_layernorm.weight / norm)
+        layer.input_layernorm.weight.copy_(norm)
+        attention, names = layer.self_attn, weights.names_in_layer(index)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.mul_(ratio)
+        for name in _NORMS.keys() - names:
+            projection = getattr(attention, name.removeprefix("self_attn.").replace("norm.weight", "proj"))
+            layer.get_parameter(name).fill_((projection.weight * norm).square().sum(1).mean().sqrt())
 
 
 def repeat_heads(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
@@ -247,6 +270,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
             mask_token_id=spec.mask_token_id,
             num_depths=spec.num_depths,
             ttt_steps=spec.num_depths,
+            block_size=spec.num_depths + (spec.algorithm == "dflash"),  # a DFlash block starts with the known token
+            sliding_window_non_causal=True,  # otherwise vLLM's attention within a block is causal in all layers
             norm_before_residual=False,
             verifier_name_or_path=str(target),
             draft_attn_impl=DOCUMENT_ATTENTION,
@@ -272,7 +297,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         _load_saved(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     if spec.num_frozen_layers:
-        frozen = ("fc.", "mask_hidden", *(f"layers.{index}." for index in range(spec.num_frozen_layers)))
+        layers = (f"layers.{index}." for index in range(spec.num_frozen_layers))
+        frozen = ("fc.", "hidden_norm.", "mask_hidden", *layers)
         for name, parameter in head.named_parameters():
             if name.startswith(frozen):
                 parameter.requires_grad_(requires_grad=False)
@@ -345,14 +371,16 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+_MODEL_CLASSES = {
+    "peagle": "PEagleDraftModel",
+    "eagle3": "Eagle3DraftModel",
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+}
+
+
 def model_class_of(algorithm: str) -> Any:
-    if algorithm == "peagle":
-        from speculators.models.peagle import PEagleDraftModel
-
-        return PEagleDraftModel
-    from speculators.models.eagle3 import Eagle3DraftModel
-
-    return Eagle3DraftModel
+    return getattr(importlib.import_module(f"speculators.models.{algorithm}"), _MODEL_CLASSES[algorithm])
 
 
 def silence_speculators() -> None:

@@ -69,6 +69,20 @@ def greedy_confidence(
     return confidence
 
 
+@torch.no_grad()
+def overlap(
+    hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
+) -> torch.Tensor:
+    """Return the overlap of the head's and the target's distributions: the probability that a draft is accepted.
+
+    `linear_loss` computes these logits again.
+    """
+    shares = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
+    for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
+        shares[rows] = torch.minimum(target_logits.softmax(-1)[index], logits.softmax(-1)).sum(-1)
+    return shares
+
+
 class _LinearLoss(torch.autograd.Function):
     """Computes the gradients in forward; backward only scales them."""
 
@@ -140,8 +154,8 @@ class Weighting:
 
     depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
-    # Share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by powers of this
-    # share, to account for the chains that were dropped.
+    # Share of chains that COD sampling keeps from one depth to the next, or by which `depth_decay` weighs the rows of
+    # blocks. D-PACE divides its products by powers of this share, to account for the chains that were dropped.
     cod_ratio: float = 1.0
 
 

@@ -10,6 +10,7 @@ import torch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.head import INITS
 from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.engine.spec import BLOCK_METHODS
 from peagle.speculation import SpeculationStats
 
 
@@ -34,10 +35,11 @@ def render_card(
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
     if config.num_key_value_heads is not None:
         layers += f" of {config.num_key_value_heads} KV heads"
-    method = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}[config.algorithm]
-    parallel, drafting_order = "", "one after another"
-    if config.algorithm == "peagle":
-        parallel, drafting_order = ', "parallel_drafting": True', "all in one pass"
+    names = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
+    method, is_block = names[config.algorithm], config.algorithm in BLOCK_METHODS
+    vllm_method = config.algorithm if is_block else "eagle3"
+    parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
+    drafting_order = "one after another" if config.algorithm == "eagle3" else "all in one pass"
     responses = "existing responses"
     if config.responses == "regenerate":
         share = f"{config.sampled_share:.0%} of the prompts at temperature {config.temperature:g}"
@@ -47,6 +49,7 @@ def render_card(
         embeddings = "has its own embeddings"
     loss = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
     loss += ", D-PACE" if config.depth_weight == "dpace" else ""
+    sampling = f"COD ratio {config.cod_ratio:g}" + (f", anchor share {config.anchor_share:g}" if is_block else "")
     # Cards are published, so they do not name the user's folders.
     start = f"{config.init} start" if config.init in INITS else "start from an earlier head"
     optimizer = f"AdamW, peak learning rate {config.learning_rate:g}"
@@ -65,7 +68,7 @@ Drafts tokens {drafting_order} for `{target_id}`. vLLM loads this folder directl
 
 ```python
 speculative_config = {{
-    "method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
+    "method": "{vllm_method}", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
 }}
 ```
 
@@ -78,7 +81,7 @@ The head {embeddings}.
 | Draft vocabulary | {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the tokens in the training documents |
 | Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
 | Seen | {num_tokens_seen:,} tokens in {num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
+| Recipe | K_train {config.num_depths}, {sampling}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
 | Hardware | {_hardware(config, device)}, {train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{target_fingerprint[:16]}` |
 | Licence | {licence or "that of its target"} |

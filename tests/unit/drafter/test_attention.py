@@ -6,11 +6,12 @@ from peagle.drafter.attention import (
     MIN_BLOCK_ROWS,
     AttentionPlan,
     PaddedPlan,
+    block_attention_plan,
     document_attention,
     parallel_attention_plan,
     sequential_attention_plan,
 )
-from peagle.drafter.batch import attention_mask, sample_rows
+from peagle.drafter.batch import attention_mask, sample_blocks, sample_rows
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 
@@ -116,3 +117,38 @@ def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, plan_type):
     rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
     assert type(parallel_attention_plan([rows]).to("meta")) is plan_type
     assert type(parallel_attention_plan([rows]).to("cpu")) is AttentionPlan
+
+
+BLOCK_SIZE, NUM_CONTEXT = 5, 740 + PADDING
+
+
+@pytest.fixture
+def blocks():
+    """Two documents of 700 and 40 tokens."""
+    masks = [torch.ones(700).bool(), torch.ones(40).bool()]
+    return [sample_blocks(mask, num_depths=BLOCK_SIZE - 1, share=0.5) for mask in masks]
+
+
+def _block_mask(documents):
+    starts = torch.cat(
+        [torch.full((len(rows.block_anchors),), start) for rows, start in zip(documents, (0, 700), strict=True)]
+    )
+    anchors = torch.cat([rows.block_anchors for rows in documents]) + starts
+    token = torch.arange(NUM_CONTEXT)
+    context = (starts[:, None] <= token) & (token <= anchors[:, None])
+    own_block = torch.eye(len(anchors)).repeat_interleave(BLOCK_SIZE, dim=1).bool()
+    return torch.cat([context, own_block], dim=1).repeat_interleave(BLOCK_SIZE, dim=0)
+
+
+def test_block_attention_and_gradients_equal_one_full_mask(blocks, to_form):
+    mask = _block_mask(blocks)
+    num_queries, num_keys = mask.shape
+    query = torch.randn(1, HEADS, num_queries, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, HEADS, num_keys, HEAD_DIM, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    plan = block_attention_plan(blocks, (0, 700), num_context=NUM_CONTEXT, block_size=BLOCK_SIZE)
+    assert len(plan.blocks) > 3
+    output, _ = document_attention(None, query, key, value, to_form(plan))
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(output, expected)
+    tensors = (query, key, value)
+    torch.testing.assert_close(_gradients(output, tensors), _gradients(expected.contiguous(), tensors))

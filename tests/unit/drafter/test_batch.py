@@ -1,6 +1,6 @@
 import torch
 
-from peagle.drafter.batch import attention_mask, sample_rows
+from peagle.drafter.batch import attention_mask, sample_blocks, sample_rows
 
 MASK = torch.tensor([False] * 10 + [True] * 50)
 
@@ -39,3 +39,17 @@ def test_rows_attend_only_to_tokens_known_to_an_engine():
     assert (rows.anchor_S[key][is_known] <= rows.anchor_S[query][is_known]).all()
     assert (rows.anchor_S[key][~is_known] == rows.anchor_S[query][~is_known]).all()
     assert mask.diagonal().all()
+
+
+def test_blocks_have_all_depths_of_a_share_of_the_anchors():
+    rows = sample_blocks(MASK, num_depths=4, share=0.3, generator=torch.Generator().manual_seed(0))
+    anchors = rows.block_anchors.tolist()
+    assert len(set(anchors)) == 15
+    assert anchors == sorted(anchors)
+    assert min(anchors) >= 10
+    assert rows.anchor_S.tolist() == [anchor for anchor in anchors for _ in range(4)]
+    assert rows.depth_S.tolist() == [0, 1, 2, 3] * 15
+
+
+def test_a_short_response_has_at_least_one_block():
+    assert len(sample_blocks(torch.tensor([False, True, True]), num_depths=4, share=0.01)) == 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peagle.drafter import forward
-from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.batch import Rows, make_batch, sample_blocks, sample_rows
 from peagle.drafter.forward import batch_loss, count_accepted, drafted_tokens, estimate_acceptance, head_states
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting
@@ -29,6 +29,16 @@ def head(num_layers, target, spec, vocabulary):
 def eagle3(num_layers, target, spec, vocabulary):
     shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm="eagle3")
     return build_head(target, shape, vocabulary)
+
+
+@pytest.fixture(params=["dflash", "dspark"])
+def block_head(request, num_layers, target, spec, vocabulary):
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm=request.param)
+    head = build_head(target, shape, vocabulary)
+    with torch.no_grad():
+        if head.config.speculators_model_type == "dspark":  # so that the previous token changes some drafts
+            head.markov_head.markov_w1.weight.normal_()
+    return head
 
 
 def _all_rows(mask):
@@ -98,6 +108,62 @@ def test_eagle3_loss_equals_that_of_speculators_at_every_depth(eagle3, store, mo
     for depth in range(NUM_DEPTHS):
         reference = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
         assert by_depth[depth].item() == pytest.approx(reference.item(), rel=1e-5), depth
+
+
+def _of_blocks(anchors):
+    anchors = torch.tensor(anchors)
+    return Rows(anchors.repeat_interleave(NUM_DEPTHS), torch.arange(NUM_DEPTHS).repeat(len(anchors)), is_blocks=True)
+
+
+def test_block_losses_and_gradients_equal_those_of_speculators(block_head, store, monkeypatch):
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash import core
+    from torch.nn.attention.flex_attention import create_mask
+
+    document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
+    length, anchors = len(document.token_ids_T), [2, 5, 6]
+    loss = batch_loss(block_head, make_batch([document], [_of_blocks(anchors)]), num_depths=NUM_DEPTHS).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in block_head.named_parameters() if p.grad is not None}
+    block_head.zero_grad()
+
+    # Anchors of `speculators` are the first tokens of blocks: one after ours.
+    selected = torch.tensor(anchors) + 1, torch.ones(len(anchors), dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *_: selected)
+    monkeypatch.setattr(block_head, "_create_mask_fn", create_mask)
+    monkeypatch.setattr(block_head.config.transformer_layer_config, "_attn_implementation", "sdpa")
+    eager_tv_loss, _ = resolve_loss_config("tv", "eager")["tv"]
+    options = {"tv_loss_fn": eager_tv_loss} if block_head.config.speculators_model_type == "dspark" else {}
+    _, reference, _ = block_head(
+        hidden_states=document.aux_TAH.float()[None],
+        input_ids=document.token_ids_T[None],
+        loss_mask=document.loss_mask_T.long()[None],
+        verifier_last_hidden_states=document.last_TH.float()[None],
+        document_ids=torch.zeros(1, length, dtype=torch.long),
+        loss_config=resolve_loss_config("kl_div", "eager"),
+        max_anchors=len(anchors),
+        gamma=1e12,  # equal weights of all positions
+        **options,
+    )
+    reference.backward()
+
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
+    assert {"hidden_norm.weight", "fc.weight", "layers.0.self_attn.k_norm.weight"} <= gradients.keys()
+    for name, parameter in block_head.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_packed_blocks_do_not_attend_to_each_other(block_head, store):
+    documents = [store[i] for i in (1, 4, 6)]
+    rows = [sample_blocks(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, share=0.5) for document in documents]
+    packed = batch_loss(block_head, make_batch(documents, rows), num_depths=NUM_DEPTHS)
+    separate = [
+        batch_loss(block_head, make_batch([document], [r]), num_depths=NUM_DEPTHS)
+        for document, r in zip(documents, rows, strict=True)
+    ]
+    torch.testing.assert_close(packed.divergence_D, torch.stack([loss.divergence_D for loss in separate]).sum(0))
+    torch.testing.assert_close(packed.rows_D, torch.stack([loss.rows_D for loss in separate]).sum(0))
 
 
 def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
@@ -214,6 +280,35 @@ def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
     start = int(document.loss_mask_T.int().argmax())
     for num_known in range(start, len(document.token_ids_T)):
         assert drafted[num_known - 1].tolist() == _draft_sequentially(head, document, num_known, 4), num_known
+
+
+def _draft_block(head, document, num_known, k):
+    """Draft one block without a plan, in the only attention that it has, to everything."""
+    head.config.transformer_layer_config._attn_implementation = "eager"
+    size = k if head.config.sample_from_anchor else k + 1
+    token_ids = torch.tensor([int(document.token_ids_T[num_known]), *[head.mask_token_id] * (size - 1)])
+    context = head.hidden_norm(head.fc(document.aux_TAH[:num_known].float()))[None]
+    states = head.embed_tokens(token_ids)[None]
+    rotary = head.rotary_emb(states, torch.arange(num_known + size)[None])
+    for layer in head.layers:
+        states = layer(hidden_states=states, target_hidden=context, position_embeddings=rotary)
+    drafted, previous = [], token_ids[0]
+    for logits in head.lm_head(head.norm(states[0, -k:])):
+        if head.config.speculators_model_type == "dspark":
+            logits = logits + head.markov_head.markov_w2(head.markov_head.markov_w1(previous))
+        draft_id = logits.argmax(-1)
+        previous = draft_id + head.d2t[draft_id]
+        drafted.append(int(previous))
+    return drafted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("k", [2, NUM_DEPTHS])
+def test_block_drafts_equal_one_pass_over_the_block(block_head, store, k):
+    document = store[1]
+    drafted = drafted_tokens(block_head.eval(), document, k)
+    for num_known in range(int(document.loss_mask_T.int().argmax()), len(document.token_ids_T)):
+        assert drafted[num_known - 1].tolist() == _draft_block(block_head, document, num_known, k), num_known
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])

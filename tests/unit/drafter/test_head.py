@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from saved_heads import load_head
 
 from peagle.catalog.shipped_heads import HEADS_FOLDER
-from peagle.drafter.batch import make_batch, sample_rows
-from peagle.drafter.forward import head_states
+from peagle.drafter.batch import make_batch, sample_blocks, sample_rows
+from peagle.drafter.forward import head_states, is_block
 from peagle.drafter.head import HeadSpec, build_head, possible_init, save_head
 from peagle.drafter.target import read_architecture
 from peagle.drafter.vocabulary import DraftVocabulary, vocabulary_of_head
@@ -24,8 +24,15 @@ def _head(target, spec, vocabulary, **changes):
     return build_head(target, HeadSpec(**shape), vocabulary)
 
 
+def _batch(head, store):
+    mask = store[1].loss_mask_T[1:]
+    if is_block(head):
+        return make_batch([store[1]], [sample_blocks(mask, num_depths=NUM_DEPTHS, share=1.0)])
+    return make_batch([store[1]], [sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)])
+
+
 def _logits(head, store):
-    batch = make_batch([store[1]], [sample_rows(store[1].loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=1.0)])
+    batch = _batch(head, store)
     with torch.no_grad():
         logits: torch.Tensor = head.lm_head(head_states(head, batch)[: batch.num_loss_rows])
     return logits
@@ -75,7 +82,7 @@ def test_only_the_heads_own_weights_are_trained(target, spec, vocabulary):
     assert _trained(with_embeddings) - trained == {"lm_head.weight", "embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3", "dflash", "dspark"])
 def test_save_and_load_round_trip(tmp_path, target, spec, vocabulary, store, algorithm):
     head = _head(target, spec, vocabulary, algorithm=algorithm)
     with torch.no_grad():
@@ -108,7 +115,7 @@ def test_saved_heads_have_no_target_weights_or_paths(tmp_path, target, spec, voc
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3", "dflash", "dspark"])
 def test_training_can_start_from_a_saved_head(tmp_path, target, spec, vocabulary, algorithm):
     saved = _head(target, spec, vocabulary, algorithm=algorithm, init="random")
     save_head(saved, tmp_path, verifier="org/target")
@@ -135,19 +142,12 @@ def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabu
     save_head(_head(target, spec, vocabulary, num_layers=2), tmp_path, verifier="org/target")
     with pytest.raises(ConfigError, match="has 2 layers, but the head to train has 1"):
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
-    with pytest.raises(ConfigError, match="is a P-EAGLE head, but the head to train is eagle3"):
-        _head(target, spec, vocabulary, num_layers=2, algorithm="eagle3", init=str(tmp_path))
+    for algorithm in ("eagle3", "dflash"):
+        with pytest.raises(ConfigError, match=f"is a peagle head, but the head to train is {algorithm}"):
+            _head(target, spec, vocabulary, num_layers=2, algorithm=algorithm, init=str(tmp_path))
     small_vocabulary = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \(48, 32\), but .* needs \(40, 32\)"):
         _head(target, spec, small_vocabulary, num_layers=2, init=str(tmp_path))
-
-
-def test_block_heads_cannot_be_trained_further(tmp_path, target, spec, vocabulary):
-    layer = {"hidden_size": 32, "vocab_size": 96}
-    config = {"speculators_model_type": "dflash", "block_size": 8, "transformer_layer_config": layer}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="is a dflash head, which cannot be trained further"):
-        _head(target, spec, vocabulary, init=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,13 @@ def test_a_saved_head_with_other_inputs_is_refused(tmp_path, target, spec, vocab
         build_head(target, HeadSpec(**{"aux_layers": (2, 3), "init": str(tmp_path), **changes}), vocabulary)
 
 
-@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3", "dflash", "dspark"])
 def test_added_layers_start_as_the_identity(tmp_path, target, spec, vocabulary, store, algorithm):
     saved = _head(target, spec, vocabulary, num_layers=1, algorithm=algorithm)
     save_head(saved, tmp_path, verifier="org/target")
     grown = _head(target, spec, vocabulary, num_layers=3, algorithm=algorithm, init=str(tmp_path))
     torch.testing.assert_close(_logits(grown, store), _logits(load_head(tmp_path, target), store))
-    batch = make_batch([store[1]], [sample_rows(store[1].loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=1.0)])
-    head_states(grown, batch).square().sum().backward()
+    head_states(grown, _batch(grown, store)).square().sum().backward()
     assert all(layer.mlp.down_proj.weight.grad.any() for layer in grown.layers)
 
 
@@ -215,6 +214,32 @@ def test_saved_kv_heads_are_repeated_if_the_head_has_more(tmp_path, target, spec
 
 
 _SHAPE = HeadSpec(aux_layers=AUX_LAYERS, num_layers=2)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3"])
+def test_a_block_heads_layers_start_as_the_targets(foreign_target, model_type, vocabulary):
+    folder = foreign_target(model_type)
+    head = build_head(folder, replace(_SHAPE, algorithm="dflash"), vocabulary)
+    weights = load_file(folder / "model.safetensors")
+    last_norm = weights["model.layers.3.input_layernorm.weight"].float()
+    torch.testing.assert_close(head.hidden_norm.weight, last_norm)
+    for layer, index in zip(head.layers, (2, 3), strict=True):
+        prefix = f"model.layers.{index}."
+        torch.testing.assert_close(layer.mlp.up_proj.weight, weights[prefix + "mlp.up_proj.weight"].float())
+        for name in ("q_proj", "k_proj", "v_proj"):  # the norms differ, but not their products with the projections
+            product = layer.self_attn.get_parameter(f"{name}.weight") * layer.input_layernorm.weight
+            expected = weights[f"{prefix}self_attn.{name}.weight"] * weights[prefix + "input_layernorm.weight"]
+            torch.testing.assert_close(product, expected.float())
+    query = head.layers[0].self_attn.q_proj.weight * last_norm
+    expected_norm = query.square().sum(1).mean().sqrt().expand(32)
+    if model_type == "qwen3":
+        expected_norm = weights["model.layers.2.self_attn.q_norm.weight"].float()
+    torch.testing.assert_close(head.layers[0].self_attn.q_norm.weight, expected_norm)
+
+
+def test_a_block_head_keeps_norms_of_queries_and_keys(foreign_target):
+    folder = foreign_target("qwen3")
+    assert possible_init(folder, read_architecture(folder), replace(_SHAPE, algorithm="dflash"), pytest.fail) == "warm"
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])

@@ -18,7 +18,7 @@ from peagle.drafter.forward import batch_loss
 from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.pipeline import Listener, check_training, train_head
 from peagle.economics.spending import Days, Spend, charges
-from peagle.errors import ConfigError, DivergedError, InputError
+from peagle.errors import ConfigError, DivergedError, DrafterError, InputError
 from peagle.runs.ledgers import find_ledgers
 
 
@@ -210,6 +210,38 @@ def test_heads_of_other_architectures_are_readable_by_vllm(foreign_target, respo
     served = SpeculatorsConfig.from_pretrained(folder)
     assert served.architectures == ["PeagleLlamaForCausalLM"]
     assert (served.hidden_act, served.head_dim, served.pard_token) == ("silu", 32, 0)
+
+
+@pytest.mark.parametrize(("algorithm", "name", "max_k"), [("dflash", "DFlash", 3), ("dspark", "DSpark", 3)])
+def test_block_heads_are_readable_by_vllm(chat_target, responses, tmp_path, algorithm, name, max_k):
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    result = train_head(_config(chat_target, responses, tmp_path / "out", algorithm=algorithm), Listener())
+    assert result["finished"]
+    assert result["held_out_acceptance"]["num_drafts"] > 0
+    folder = tmp_path / "out" / "head"
+    card = (folder / "README.md").read_text()
+    assert f"# {name} head for tiny" in card
+    assert f'"method": "{algorithm}", "model": "THIS FOLDER", "num_speculative_tokens": 3' in card
+    assert "COD ratio 0.8, anchor share 0.5" in card
+    facts = check_fit(read_config(folder, ConfigError), read_config(chat_target, ConfigError))
+    assert (facts.method, facts.max_k) == (algorithm, max_k)
+    check_weights(read_shapes(folder), facts)
+    served = SpeculatorsConfig.from_pretrained(folder)
+    if algorithm == "dflash":  # attention within a block is in both directions, as in training
+        assert served.dflash_config["causal"] is False
+
+
+def test_a_block_head_starts_only_from_a_head_that_fits_the_target(chat_target, responses, tmp_path):
+    config = _config(chat_target, responses, tmp_path / "out", algorithm="dflash", time_budget_s=1e-9)
+    train_head(config, Listener())
+    folder = tmp_path / "out" / "head"
+    other = json.loads((folder / "config.json").read_text())
+    other["transformer_layer_config"]["hidden_size"] = 64
+    (folder / "config.json").write_text(json.dumps(other))
+    changes = {"init": str(folder), "output": tmp_path / "other"}
+    with pytest.raises(DrafterError, match="its hidden size is 64, but the target's is 32"):
+        train_head(config.model_copy(update=changes), Listener())
 
 
 @pytest.mark.usefixtures("embedded_target")

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.batch import make_batch, sample_blocks, sample_rows
 from peagle.drafter.features import Document
 from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import HeadSpec, build_head
@@ -60,11 +61,13 @@ def _curve(folder):
     return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
 
 
-def test_training_lowers_the_loss(head, store, tmp_path):
+@pytest.mark.parametrize(("algorithm", "anchor_share"), [("peagle", None), ("dflash", 1.0)])
+def test_training_lowers_the_loss(make_head, store, tmp_path, algorithm, anchor_share):
     config = TrainingConfig(
-        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
-    )
-    outcome = _train(head, store, tmp_path, config)
+        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, anchor_share=anchor_share, learning_rate=3e-3,
+        precision="fp32",
+    )  # fmt: skip
+    outcome = _train(make_head(algorithm=algorithm), store, tmp_path, config)
     losses = [loss for _, loss, _ in _curve(tmp_path)]
     assert outcome.finished
     assert outcome.step == 60
@@ -103,6 +106,18 @@ def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
     for name, parameter in resumed.named_parameters():
         assert torch.equal(parameter, head.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "dspark"])
+def test_a_block_heads_training_resumes_exactly(make_head, store, tmp_path, algorithm):
+    config = replace(CONFIG, anchor_share=0.5, cod_ratio=1.0)
+    whole, resumed = make_head(algorithm=algorithm), make_head(algorithm=algorithm)
+    _train(whole, store, tmp_path / "whole", config)
+    _train(make_head(algorithm=algorithm), store, tmp_path / "cut", config, time_budget_s=1e-9)
+    _train(resumed, store, tmp_path / "cut", config)
+    assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
 
 
 def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
@@ -274,6 +289,11 @@ def rows(document):
 
 
 @pytest.fixture
+def blocks(document):
+    return sample_blocks(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, share=0.5)
+
+
+@pytest.fixture
 def norms_in_double(monkeypatch):
     """Replace the norm of transformers, which always computes in float32."""
 
@@ -282,6 +302,7 @@ def norms_in_double(monkeypatch):
         return self.weight * scaled  # type: ignore[no-any-return]
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
 
 
 def _gradients(head, batches, *, dpace):
@@ -295,13 +316,14 @@ def _gradients(head, batches, *, dpace):
 
 
 @pytest.mark.usefixtures("norms_in_double")
-@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3", "dspark"])
 @pytest.mark.parametrize(("num_parts", "dpace"), [(2, False), (8, True)])
-def test_gradients_of_parts_add_up(target, spec, vocabulary, document, rows, algorithm, num_parts, dpace):
+def test_gradients_of_parts_add_up(target, spec, vocabulary, document, rows, blocks, algorithm, num_parts, dpace):
     shape = HeadSpec(
         aux_layers=spec.aux_layers, num_layers=2, num_depths=NUM_DEPTHS, algorithm=algorithm, train_lm_head=True
     )
     head = build_head(target, shape, vocabulary).double()
+    rows = blocks if algorithm == "dspark" else rows
     whole = _gradients(head, [make_batch([document], [rows])], dpace=dpace)
     parts = partition_rows(rows, num_parts)
     assert len(parts) == num_parts
@@ -323,6 +345,13 @@ def test_parts_contain_each_row_with_a_loss_once(document, rows):
     num_loss_rows = [int((part.anchor_S >= part.first_anchor).sum()) for part in parts]
     assert max(num_loss_rows) - min(num_loss_rows) <= 2 * NUM_DEPTHS
     assert all(len(part) < len(rows) for part in parts)
+
+
+def test_parts_contain_each_block_once(document, blocks):
+    parts = partition_rows(blocks, 4)
+    assert len(parts) == 4
+    assert torch.equal(torch.cat([part.anchor_S for part in parts]), blocks.anchor_S)
+    assert torch.equal(torch.cat([part.depth_S for part in parts]), blocks.depth_S)
 
 
 def test_micro_batch_limit(store):

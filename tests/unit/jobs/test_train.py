@@ -30,6 +30,11 @@ def test_missing_flag_is_refused(capsys):
         (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly cannot be combined"),
         (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither a local path nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
+        (("--prompts", "p", "--algorithm", "dflash", "--num-speculative-tokens", "9"), "num_depths 8 drafts at most 8"),
+        (
+            ("--prompts", "p", "--algorithm", "dspark", "--num-depths", "1", "--num-speculative-tokens", "1"),
+            "a dspark head requires at least 2",
+        ),
         (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: must be a folder on a disk"),
         (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: must be a folder on a disk"),
     ],
