@@ -1,4 +1,4 @@
-"""A model of a folder's content after a power cut, which guarantees only what was synced.
+"""A model of a folder's content after a power cut. It guarantees only what was synced.
 
 `recording(folder)` records each `fsync`. For a file, it records the bytes at that moment. For a folder, it records the
 names and the files to which they refer. `Disk.images` creates the possible contents of the folder after a power cut at

@@ -31,7 +31,8 @@ _LEARN_EVERY = 8
 # One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
 # Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
 _EXPLORE_EVERY = 64
-_REMEMBERED_GAPS = 1024
+_EARLY_EXPLORE_EVERY = 8  # during the first `_LEARNING_STEPS`
+_MAX_KNOWN_GAPS = 1024
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class SchedulerDrafts:
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int, budget: DraftBudget | None) -> None:
         self._min_ngram, self._num_speculative_tokens, self._budget = min_ngram, num_speculative_tokens, budget
         # Block hashes of recent requests, and the first block that the drafter's KV cache lacks.
-        self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_REMEMBERED_GAPS)
+        self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_KNOWN_GAPS)
         self._num_steps = 0
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step
@@ -95,8 +96,7 @@ class SchedulerDrafts:
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0
         if can_draft and self._budget.drafting_pays(len(requests), self._started_s):
-            is_deepest = self._explores(phase=0.5)
-            depth = self._num_speculative_tokens if is_deepest else self._budget.depth
+            depth = self._num_speculative_tokens if self._drafts_deepest() else self._budget.depth
         else:
             for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
                 self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)
@@ -107,7 +107,7 @@ class SchedulerDrafts:
         self._num_prompt_tokens = scheduled.total_num_scheduled_tokens - len(requests) - num_verified
 
     def _find_gap(self, request: Any, num_cached_blocks: int) -> None:
-        """Add a gap to a new request if a request with a gap computed its cached blocks."""
+        """Mark a new request as having a gap if its cached blocks were computed by a request with a gap."""
         if num_cached_blocks == 0:
             return
         last = request.block_hashes[num_cached_blocks - 1]
@@ -142,7 +142,7 @@ class SchedulerDrafts:
                     drafted.draft_token_ids[index] = self._look_up(request, drafts, drafted.draft_token_ids[index])
             except Exception:
                 self._min_ngram = None
-                _warn("prompt lookup failed and was disabled; only the head drafts")
+                _warn("prompt lookup failed and was disabled; all drafts come from the head")
         if self._budget is not None:
             try:
                 self._choose(self._budget, rows, scheduler.running, drafted)
@@ -156,7 +156,7 @@ class SchedulerDrafts:
             assert self._min_ngram is not None
             lookup = drafts.lookup = PromptLookup(self._min_ngram)
         lookup.extend(text[len(lookup) :])
-        padding = [-1] * (self._num_speculative_tokens - len(tokens))  # in no text, so never followed by a copy
+        padding = [-1] * (self._num_speculative_tokens - len(tokens))  # -1 is in no text, so no copy can follow it
         redrafted, num_head_tokens = lookup.redraft(tokens + padding)
         drafts.num_head_tokens = min(num_head_tokens, len(tokens))
         return tokens if num_head_tokens > len(tokens) else redrafted
@@ -196,7 +196,7 @@ class SchedulerDrafts:
         chosen = budget.choose(survival, *step)
         if self._learns():
             budget.choose_depth(survival, *step)
-        if self._explores(phase=0):
+        if self._verifies_nothing():
             chosen = np.zeros(len(rows))
         for row, (index, request, drafts) in enumerate(rows):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
@@ -209,10 +209,16 @@ class SchedulerDrafts:
     def _learns(self) -> bool:
         return self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0
 
-    def _explores(self, phase: float) -> bool:
-        """Whether the next step explores; the phase tells the two kinds of such steps apart."""
-        period = _LEARN_EVERY if self._num_steps < _LEARNING_STEPS else _EXPLORE_EVERY
-        return (self._num_steps + 1) % period == phase * period
+    def _verifies_nothing(self) -> bool:
+        """Whether the next step explores what a step without drafts takes."""
+        return (self._num_steps + 1) % self._explore_every() == 0
+
+    def _drafts_deepest(self) -> bool:
+        """Whether the next step explores how often the deepest drafts survive."""
+        return (self._num_steps + 1) % self._explore_every() == self._explore_every() // 2
+
+    def _explore_every(self) -> int:
+        return _EARLY_EXPLORE_EVERY if self._num_steps < _LEARNING_STEPS else _EXPLORE_EVERY
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
@@ -245,7 +251,7 @@ def _drafts_of(request: Any) -> RequestDrafts:
 
 
 def _count(request: Any, *, num_lookup: int = 0, num_dropped: int = 0, num_verified: int = 0) -> None:
-    """Add to the counts of a request, in `per_step_drafted`, a list that vLLM leaves empty at the level "summary".
+    """Add to the counts of a request, in `per_step_drafted`, a list that vLLM leaves empty.
 
     Entries: accepted copies, dropped drafts, and for each position the verified drafts.
     """
@@ -331,7 +337,7 @@ def change_drafts() -> None:
 
 
 def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
-    """Return the changes that the environment variables request for a scheduler's drafts, or None."""
+    """Return what the environment variables request for a scheduler's drafts, or None if nothing changes."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     chooses = os.environ.get(VERIFY) == "auto"
     if speculation is None or not (min_ngram or chooses):

@@ -8,10 +8,11 @@ from tests.hostile.scenes import MAX_TIMES_QUIET
 from tests.origin import origin, origin_text, write_report
 
 _INTRODUCTION = """\
-One key has two clients, which send one request after another. Another key attacks. A scene is one attack, or all of
-them; in "normal requests", the second key does not attack either, which shows the effect of sharing an engine.
+One key has two clients, each of which sends one request at a time. Another key attacks. A scene is one attack, or all
+of them. In "quiet", the second key sends nothing. In "normal requests", it sends ordinary requests, which shows the
+effect of sharing an engine.
 Both load generators run on the endpoint's machine. The attacker's is a separate process at a low priority (nice 10).
-A vLLM engine has its cores exclusively, like a GPU; with --shared-cores, other processes use them, too. Latencies are
+A vLLM engine has cores of its own; with --shared-cores, other processes use them, too. Latencies are
 those of the first key, "statuses" those of the attacker. Memory is the peak resident size of the ingress and of
 Serve's proxy."""
 
@@ -22,7 +23,7 @@ def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    limit = f"The limit is {MAX_TIMES_QUIET:g} times the quiet p95."
+    limit = f'The limit is {MAX_TIMES_QUIET:g} times the p95 of the scene "quiet".'
     parts = [
         f"# A hostile key next to a working one: {data['date']}",
         origin_text(data),

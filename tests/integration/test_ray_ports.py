@@ -39,22 +39,22 @@ PROCESSES = {
 }
 
 
-def environment_of(home, *, with_token=True):
+def environment_of(home, *, uses_token=True):
     """Return this process's environment with another home, and without Ray's variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**environment, "HOME": str(home), "PATH": f"{BIN}:{environment['PATH']}", "PYTHONPATH": str(ROOT)} | (
-        {} if with_token else {"RAY_AUTH_MODE": "disabled"}
+        {} if uses_token else {"RAY_AUTH_MODE": "disabled"}
     )
 
 
 class Node:
     """A head node on free ports, started with the commands in deploy/ray.env."""
 
-    def __init__(self, home, *, with_token):
-        self.environment = environment_of(home, with_token=with_token)
+    def __init__(self, home, *, uses_token):
+        self.environment = environment_of(home, uses_token=uses_token)
         self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
         create_token, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
-        if not with_token:
+        if not uses_token:
             create_token, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
         options = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
@@ -127,8 +127,8 @@ class Node:
 
 
 @contextlib.contextmanager
-def start_node(home, *, with_token=True):
-    node = Node(home, with_token=with_token)
+def start_node(home, *, uses_token=True):
+    node = Node(home, uses_token=uses_token)
     try:
         yield node.wait()
     finally:
@@ -144,7 +144,7 @@ def node(tmp_path_factory):
 @pytest.fixture(scope="module")
 def open_node(tmp_path_factory):
     """A node without a token."""
-    with start_node(tmp_path_factory.mktemp("open"), with_token=False) as node:
+    with start_node(tmp_path_factory.mktemp("open"), uses_token=False) as node:
         yield node
 
 
@@ -187,7 +187,7 @@ def test_commands_need_the_token(node, tmp_path):
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """The previous test is meaningful, because the same calls succeed without a token."""
+    """The previous test is meaningful, because the first of its calls succeeds on a node without a token."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60
@@ -209,7 +209,7 @@ def test_cluster_without_a_token_is_refused_unless_allowed(open_node, write_json
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert f"{open_node.address} requires no token" in refused.stderr
     assert not output.exists()
-    allowed = generate(open_node.address, environment_of(tmp_path, with_token=False), corpus, output)
+    allowed = generate(open_node.address, environment_of(tmp_path, uses_token=False), corpus, output)
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
 
 

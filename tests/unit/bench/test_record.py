@@ -57,7 +57,7 @@ def test_summary_has_medians_over_passes():
     assert cell["num_responses"] == 6
 
 
-def test_mean_step_time_is_decode_time_by_step():
+def test_mean_step_time_is_decode_time_per_step():
     assert mean_step_s([make_pass_record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
     assert mean_step_s([make_pass_record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
     # 4 of 20 tokens are accepted drafts: 16 steps, 5 of them with a draft.

@@ -13,7 +13,7 @@ from peagle.engine.vllm_drafts import LOOKUP, VERIFY
 from peagle.errors import CapacityError, ConfigError
 
 SPEC = EngineSpec(model="org/m")
-OWN_COMMANDS = str(Path(sys.executable).parent)
+VENV_BIN = str(Path(sys.executable).parent)
 
 
 def cpu(*cores, quota=None):
@@ -27,14 +27,15 @@ GPU = devices.gpu()
 def libraries(monkeypatch):
     """Both libraries are installed."""
     paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
-    module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
+    # `peagle.engine.environment` as an attribute is the function of that name, not the module.
+    module = importlib.import_module("peagle.engine.environment")
     monkeypatch.setattr(module, "find_preload_libraries", lambda: paths)
     monkeypatch.setattr(module, "cache_root", lambda inherited: {"VLLM_CACHE_ROOT": "/cache"})
     return paths
 
 
 def test_variables_on_a_gpu():
-    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}) == {
+    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{VENV_BIN}"}) == {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
@@ -45,8 +46,8 @@ def test_variables_on_a_gpu():
 
 
 def test_ninja_is_found_without_activation():
-    assert environment(SPEC, GPU, inherited={"PATH": "/usr/bin"})["PATH"] == f"/usr/bin:{OWN_COMMANDS}"
-    assert environment(SPEC, GPU, inherited={})["PATH"] == OWN_COMMANDS
+    assert environment(SPEC, GPU, inherited={"PATH": "/usr/bin"})["PATH"] == f"/usr/bin:{VENV_BIN}"
+    assert environment(SPEC, GPU, inherited={})["PATH"] == VENV_BIN
 
 
 def test_lookup_variable_is_always_set():

@@ -144,7 +144,7 @@ def test_failed_lookup_is_turned_off(make_scheduler, monkeypatch, caplog):
         scheduler.accept("one", 3)
     assert scheduler.received == [[[2, 9, 9]]] * 3
     assert [record.message for record in caplog.records] == [
-        "prompt lookup failed and was disabled; only the head drafts"
+        "prompt lookup failed and was disabled; all drafts come from the head"
     ]
     assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted[0] == 0
 

@@ -91,7 +91,12 @@ def test_chat_template_gets_the_template_fields_of_the_body():
         (CHAT, {"messages": []}, "invalid_messages", "body.messages must be a list of messages, not an empty list"),
         (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: has 2 prompts, but a row has only one"),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"]},
+            "invalid",
+            "body.prompt: has 2 prompts, but a row can have only one",
+        ),
         (
             "/v1/completions",
             {"prompt": []},

@@ -1,4 +1,4 @@
-"""Checks that nothing is lost or written twice if S3 fails, and that errors have the reason."""
+"""Checks that nothing is lost or written twice if S3 fails, and that errors state the reason."""
 
 import os
 import pickle
