@@ -83,9 +83,7 @@ def _single_prompt(prompt: Any) -> Any:
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
-        raise _InvalidField(
-            f"prompt: has {len(prompt)} prompts, but a row can have only one: use a line for each prompt"
-        )
+        raise _InvalidField(f"prompt: has {len(prompt)} prompts instead of one: use a line for each prompt")
     return prompt[0]
 
 

@@ -95,7 +95,7 @@ def test_chat_template_gets_the_template_fields_of_the_body():
             "/v1/completions",
             {"prompt": ["a", "b"]},
             "invalid",
-            "body.prompt: has 2 prompts, but a row can have only one",
+            "body.prompt: has 2 prompts instead of one",
         ),
         (
             "/v1/completions",
