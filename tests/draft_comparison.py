@@ -68,11 +68,8 @@ class Comparison:
     max_state_error: float = 0.0
 
 
-def compare(recorded, num_prompt_tokens, head, document_of, *, max_tie=TIE):
-    """Compare every recorded draft with that of the training code. Fail at the first difference that is no tie.
-
-    Tokens whose logits differ by at most `max_tie` are a tie.
-    """
+def compare(recorded, num_prompt_tokens, head, document_of):
+    """Compare every recorded draft with that of the training code. Fail at the first difference that is no tie."""
     result = Comparison()
     documents, finished = _documents(recorded, num_prompt_tokens, document_of), []
     for context in recorded["contexts"]:
@@ -91,7 +88,7 @@ def compare(recorded, num_prompt_tokens, head, document_of, *, max_tie=TIE):
             if (request, k) not in training_drafts:
                 training_drafts[request, k] = drafted_tokens(head, document, k)
             draft = training_drafts[request, k][known - 1].tolist()
-            result.ties += _count_ties(head, document, known, draft, vllm_draft, max_tie)
+            result.ties += _count_ties(head, document, known, draft, vllm_draft)
             result.drafts.setdefault(k, []).append(vllm_draft)
         result.contexts.add((request, known))
     return result
@@ -115,14 +112,14 @@ def _request(context):
     return int(context["request"].partition("-")[0])
 
 
-def _count_ties(head, document, known, draft, vllm_draft, max_tie):
+def _count_ties(head, document, known, draft, vllm_draft):
     assert len(draft) == len(vllm_draft)
     ties = 0
     for depth, (token, vllm_token) in enumerate(zip(draft, vllm_draft, strict=True)):
         if token == vllm_token:
             continue
         margin = _margin(head, document, known, len(draft), depth, vllm_token)
-        assert margin <= max_tie, (
+        assert margin <= TIE, (
             f"{draft} is not vLLM's {vllm_draft} after token {known}: depth {depth}, logits {margin:.5f} apart"
         )
         ties += 1

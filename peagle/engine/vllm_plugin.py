@@ -1,7 +1,8 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-They fix compiled code, sampling with drafts on CPUs, requests that cannot be drafted for, the priority of grammar
-compilation, the end of drafted answers, and cores that outlive their parent process. `vllm_drafts.py` changes drafts.
+They fix compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot be drafted for, the
+priority of grammar compilation, the end of drafted answers, and cores that outlive their parent process.
+`vllm_drafts.py` changes drafts.
 docs/upstream.md lists the purpose and versions of each, and the test that fails once vLLM has fixed it.
 """
 
@@ -45,6 +46,7 @@ def register() -> None:
         share_between_cores()
         replace_kernel()
         probe_before_loading()
+        normalize_each_layer()
 
 
 def exit_with_parent() -> None:
@@ -217,6 +219,29 @@ class _ExpandLauncher:
 
 
 NICE = 10  # about a tenth of a core next to busy threads
+
+
+def normalize_each_layer() -> None:
+    """Make the RMS norm on CPUs use the weights of each layer.
+
+    DFlash normalises the keys of all layers at once, with weights [layers, head size]. vLLM's kernel for CPUs (0.29)
+    only reads the first layer's.
+    """
+    from vllm import _custom_ops
+
+    original = _custom_ops.rms_norm
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def rms_norm(out: "torch.Tensor", input: "torch.Tensor", weight: "torch.Tensor | None", epsilon: float) -> None:
+        if weight is None or weight.dim() == 1:
+            original(out, input, weight, epsilon)
+            return
+        for layer in range(len(weight)):
+            original(out[layer], input[layer], weight[layer], epsilon)
+
+    _custom_ops.rms_norm = rms_norm
 
 
 def lower_grammar_compile_priority() -> None:

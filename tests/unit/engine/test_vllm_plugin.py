@@ -203,6 +203,19 @@ _SCRIPT = """if True:
     expand_kernel[(2,)](output, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
     print("the kernel is right:", output.tolist() == [0.5, 0.5, 0.25])
 
+    def norms_are_of_their_layers():
+        from vllm import _custom_ops
+
+        x, weights = torch.ones(2, 3, 8), torch.stack([torch.full((8,), 1.0), torch.full((8,), 2.0)])
+        output = torch.empty_like(x)
+        _custom_ops.rms_norm(output, x, weights, 1e-6)
+        return torch.allclose(output, weights[:, None].expand_as(x), atol=1e-3)
+
+    print("original norms are right:", norms_are_of_their_layers())
+    for _ in range(2):
+        vllm_plugin.normalize_each_layer()
+    print("fixed norms are right:", norms_are_of_their_layers())
+
     def keys():
         factors = []
         for os.environ["VLLM_CPU_OMP_THREADS_BIND"] in ("0", "1", "0,1"):
@@ -243,6 +256,15 @@ def script_output(tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+def test_vllms_norm_still_uses_the_weights_of_the_first_layer(script_output):
+    """Once this fails, vLLM has fixed it: `normalize_each_layer` can go."""
+    assert "original norms are right: False" in script_output
+
+
+def test_norm_uses_the_weights_of_each_layer(script_output):
+    assert "fixed norms are right: True" in script_output
 
 
 def test_vllm_still_fails_to_load_compiled_code(script_output):
