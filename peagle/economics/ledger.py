@@ -337,7 +337,7 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
     """Return whether another process has billed this request. Only the end of each file is read.
 
-    The file of `session_id`, and files that were last changed before the Unix time `since`, are skipped.
+    Skips the file of `session_id`, and files that have not changed since the Unix time `since`.
     """
     own = requests_file(folder, session_id)
     return any(
@@ -400,7 +400,7 @@ class RequestReader:
                     is_complete = False
 
     def reread_since(self, since: float) -> Iterator[RequestUsage]:
-        """Yield the requests that were already read and that ended after a Unix time, from the end of each file."""
+        """Yield, from last to first in each file, the requests that were already read and ended after a Unix time."""
         for segment in segments(self._folder, REQUESTS):
             position, path = self._offsets.get(segment.name, 0), cast(Path, segment.path)
             if not position or path.stat().st_mtime < since - _CLOCK_SKEW_S:

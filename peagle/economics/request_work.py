@@ -23,15 +23,15 @@ _GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
 _SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # fields of `Work`
 
 
-def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
+def read_request_totals(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
     """Return the work of all requests and batches of a ledger."""
     total: defaultdict[SpendingGroup, Work] = defaultdict(Work)
-    for group, work in WorkReader(folder).new():
+    for group, work in RequestTotalsReader(folder).new():
         total[group] += work
     return total
 
 
-class WorkReader:
+class RequestTotalsReader:
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
         self._offsets: defaultdict[str, int] = defaultdict(int)

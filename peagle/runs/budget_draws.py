@@ -1,7 +1,7 @@
-"""A bulk run's draw on tag budgets that it shares with an endpoint, through the endpoint's ledger.
+"""The tag budgets that a bulk run shares with an endpoint, through the endpoint's ledger.
 
-The endpoint need not be running. Run and endpoint poll every few seconds, so together they can exceed a budget by what
-they spend between two polls.
+The endpoint need not be running. Run and endpoint read each other's spending every few seconds, so together they can
+exceed a budget by what they spend between two reads.
 """
 
 import logging
@@ -14,18 +14,18 @@ from datetime import date
 from pathlib import Path
 
 from peagle.economics.report.figures import format_usd
-from peagle.economics.request_work import WorkReader
+from peagle.economics.request_work import RequestTotalsReader
 from peagle.economics.shared_budgets import (
     BUDGETS_NAME,
-    ByDay,
-    Draw,
     SharedBudget,
+    TagSpending,
+    UsdByDay,
     period_of,
     read_budgets,
-    read_draws,
-    sum_draws,
+    read_tag_spending,
+    sum_tag_spending,
     tag_accounts,
-    write_draw,
+    write_tag_spending,
 )
 from peagle.economics.spending import day_number, today
 from peagle.errors import ConfigError, PeagleError
@@ -34,10 +34,10 @@ _POLL_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class TagDraw:
-    """A run's draw on the endpoint's ledger. `run` and `tags` (JSON) are the same for all attempts of the run.
+class TagBudgets:
+    """The budgets of a run's tags in an endpoint's ledger.
 
-    Raises ConfigError if there is no such ledger.
+    `run` (an id) and `tags` (JSON) are the same for all attempts of the run. Raises ConfigError if there is no ledger.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class TagDraw:
                 f"--draw-on {ledger.parent}: no ledger found", hint="use the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
-        self._draw = next((draw for draw in read_draws(ledger) if draw.run == run), Draw(run=run, tags=tags))
-        self._draw = replace(self._draw, tags=tags)
+        recorded = (spending for spending in read_tag_spending(ledger) if spending.run == run)
+        self._spending = replace(next(recorded, TagSpending(run=run, tags=tags)), tags=tags)
         self._accounts = set(tag_accounts(tags))
-        self._reader = WorkReader(ledger)
-        self._spent_by_requests: ByDay = {account: defaultdict(float) for account in self._accounts}
-        self._spent_by_other_runs: ByDay = {}
+        self._reader = RequestTotalsReader(ledger)
+        self._spent_by_requests: UsdByDay = {account: defaultdict(float) for account in self._accounts}
+        self._spent_by_other_runs: UsdByDay = {}
         self._held: dict[str, float] = {}
         self._budgets: list[SharedBudget] = []
         self._polled_at = -math.inf
@@ -83,26 +83,26 @@ class TagDraw:
 
     def end(self, spent_usd: float) -> None:
         """Write the final cost of the run, without a reservation; raises OSError if it cannot be written."""
-        self._write_draw(spent_usd, 0.0)
+        self._write_spending(spent_usd, 0.0)
 
     def _refresh(self, spent_usd: float, held_usd: float) -> None:
-        self._write_draw(spent_usd, held_usd)
+        self._write_spending(spent_usd, held_usd)
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
                 self._spent_by_requests[account][group.day] += work.usd
-        self._spent_by_other_runs, self._held = sum_draws(
-            draw for draw in read_draws(self._ledger) if draw.run != self._draw.run
+        self._spent_by_other_runs, self._held = sum_tag_spending(
+            spending for spending in read_tag_spending(self._ledger) if spending.run != self._spending.run
         )
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 
-    def _write_draw(self, spent_usd: float, held_usd: float) -> None:
+    def _write_spending(self, spent_usd: float, held_usd: float) -> None:
         """Write the cost of the run; new cost counts for the current day."""
-        days = dict(self._draw.usd_by_day)
+        days = dict(self._spending.usd_by_day)
         day = day_number(self._day())
         days[day] = days.get(day, 0.0) + max(0.0, spent_usd - sum(days.values()))
-        self._draw = replace(self._draw, usd_by_day=days, held_usd=held_usd, at=time.time())
-        write_draw(self._ledger, self._draw)
+        self._spending = replace(self._spending, usd_by_day=days, held_usd=held_usd, at=time.time())
+        write_tag_spending(self._ledger, self._spending)
 
     def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
@@ -110,7 +110,7 @@ class TagDraw:
         spent = (
             self._spent_by_requests[budget.account],
             self._spent_by_other_runs.get(budget.account, {}),
-            self._draw.usd_by_day,
+            self._spending.usd_by_day,
         )
         spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first)
         left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)

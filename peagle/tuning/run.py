@@ -6,8 +6,8 @@
     logs/          output of the engines
 
 An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and also serves
-the smaller ones, so one start measures several configurations. Each repeat uses other prompts, but all engines use the
-same ones.
+smaller concurrencies, so several configurations are measured with one start. Each repeat uses other prompts; in the
+same repeat, all engines use the same prompts.
 """
 
 import time
@@ -54,7 +54,7 @@ def make_profile(
     summaries = {candidate: summarise(passes, usd_per_s=plan.usd_per_s) for candidate, passes in records.items()}
     best = search.best()
     if best is None:
-        raise _nothing_fits(config, setups, search, summaries)
+        raise _no_result_error(config, setups, search, summaries)
     ordered = [best, *(candidate for candidate in search.ranked() if candidate != best)]
     cells = [_cell(config, setups[candidate.engine], summaries[candidate]) for candidate in ordered]
     return Profile(
@@ -132,15 +132,15 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         return f"{label}: {speed}; {gain:.2f} times the best without speculation, at {other.concurrency}."
     if other is not None:
         gain = other.output_tokens_per_s / chosen.output_tokens_per_s
-        against = (
+        comparison = (
             f"the best with a drafter, {method_label(other.method, other.k)} at {other.concurrency}, has {gain:.2f} "
             f"times that (a drafter must win by {MIN_GAIN:.0%})"
         )
     elif any(cell.has_drafter for cell in cells):
-        against = "no drafter is within the limits"
+        comparison = "no drafter is within the limits"
     else:
-        against = "no drafter was measured"
-    return f"No speculation: {speed}; {against}."
+        comparison = "no drafter was measured"
+    return f"No speculation: {speed}; {comparison}."
 
 
 def _limits(config: TuneConfig) -> str:
@@ -152,7 +152,7 @@ def _limits(config: TuneConfig) -> str:
     return f", {' and '.join(sorted(limits))}" if limits else ""
 
 
-def _nothing_fits(
+def _no_result_error(
     config: TuneConfig, setups: Mapping[str, Setup], search: Search, summaries: Mapping[Candidate, Mapping[str, Any]]
 ) -> ConfigError:
     ranked = search.ranked()
@@ -211,8 +211,8 @@ def tune(
 def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
     """Return the engine with a fixed number of token slots. Its name contains precision and slots as requested."""
     precision = setup.spec.precision
-    fixed = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
-    spec = replace(setup.spec, max_num_batched_tokens=fixed)
+    num_slots = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
+    spec = replace(setup.spec, max_num_batched_tokens=num_slots)
     check_slots(spec)
     suffixes = ["" if precision == AUTO else f", {precision}", "" if slots == AUTO else f", {slots} slots"]
     return replace(setup, name=f"{setup.name}-{precision}-{slots}", label="".join([setup.label, *suffixes]), spec=spec)
@@ -229,10 +229,10 @@ class Tuning(Measurement):
         """Return a benchmark's engines for each precision and number of token slots, checked."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
-        sizes = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
+        concurrencies = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
         varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
         plans = [
-            make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
+            make_plan(as_benchmark(config, **varied, concurrency=concurrencies, precision=precision), hardware, model)
             for precision in config.precision
         ]
         command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
@@ -305,11 +305,11 @@ class Tuning(Measurement):
         )
 
     def describe_pass(self, planned: Pass, record: PassRecord) -> str:
-        rest_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
+        remaining_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
             f"{spent}: {planned.setup.label}, {planned.concurrency} at once, pass {planned.repeat + 1}: "
-            f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(rest_s)} left"
+            f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(remaining_s)} left"
         )
 
     def _pass(self, planned: CandidatePass) -> Pass:

@@ -16,10 +16,10 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_usd
 from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
-from peagle.runs.budget_draws import TagDraw
+from peagle.runs.budget_draws import TagBudgets
 from peagle.runs.directory import RunDirectory
 from peagle.runs.limits import Limits, ReachedLimit, Situation, find_reached_limit, parse_deadline
-from peagle.runs.liveness import engines_at_work, tokens_per_s
+from peagle.runs.liveness import loaded_engines, tokens_per_s
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
 from peagle.runs.stopping import resume_command
@@ -91,7 +91,7 @@ class Supervisor:
         ending: why the run ends early; None while it continues.
     """
 
-    def __init__(self, request: RunRequest, run: ResolvedRun, draw: TagDraw | None = None) -> None:
+    def __init__(self, request: RunRequest, run: ResolvedRun, draw: TagBudgets | None = None) -> None:
         self._request, self._run, self._draw = request, run, draw
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])
@@ -133,7 +133,7 @@ class Supervisor:
         self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._directory.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
-        self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
+        self.tally.observe(usd, num_engines=len(loaded_engines(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._reason_to_end(sessions)):

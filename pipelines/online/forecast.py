@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.economics.price_options import machine_for, resolve_price_defaults
+from peagle.economics.price_options import configured_or_local_machine, resolve_price_defaults
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_price, format_usd
 from peagle.engine_options import ResolvedDefaults, resolve_defaults
@@ -91,7 +91,9 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
     Uses the hardware of the configured machine, or else of this machine.
     """
-    hardware, is_for_this_machine = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    hardware, is_for_this_machine = configured_or_local_machine(
+        config, None, num_accelerators=max(map(size_of, config.served))
+    )
     num_nodes = 1 if is_for_this_machine else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
     served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
     return EndpointForecast(

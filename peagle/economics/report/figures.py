@@ -19,7 +19,7 @@ UNKNOWN = "-"
 
 
 def format_usd(usd: float) -> str:
-    """Return dollars with three significant digits, or cents from one dollar up.
+    """Return dollars and cents, or three significant digits for amounts below one dollar.
 
     >>> format_usd(1234.5), format_usd(0.0053161), format_usd(1.7e-8), format_usd(0)
     ('$1,234.50', '$0.00532', '<$0.000001', '$0')

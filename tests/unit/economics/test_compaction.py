@@ -17,7 +17,7 @@ from peagle.economics.ledger import (
     write_batch,
     write_session,
 )
-from peagle.economics.request_work import WorkReader, read_work
+from peagle.economics.request_work import RequestTotalsReader, read_request_totals
 from peagle.errors import PeagleError
 from peagle.storage import storage_path, write_atomic
 from tests.unit.pipelines.online.ledgers import a_request
@@ -69,7 +69,7 @@ def contents(folder):
     sessions = sorted(read_sessions(folder), key=lambda session: session.session_id)
     return (
         sorted(request.request_id for request in RequestReader(folder).new()),
-        read_work(folder),
+        read_request_totals(folder),
         sessions,
         sorted(SessionReader(folder).all(), key=lambda session: session.session_id),
         [
@@ -129,7 +129,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
     assert len(steps) == 12, "five files are written, and seven deleted"
     for kill_at in range(len(steps)):
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
-        reader, work_reader = RequestReader(folder), WorkReader(folder)
+        reader, work_reader = RequestReader(folder), RequestTotalsReader(folder)
         first = next(reader.iter_new())
         assert sum(work.num_requests for _, work in work_reader.new()) == 21
         with monkeypatch.context() as patch:
@@ -156,7 +156,7 @@ def copy_ledger(ledger, folder):
 
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
-    reader, work_reader = RequestReader(ledger), WorkReader(ledger)
+    reader, work_reader = RequestReader(ledger), RequestTotalsReader(ledger)
     assert (len(reader.new()), sum(work.num_requests for _, work in work_reader.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
@@ -183,13 +183,13 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
     compact(ledger, NOW)
     assert "requests-a.jsonl" in names(ledger)
     assert len(RequestReader(ledger).new()) == 22
-    assert sum(work.num_requests for work in read_work(ledger).values()) == 22
+    assert sum(work.num_requests for work in read_request_totals(ledger).values()) == 22
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     random, stop, request_ids = Random(seed), threading.Event(), []
-    reader, work_reader, num_requests = RequestReader(tmp_path), WorkReader(tmp_path), 0
+    reader, work_reader, num_requests = RequestReader(tmp_path), RequestTotalsReader(tmp_path), 0
 
     def compact_often():
         clock = NOW
@@ -220,10 +220,10 @@ def test_a_ledger_on_s3(ledger, s3):
     folder = storage_path("s3://bucket/serve/ledger")
     for path in ledger.iterdir():
         write_atomic(folder / path.name, path.read_bytes())
-    before, sessions = read_work(folder), read_sessions(folder)
+    before, sessions = read_request_totals(folder), read_sessions(folder)
     result = compact(folder, NOW)
     assert (result.num_before, result.num_after) == (13, 11)
-    assert read_work(folder) == before
+    assert read_request_totals(folder) == before
     assert sorted(read_sessions(folder), key=str) == sorted(sessions, key=str)
 
 
@@ -231,4 +231,4 @@ def test_a_damaged_index_is_an_error(ledger):
     (ledger / "requests-merged-x.jsonl").write_bytes(b"")
     (ledger / "requests-merged-x.jsonl.index").write_text("{}")
     with pytest.raises(PeagleError, match="is damaged"):
-        read_work(ledger)
+        read_request_totals(ledger)

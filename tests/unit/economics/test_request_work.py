@@ -6,7 +6,7 @@ import pytest
 
 from peagle.economics import request_work
 from peagle.economics.ledger import append_request
-from peagle.economics.request_work import read_work
+from peagle.economics.request_work import read_request_totals
 from peagle.economics.spending import SpendingGroup
 from peagle.economics.usage import Work
 from peagle.speculation import SpeculationStats
@@ -32,7 +32,7 @@ def write(folder, lines=()):
 def read_by_line(folder, monkeypatch):
     with monkeypatch.context() as patch:  # parsing by column fails
         patch.setattr(request_work, "_parse_columns", lambda piece: (_ for _ in ()).throw(ValueError))
-        return read_work(folder)
+        return read_request_totals(folder)
 
 
 def edited(**changes):
@@ -45,7 +45,7 @@ def test_parsing_by_column_equals_parsing_by_line(tmp_path, monkeypatch, caplog)
     write(tmp_path)
     parsed_lines = []
     monkeypatch.setattr(request_work, "_work_of", lambda request: parsed_lines.append(request))
-    work_by_group = read_work(tmp_path)
+    work_by_group = read_request_totals(tmp_path)
     assert parsed_lines == []
     monkeypatch.undo()
     expected = read_by_line(tmp_path, monkeypatch)
@@ -70,14 +70,14 @@ def test_parsing_by_column_equals_parsing_by_line(tmp_path, monkeypatch, caplog)
 def test_invalid_lines_are_skipped_and_logged(tmp_path, monkeypatch, caplog, line):
     write(tmp_path, [line])
     with caplog.at_level(logging.ERROR):
-        work_by_group = read_work(tmp_path)
+        work_by_group = read_request_totals(tmp_path)
     assert sum(work.num_requests for work in work_by_group.values()) == 40
     assert "skipped an invalid line" in caplog.text
 
 
 def test_a_torn_last_line_is_not_read(tmp_path, caplog):
     write(tmp_path, [a_request("torn").to_json()[:50]])
-    assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
+    assert sum(work.num_requests for work in read_request_totals(tmp_path).values()) == 40
     assert caplog.records == []
 
 
@@ -86,12 +86,12 @@ def test_records_from_before_tags_and_accounts_are_read(tmp_path, caplog):
     for name in ("tags", "account", "num_choices"):
         del record[name]
     (tmp_path / "requests-s.jsonl").write_text(json.dumps(record) + "\n")
-    (group,) = read_work(tmp_path)
+    (group,) = read_request_totals(tmp_path)
     assert (group.tags, caplog.records) == ("{}", [])
 
 
 def test_a_reader_reads_each_whole_line_once(tmp_path):
-    reader = request_work.WorkReader(tmp_path)
+    reader = request_work.RequestTotalsReader(tmp_path)
     write(tmp_path)
     assert sum(work.num_requests for _, work in reader.new()) == 40
     line = a_request("late", session_id="s1").to_json() + b"\n"

@@ -45,7 +45,7 @@ def total_spend(ledger, days=ALL):
 
 @st.composite
 def ledgers(draw):
-    """Draw sessions over several days, and their units."""
+    """TagSpending sessions over several days, and their units."""
     sessions, units = [], []
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)

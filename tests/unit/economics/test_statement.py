@@ -1,7 +1,7 @@
 import pytest
 
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import convert_currency, parse_dimensions, round_amounts, round_to_units, statement
+from peagle.economics.statement import convert_currency, parse_dimensions, round_amounts, round_to_last_digit, statement
 from peagle.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def test_thirds_of_a_cent_add_up():
 @pytest.mark.parametrize("digits", [0, 2, 9])
 def test_rounding_keeps_the_sum(digits):
     amounts = [[0.1 * number + 0.005, 1 / (number + 1), 0.0] for number in range(50)]
-    units_by_row = round_to_units(amounts, digits)
+    units_by_row = round_to_last_digit(amounts, digits)
     scale = 10**digits
     assert sum(map(sum, units_by_row)) == round(sum(map(sum, amounts)) * scale)
     assert all(

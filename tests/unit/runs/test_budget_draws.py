@@ -3,9 +3,15 @@ from datetime import UTC, date, datetime
 import pytest
 
 from peagle.economics.ledger import append_request
-from peagle.economics.shared_budgets import Draw, SharedBudget, edit_budgets, read_draws, write_draw
+from peagle.economics.shared_budgets import (
+    SharedBudget,
+    TagSpending,
+    edit_budgets,
+    read_tag_spending,
+    write_tag_spending,
+)
 from peagle.errors import ConfigError
-from peagle.runs.budget_draws import TagDraw
+from peagle.runs.budget_draws import TagBudgets
 from tests.unit.pipelines.online.ledgers import a_request
 
 SEARCH = '{"team": "search"}'
@@ -30,7 +36,7 @@ def today():
 
 @pytest.fixture
 def make_draw(ledger, today, clock):
-    return lambda run="r", tags=SEARCH: TagDraw(ledger, run, tags, monotonic=clock, day=lambda: today[0])
+    return lambda run="r", tags=SEARCH: TagBudgets(ledger, run, tags, monotonic=clock, day=lambda: today[0])
 
 
 def spend(ledger, usd, tags=SEARCH, day=DAYS[0]):
@@ -70,13 +76,15 @@ def test_cost_of_attempts_counts_once_per_day(ledger, make_draw, today):
     second = make_draw()
     assert second.reached(3.5, 0.5) is None
     second.end(12.0)
-    (draw,) = read_draws(ledger)
+    (draw,) = read_tag_spending(ledger)
     assert (dict(draw.usd_by_day), draw.held_usd) == ({NUMBERS[0]: 3.0, NUMBERS[1]: 9.0}, 0.0)
     assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first $3 were spent last month"
 
 
 def test_reservation_of_a_killed_run_expires(ledger, make_draw):
-    write_draw(ledger, Draw(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0))
+    write_tag_spending(
+        ledger, TagSpending(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0)
+    )
     assert make_draw().reached(1.0, 0.5) is None
 
 
@@ -91,7 +99,7 @@ def test_budget_set_later_counts_earlier_cost(ledger, make_draw, clock):
 
 def test_missing_ledger_is_an_error_but_later_failures_are_logged(ledger, make_draw, clock, caplog):
     with pytest.raises(ConfigError, match="no ledger found"):
-        TagDraw(ledger / "no", "r", SEARCH)
+        TagBudgets(ledger / "no", "r", SEARCH)
     draw = make_draw()
     draw.reached(1.0, 0.5)
     (ledger / "budgets.json").write_text("{")

@@ -121,7 +121,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     for expected in (
         "A sample of 100 of 400 rows.",
         "Seconds to the first token: p50 0.2, p95 0.4, p99 0.5",
-        "Failures, by reason; invalid_row, for example: line 7: <b>no</b>",
+        "Failures by reason. Example of invalid_row: line 7: <b>no</b>",
         "Row 000000007",
         "What is <script>alert(1)</script>?",
         "answer (stop)",

@@ -226,7 +226,7 @@ def test_stop_ends_the_wait_for_engines(start):
         supervisor.require_within_limits()
 
 
-class Draw:
+class TagSpending:
     """A draw on the budget of a tag. The budget is reached once a test sets `message`."""
 
     def __init__(self):
@@ -242,7 +242,7 @@ class Draw:
 
 
 def test_run_stops_for_a_tag_budget(start):
-    draw = Draw()
+    draw = TagSpending()
     run, supervisor = start(draw=draw)
     supervisor.observe()
     assert supervisor.ending is None
