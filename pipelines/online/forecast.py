@@ -18,7 +18,14 @@ from pipelines.batch.forecast import (
     describe_machine,
     price_warning,
 )
-from pipelines.online.app import Served, endpoint_price, gate_settings, num_accelerators, resolve, size_of
+from pipelines.online.app import (
+    Served,
+    accelerators_per_engine_of,
+    endpoint_price,
+    gate_settings,
+    num_accelerators,
+    resolve,
+)
 from pipelines.online.config import ServeConfig
 
 
@@ -92,7 +99,7 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
     Uses the hardware of the configured machine, or else of this machine.
     """
     hardware, is_for_this_machine = configured_or_local_machine(
-        config, None, num_accelerators=max(map(size_of, config.served))
+        config, None, num_accelerators=max(map(accelerators_per_engine_of, config.served))
     )
     num_nodes = 1 if is_for_this_machine else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
     served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
