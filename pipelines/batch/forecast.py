@@ -63,8 +63,8 @@ class RunForecast:
         """Seconds of generation if every answer has the maximum length; None if the speed is unknown."""
         if self.speed is None:
             return None
-        left = self.num_rows_left / self.sample.num_rows
-        return left * self.sample.max_output_tokens / self.speed.tokens_per_s / self.num_engines
+        share_left = self.num_rows_left / self.sample.num_rows
+        return share_left * self.sample.max_output_tokens / self.speed.tokens_per_s / self.num_engines
 
     def lines(self) -> Lines:
         """Return the forecast as pairs of label and text."""
@@ -149,12 +149,12 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     hardware, is_for_this_machine, num_nodes = _machines(config)
     plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
-    left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
+    units_left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
     return RunForecast(
         run=run,
         is_for_this_machine=is_for_this_machine,
         num_nodes=num_nodes,
-        num_rows_left=sum(unit.num_rows for unit in left),
+        num_rows_left=sum(unit.num_rows for unit in units_left),
         sample=sample_corpus(plan, run.request_builder()),
         speed=known_speed(run.engine, hardware, run.concurrency),
         memory=describe_engine_memory(run.engine, hardware, run.placement),

@@ -194,7 +194,7 @@ def execute(
     directory = run.directory
     log = directory.logs / "driver.log"
     with contextlib.ExitStack() as stack:
-        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _tag_draw(run))))
+        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _tag_budgets(run))))
         supervisor.require_within_limits()
         stack.enter_context(copy_log(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
@@ -214,8 +214,8 @@ def execute(
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
-def _tag_draw(run: ResolvedRun) -> TagBudgets | None:
-    """Return the run's draw on an endpoint's tag budgets, or None."""
+def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
+    """Return the budgets of the run's tags at an endpoint, or None without `draw_on`."""
     config = run.config
     if config.draw_on is None:
         return None

@@ -83,7 +83,7 @@ class Supervisor:
 
     Args:
         request: the request of this attempt.
-        draw: the run's draw on tag budgets, or None.
+        tag_budgets: the budgets of the run's tags at an endpoint, or None.
 
     Attributes:
         tally: totals of the whole run directory.
@@ -91,8 +91,8 @@ class Supervisor:
         ending: why the run ends early; None while it continues.
     """
 
-    def __init__(self, request: RunRequest, run: ResolvedRun, draw: TagBudgets | None = None) -> None:
-        self._request, self._run, self._draw = request, run, draw
+    def __init__(self, request: RunRequest, run: ResolvedRun, tag_budgets: TagBudgets | None = None) -> None:
+        self._request, self._run, self._tag_budgets = request, run, tag_budgets
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])
         self.tally = Tally(num_rows_planned=run.plan.num_rows)
@@ -144,9 +144,9 @@ class Supervisor:
 
     def close(self) -> None:
         """Charge the cost to the budgets of the run's tags, if their files can be written."""
-        if self._draw is not None:
+        if self._tag_budgets is not None:
             with contextlib.suppress(*WRITE_ERRORS):  # otherwise the next attempt charges the cost
-                self._draw.end(self._spending.usd)
+                self._tag_budgets.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
         """Return the start warnings of this attempt's engines that were not returned before."""
@@ -186,7 +186,7 @@ class Supervisor:
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
         if limit := find_reached_limit(self._limits, self._situation()):
             return self._ending_of(limit)
-        if self._draw and (message := self._draw.reached(self._spending.usd, self._limits.reserve_usd)):
+        if self._tag_budgets and (message := self._tag_budgets.reached(self._spending.usd, self._limits.reserve_usd)):
             return Ending(error=StoppedEarly, message=message, advice=_BUDGET_ADVICE)
         return None
 
