@@ -69,9 +69,9 @@ def _job(options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[str, Any]) -> dict[str, float]:
     folder = options.folder / f"{system}-{repeat}"
-    clock, done = same_engine.clock_file(folder), folder / "done.json"
+    clock, timings_file = same_engine.clock_file(folder), folder / "done.json"
     expected = len(job["rows"]) * job["sampling"]["max_tokens"]
-    if not done.exists():
+    if not timings_file.exists():
         name, _, concurrency = system.partition("@")
         system_job = {"folder": str(folder), "concurrency": int(concurrency) if concurrency.isdigit() else 0}
         started = time.monotonic()
@@ -83,20 +83,20 @@ def _measure(options: argparse.Namespace, system: str, repeat: int, job: dict[st
                 same_engine.leave_cores(process.pid, options.engine_cores)
             cores = _worker_cores(process, clock, (1 - _EDGE) * expected)
         timings = {"worker_cores": cores, "command_s": round(time.monotonic() - started, 1)}
-        done.write_text(json.dumps(timings), encoding="utf-8")
-    return _rates(clock, expected) | json.loads(done.read_text(encoding="utf-8"))
+        timings_file.write_text(json.dumps(timings), encoding="utf-8")
+    return _rates(clock, expected) | json.loads(timings_file.read_text(encoding="utf-8"))
 
 
 def _worker_cores(process: "subprocess.Popen[bytes]", clock: Path, num_tokens: float) -> float:
     """Return the mean number of cores that the engine's worker uses until it has generated `num_tokens` tokens."""
 
-    def used() -> float:
+    def worker_seconds() -> float:
         return sum(s for name, s in same_engine.cpu_times(process.pid).values() if name == "VLLM::Worker")
 
-    before, started, cores = used(), time.monotonic(), 0.0
+    before, started, cores = worker_seconds(), time.monotonic(), 0.0
     while process.poll() is None and sum(tokens for _, tokens in same_engine.read_clock(clock)) < num_tokens:
         time.sleep(2)
-        if (now := used()) > before:  # False once the worker process has ended
+        if (now := worker_seconds()) > before:  # False once the worker process has ended
             cores = (now - before) / (time.monotonic() - started)
     return round(cores, 3)
 

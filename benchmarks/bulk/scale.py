@@ -64,8 +64,8 @@ def _measure(options: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     plan = _start(options, "plan", corpus)
     result = {"rows": num_rows, "plan": json.loads(plan.communicate()[0])}
     if not options.plan_only:
-        half = result["plan"]["num_units"] // 2
-        result |= {"first": _run(options, corpus, stop_at=half), "second": _run(options, corpus, stop_at=None)}
+        half_of_units = result["plan"]["num_units"] // 2
+        result |= {"first": _run(options, corpus, stop_at=half_of_units), "second": _run(options, corpus, stop_at=None)}
     return result
 
 

@@ -219,11 +219,15 @@ def _set_step_weights(head: Any, layer: Any, rows: _Rows, *, known_depth: int, f
 def _rotated_by_one_position(keys: torch.Tensor, head: Any) -> torch.Tensor:
     """Return a key projection [heads * D, H], rotated by the rotary embedding of one position."""
     speeds = head.rotary_emb.inv_freq.to(keys.dtype)[None, :, None]
-    left, right = keys.view(-1, 2, len(head.rotary_emb.inv_freq), keys.shape[1]).unbind(1)
-    turned = torch.stack(
-        [left * speeds.cos() - right * speeds.sin(), right * speeds.cos() + left * speeds.sin()], dim=1
+    first_half, second_half = keys.view(-1, 2, len(head.rotary_emb.inv_freq), keys.shape[1]).unbind(1)
+    rotated = torch.stack(
+        [
+            first_half * speeds.cos() - second_half * speeds.sin(),
+            second_half * speeds.cos() + first_half * speeds.sin(),
+        ],
+        dim=1,
     )
-    return turned.view_as(keys)
+    return rotated.view_as(keys)
 
 
 def _normed(states_SH: torch.Tensor) -> torch.Tensor:

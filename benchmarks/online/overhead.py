@@ -195,7 +195,7 @@ def _figures(path: Path) -> dict[str, Any]:
 def _table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     """Return medians over repeats, the spread of the throughput, and ratios to `vllm serve`."""
     lines = [
-        "| requests at once | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
+        "| concurrency | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for concurrency in measured[SYSTEMS[0]]:

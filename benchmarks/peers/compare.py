@@ -64,7 +64,7 @@ def main() -> None:
                     continue
                 figures = _measure(options, system, concurrency, repeat)
                 measured[str(concurrency)].setdefault(system, []).append(figures)
-                print(f"repeat {repeat}, {concurrency} at once, {system}: {figures}", flush=True)  # noqa: T201
+                print(f"repeat {repeat}, concurrency {concurrency}, {system}: {figures}", flush=True)  # noqa: T201
     record = same_engine.record(options, measured) | {"rows_at_once": options.rows_at_once}
     record["versions"] |= _versions(options)
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -181,7 +181,7 @@ def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Pat
 def _table(measured: dict[str, dict[str, list[Figures]]]) -> str:
     """Return medians and spreads (smallest to largest) by concurrency."""
     lines = [
-        "| requests at once | system | output tokens/s | spread | of vllm | memory GiB | command s |",
+        "| concurrency | system | output tokens/s | spread | of vllm | memory GiB | command s |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for concurrency, systems in measured.items():

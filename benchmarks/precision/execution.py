@@ -56,7 +56,7 @@ def passes(problem: Mapping[str, Any], answer: str) -> bool:
     command = ["unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child"]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [*command, sys.executable, "-I", "-c", _RUN],
                 input=program_of(problem, answer),
                 cwd=folder,
@@ -71,11 +71,11 @@ def passes(problem: Mapping[str, Any], answer: str) -> bool:
             return False
         except FileNotFoundError as error:
             raise RuntimeError(f"{_NO_SANDBOX}: {error}") from error
-    if not done.stdout.startswith(
+    if not completed.stdout.startswith(
         _STARTED
     ):  # the exit code does not tell: unshare also fails if the program was killed
-        raise RuntimeError(f"{_NO_SANDBOX}: {done.stderr.strip()}")
-    return done.stdout.endswith(_PASSED)
+        raise RuntimeError(f"{_NO_SANDBOX}: {completed.stderr.strip()}")
+    return completed.stdout.endswith(_PASSED)
 
 
 def _set_limits() -> None:

@@ -186,10 +186,10 @@ class SageMaker:
                 )
 
     def _require_instance_type(self, instance_type: str) -> None:
-        known = self._api.meta.service_model.shape_for("ProductionVariantInstanceType").enum
-        if instance_type not in known:
+        instance_types = self._api.meta.service_model.shape_for("ProductionVariantInstanceType").enum
+        if instance_type not in instance_types:
             raise ConfigError(
-                f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, known)
+                f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, instance_types)
             )
 
     def _list_endpoints(self) -> str:

@@ -80,7 +80,7 @@ def count_machines(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
                 hint="use a larger instance_type, a smaller tensor_parallel_size or more nodes_per_engine",
             )
         for _ in range(count):
-            machine = next((index for index, left in enumerate(free) if left >= size), None)
+            machine = next((index for index, num_free in enumerate(free) if num_free >= size), None)
             if machine is None:
                 free.append(offer.num_accelerators - size)
             else:

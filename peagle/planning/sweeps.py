@@ -119,9 +119,10 @@ def _published_sweep(path: Path) -> Sweep:
     card = catalog.find(str(path))
     if card is None or not card.published:
         reason = "no such file or model" if card is None else f"{card.name} has no published speeds"
-        known = ", ".join(card.name for card in catalog if card.published)
+        published_models = ", ".join(card.name for card in catalog if card.published)
         raise ConfigError(
-            f"measured {path}: {reason}", hint=f"{_HINT}; or one of these models with published speeds: {known}"
+            f"measured {path}: {reason}",
+            hint=f"{_HINT}; or one of these models with published speeds: {published_models}",
         )
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"

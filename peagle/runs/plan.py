@@ -129,8 +129,8 @@ class Plan:
         A unit has such rows if its file was deleted after the retry was planned.
         """
         retried = self.retried_rows()
-        left = (unit for unit in self.units if unit.unit not in committed)
-        return [unit.without(retried[unit.unit]) if unit.unit in retried else unit for unit in left]
+        remaining = (unit for unit in self.units if unit.unit not in committed)
+        return [unit.without(retried[unit.unit]) if unit.unit in retried else unit for unit in remaining]
 
 
 class CorpusConfig(Protocol):

@@ -77,8 +77,8 @@ def make_profile(
 
 
 def text_table(profile: Profile) -> str:
-    columns = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
-    rows = [["", *columns]]
+    speed_columns = ("output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms")
+    rows = [["", "K", "concurrency", *speed_columns, "acceptance", "passes"]]
     for cell in profile.measurements:
         rows.append(
             [
@@ -121,20 +121,20 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
-    others = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
-    other = next(others, None)
-    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{_limits(config)}"
+    alternatives = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
+    other = next(alternatives, None)
+    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits(config)}"
     if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
         if other is None:
             return f"{label}: {speed}."
         gain = chosen.output_tokens_per_s / other.output_tokens_per_s
-        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at {other.concurrency}."
+        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at concurrency {other.concurrency}."
     if other is not None:
         gain = other.output_tokens_per_s / chosen.output_tokens_per_s
         comparison = (
-            f"the best with a drafter, {method_label(other.method, other.k)} at {other.concurrency}, has {gain:.2f} "
-            f"times that (a drafter must win by {MIN_GAIN:.0%})"
+            f"the best with a drafter, {method_label(other.method, other.k)} at concurrency {other.concurrency}, has "
+            f"{gain:.2f} times that (a drafter must win by {MIN_GAIN:.0%})"
         )
     elif any(cell.has_drafter for cell in cells):
         comparison = "no drafter is within the limits"
@@ -169,7 +169,7 @@ def _no_result_error(
     ]
     return ConfigError(
         f"no configuration is within the limits{_limits(config)}; the nearest is {engine.label} with "
-        f"{ranked[0].concurrency} at once: {' and '.join(exceeded)}",
+        f"concurrency {ranked[0].concurrency}: {' and '.join(exceeded)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",
     )
@@ -181,8 +181,8 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
         f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {why}"
         for name, why in search.failed.items()
     ]
-    left = [planned.candidate for planned in search.pending() if not planned.repeat]
-    engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
+    unmeasured = [planned.candidate for planned in search.pending() if not planned.repeat]
+    engines = dict.fromkeys(setups[candidate.engine].label for candidate in unmeasured)
     if engines:
         names = "; ".join(engines)
         notes.append(f"Not measured within the budget: {names}. Increase --time-budget-s to continue with them.")
@@ -308,7 +308,7 @@ class Tuning(Measurement):
         remaining_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
-            f"{spent}: {planned.setup.label}, {planned.concurrency} at once, pass {planned.repeat + 1}: "
+            f"{spent}: {planned.setup.label}, concurrency {planned.concurrency}, pass {planned.repeat + 1}: "
             f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(remaining_s)} left"
         )
 

@@ -87,7 +87,7 @@ class EndpointForecast:
         speed = known_speed(model.engine, self.hardware, concurrency)
         return [
             ("model", model.describe()),
-            ("engine", f"{describe_devices(model.placement)}, {concurrency} requests at once"),
+            ("engine", f"{describe_devices(model.placement)}, {concurrency} concurrent requests"),
             ("memory", describe_engine_memory(model.engine, self.hardware, model.placement)),
             ("expected", speed.describe() if speed else UNKNOWN_SPEED),
         ]

@@ -115,9 +115,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Publish the metrics of budgets and break-even lengths, if there are any."""
-        used = create_metric("peagle_budget_used_ratio")
+        used_ratio = create_metric("peagle_budget_used_ratio")
         watch = BudgetWatch(
-            self._ring, self._shared, self._cost.totals, on_used=lambda name, share: used.set(share, {"key": name})
+            self._ring,
+            self._shared,
+            self._cost.totals,
+            on_used=lambda name, share: used_ratio.set(share, {"key": name}),
         )
         threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:

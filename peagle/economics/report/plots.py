@@ -145,23 +145,23 @@ def plain_bar(label: str, value: float, value_text: str, kind: str = "series-0")
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
     max_value = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
-    drawn, y = [], 2.0
+    elements, y = [], 2.0
     for bar in bars:
-        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
+        elements.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
         x = 0.0
         for kind, amount, tooltip in bar.parts:
             width = _MAX_BAR_WIDTH * amount / max_value
             if amount > 0:
-                drawn.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
+                elements.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
             x += width
         if bar.low is not None and bar.high is not None:
             low, high = (_MAX_BAR_WIDTH * max(value, 0.0) / max_value for value in (bar.low, bar.high))
             middle, x = y + 17 + _BAR_HEIGHT / 2, max(x, high)
             tips = "".join(f"M{tip:.1f},{middle - 5:g}v10" for tip in (low, high))
-            drawn.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
-        drawn.append(text(x + 8, y + 30.5, bar.value_text, "value", "start"))
+            elements.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
+        elements.append(text(x + 8, y + 30.5, bar.value_text, "value", "start"))
         y += _ROW_HEIGHT
-    return drawing(round(y - 6), name, drawn)
+    return drawing(round(y - 6), name, elements)
 
 
 def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
@@ -200,21 +200,21 @@ def _columns(
 ) -> list[str]:
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
     width, label_interval = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
-    drawn = [grid_line(y(value), format_value(value)) for value in ticks]
+    elements = [grid_line(y(value), format_value(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
         middle, below = LEFT + (index + 0.5) * width, 0.0
         for kind, amount, tooltip in parts:
             if amount > 0:
                 height = max(y(below) - y(below + amount), 1.0)
-                drawn.append(
+                elements.append(
                     _rect(
                         kind, middle - width * width_share / 2, y(below) - height, width * width_share, height, tooltip
                     )
                 )
             below += amount
         if index % label_interval == 0:
-            drawn.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
-    return drawn
+            elements.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
+    return elements
 
 
 def vertical_axis(max_value: float) -> tuple[list[float], Callable[[float], float]]:
@@ -276,32 +276,32 @@ def series_svg(
         points += [*begin, (x((index + 1) * step_s), y(value))]
     line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
-    drawn = [
+    elements = [
         *(grid_line(y(value), format_value(value)) for value in ticks),
         f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
         f'<polyline class="line-0" points="{line}"/>',
         *_time_axis(timeline, x, TOP, bottom),
     ]
-    return drawing(HEIGHT - 14, name, drawn)
+    return drawing(HEIGHT - 14, name, elements)
 
 
 def engines_svg(timeline: Mapping[str, Any]) -> str:
-    x, y, drawn, labels = _time_scale(timeline, 0), 2.0, [], []
+    x, y, elements, labels = _time_scale(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
         starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
         life_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
         shares = {state: format_share(engine["seconds"][state] / life_s) for state in ("busy", "idle", "lost")}
         states = ", ".join(f"{state} {share}" for state, share in shares.items())
         labels.append(f"engine {engine['engine']}{starts}: {states}")
-        drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
-        drawn += _lane(engine, x, y + 17)
+        elements.append(text(0, y + 11, labels[-1], "lane", "start"))
+        elements += _lane(engine, x, y + 17)
         y += _LANE_PITCH
-    drawn += _time_axis(timeline, x, 0, y - 4)
-    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
+    elements += _time_axis(timeline, x, 0, y - 4)
+    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", elements)
 
 
 def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
-    drawn = []
+    elements = []
     for state in SHARES:
         path = "".join(
             f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), 1.5):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
@@ -310,8 +310,8 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
         )
         if path:
             tooltip = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
-            drawn.append(f'<path class="share-{state}" d="{path}">{tooltip}</path>')
-    return drawn
+            elements.append(f'<path class="share-{state}" d="{path}">{tooltip}</path>')
+    return elements
 
 
 def _time_scale(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
@@ -324,12 +324,12 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
     step_s = next((step for step in _TICKS_S if total_s <= _MAX_TICKS * step), total_s / _MAX_TICKS)
     unit_s, unit, _ = next(unit for unit in _UNITS if step_s >= unit[0])
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
-    drawn = [
+    elements = [
         text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
         tooltip = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
         at = f"{x(pause['at_s']):.1f}"
-        drawn.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
-    return drawn
+        elements.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
+    return elements

@@ -118,11 +118,11 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
     name = "".join(char if char.isprintable() else "_" for char in name)
     name = name[-255:].strip() or _DEFAULT_NAME
-    given = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
-    if not given:
+    expires_after = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
+    if not expires_after:
         return upload, name, None
     try:
-        return upload, name, ExpiresAfter.model_validate(given).seconds
+        return upload, name, ExpiresAfter.model_validate(expires_after).seconds
     except ValidationError as error:
         first = error.errors()[0]
         param = f"expires_after[{first['loc'][0]}]"

@@ -236,7 +236,7 @@ def test_text_names_file_and_precision(plan, report):
     reports = [report(f"{name}/report.json", precision="fp8 weights, fp8 KV cache") for name in ("a", "b")]
     text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
     where = f"{reports[0]} (fp8 weights, fp8 KV cache)"
-    assert f"requests at once on each, as measured in {where}; " in text
+    assert f"concurrent requests each, as measured in {where}; " in text
     assert text.count(where) > 1, "the table's rows name the report, too"
     single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
     assert "measured in" not in single
