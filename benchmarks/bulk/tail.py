@@ -63,9 +63,9 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
-    # Rows only wait, so there can be more engines than cores. The driver must believe that there are enough cores.
-    pretended = dataclasses.replace(hardware.detect(), num_cpus=2 * options.engines)
-    hardware.detect = lambda **_: pretended
+    # The fake engine only waits, so there can be more engines than cores. Make the driver count enough cores.
+    with_enough_cpus = dataclasses.replace(hardware.detect(), num_cpus=2 * options.engines)
+    hardware.detect = lambda **_: with_enough_cpus
     ray.init(address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False)
     config = GenerateConfig(
         input=str(corpus),

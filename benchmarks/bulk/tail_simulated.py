@@ -39,9 +39,19 @@ class Engine:
 
 
 def simulate(
-    units: Sequence[WorkUnit], lengths: Sequence[int], num_engines: int, num_slots: int, calls: int, slow: int
+    units: Sequence[WorkUnit],
+    lengths: Sequence[int],
+    num_engines: int,
+    num_slots: int,
+    num_concurrent_units: int,
+    slow: int,
 ) -> tuple[int, float, int]:
-    """Return wall, unused and tail, as defined in the module's docstring."""
+    """Return wall, unused and tail, as defined in the module's docstring.
+
+    Args:
+        num_concurrent_units: an engine always has this number of units and one more, as long as there are any.
+        slow: how many times slower the first engine is.
+    """
     engines = [Engine(num_slots, slow if index == 0 else 1) for index in range(num_engines)]
     to_do = deque(units)
     running: list[tuple[int, int, int]] = []  # step at which a row ends, engine, unit
@@ -59,7 +69,7 @@ def simulate(
         engines[index].left[unit.unit] = unit.num_rows
         engines[index].waiting.extend((unit.unit, lengths[row]) for row in rows)
 
-    for _ in range(calls + 1):
+    for _ in range(num_concurrent_units + 1):
         for index in range(num_engines):
             if to_do:
                 hand_out(index)
@@ -77,9 +87,9 @@ def simulate(
                 hand_out(index)
         fill_slots(index, now)
         engine.idle_since = now
-    used = sum(lengths) / (num_engines * num_slots)
+    least_steps = sum(lengths) / (num_engines * num_slots)
     speed = (num_engines - 1 + 1 / slow) / num_engines
-    return now, 1 - used / (now * speed), now - min(engine.idle_since for engine in engines)
+    return now, 1 - least_steps / (now * speed), now - min(engine.idle_since for engine in engines)
 
 
 def _lengths(num_rows: int) -> list[int]:
@@ -99,7 +109,7 @@ def _units(cut: Cut, lengths: Sequence[int], *, is_known: bool) -> list[WorkUnit
         span = Span(path="", format="text", first_row=row, num_rows=num_rows, work=work)
         units.append(WorkUnit(unit=len(units), first_id=row, span=span))
         row += num_rows
-    raise AssertionError("a cut has no end")
+    raise AssertionError("unreachable: the sizes of a cut are endless")
 
 
 def main() -> None:
@@ -112,8 +122,8 @@ def main() -> None:
         shrinking = auto_cut(num_rows, num_engines, num_slots)
         for case, is_known, slow in (("known", True, 1), ("unknown", False, 1), ("one slow", True, 3)):
             units = _units(even, lengths, is_known=is_known)
-            calls = math.ceil(2 * num_slots / even.rows_per_unit) + 1
-            before = simulate(units, lengths, num_engines, num_slots, calls, slow)
+            num_concurrent_units = math.ceil(2 * num_slots / even.rows_per_unit) + 1
+            before = simulate(units, lengths, num_engines, num_slots, num_concurrent_units, slow)
             units = longest_first(_units(shrinking, lengths, is_known=is_known))
             after = simulate(units, lengths, num_engines, num_slots, concurrent_units(shrinking, num_slots), slow)
             pairs = [f"{a:,} | {b:,}" for a, b in ((before[0], after[0]), (before[2], after[2]))]

@@ -140,12 +140,12 @@ def _available() -> int:
 
 def _table(results: list[dict[str, Any]], limit_gib: float) -> str:
     lines = ["| parts | peak above the start, GiB | of one part | seconds |", "|---:|---:|---:|---:|"]
-    whole = results[0].get("above_gib")
+    one_part = results[0].get("above_gib")
     for result in results:
         if result["over_the_limit"]:
             lines.append(f"| {result['parts']} | killed above {limit_gib:.1f} in all | | |")
             continue
-        share = f"{result['above_gib'] / whole:.0%}" if whole else ""
+        share = f"{result['above_gib'] / one_part:.0%}" if one_part else ""
         lines.append(f"| {result['parts']} | {result['above_gib']:.2f} | {share} | {result['step_s']:.0f} |")
     return "\n".join(lines)
 

@@ -79,8 +79,12 @@ class Run:
         await asyncio.sleep(options.step_s)
         sampler.cancel()
         await asyncio.gather(sampler, *clients, return_exceptions=True)
-        asked = [self._request_record(request) for request in self._tally.requests]
-        return {"samples": self._samples, "asked": asked, "cold": cold_request and self._request_record(cold_request)}
+        requests = [self._request_record(request) for request in self._tally.requests]
+        return {
+            "samples": self._samples,
+            "asked": requests,
+            "cold": cold_request and self._request_record(cold_request),
+        }
 
     async def _send_requests(self, client: int) -> None:
         async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
@@ -139,21 +143,21 @@ def staircase(max_clients: int, steps: int) -> list[int]:
 
 
 def summarise(
-    samples: list[dict[str, float]], asked: list[dict[str, Any]], cold_request: dict[str, Any] | None
+    samples: list[dict[str, float]], requests: list[dict[str, Any]], cold_request: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Summarise the numbers of engines, when they had their maximum, and the latencies of requests."""
     running = [sample["num_running_replicas"] for sample in samples]
     max_engines = max(running)
     times_at_max = [sample["at_s"] for sample in samples if sample["num_running_replicas"] == max_engines]
-    latencies = [request["latency_s"] for request in asked if request["outcome"] == "answered"]
-    outcomes = sorted({request["outcome"] for request in asked})
+    latencies = [request["latency_s"] for request in requests if request["outcome"] == "answered"]
+    outcomes = sorted({request["outcome"] for request in requests})
     return {
         "num_engines": [number for number, _ in itertools.groupby(running)],
         "most_engines": max_engines,
         "most_first_s": times_at_max[0],
         "most_last_s": times_at_max[-1],
-        "num_requests": len(asked),
-        "outcomes": {name: sum(request["outcome"] == name for request in asked) for name in outcomes},
+        "num_requests": len(requests),
+        "outcomes": {name: sum(request["outcome"] == name for request in requests) for name in outcomes},
         "latency_p50_s": float(np.percentile(latencies, 50)),
         "latency_p95_s": float(np.percentile(latencies, 95)),
         "cold_start_s": cold_request["latency_s"] if cold_request and cold_request["outcome"] == "answered" else None,
@@ -168,8 +172,8 @@ def plot(samples: list[dict[str, float]], engine: str) -> str:
     nearest_samples = [min(samples, key=lambda sample: abs(sample["at_s"] - time_s)) for time_s in times]
     lines = {
         "clients": "num_clients",
-        "requests under way": "num_requests_under_way",
-        "engines that run": "num_running_replicas",
+        "running requests": "num_requests_under_way",
+        "running engines": "num_running_replicas",
     }
     curves = [(name, [(round(s["at_s"]), float(s[key])) for s in nearest_samples]) for name, key in lines.items()]
     kind = "fake engine" if engine == "fake" else "real engine"

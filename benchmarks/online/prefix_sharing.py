@@ -24,9 +24,9 @@ _SYSTEM = "You answer questions about the rules of this library, which are writt
 
 
 def main() -> None:
-    """Measure both ways, write the output file, and print the results."""
+    """Measure without and with sharing, write the output file, and print the results."""
     options = _options()
-    results = {name: _measure(options, name, flags) for name, flags in _WAYS.items()}
+    results = {name: _measure(options, name, flags) for name, flags in _FLAGS_BY_NAME.items()}
     record = {
         **origin(f"python -m benchmarks.online.prefix_sharing --keys {options.keys} --requests {options.requests}"),
         "results": results,
@@ -35,7 +35,7 @@ def main() -> None:
     print(json.dumps(results, indent=2))  # noqa: T201
 
 
-_WAYS = {"apart": [], "shared": ["--share-prefix-cache"]}
+_FLAGS_BY_NAME = {"apart": [], "shared": ["--share-prefix-cache"]}
 
 
 def _measure(options: argparse.Namespace, name: str, flags: list[str]) -> dict[str, Any]:
@@ -49,11 +49,17 @@ def _measure(options: argparse.Namespace, name: str, flags: list[str]) -> dict[s
     with serving(folder, [*engine_flags, *endpoint_flags, *flags], start_s=options.start_s) as endpoint:
         for number in range(options.requests):
             requests += [_send_request(endpoint.url, key, number) for key, _ in new_keys]
-    first, others = requests[: options.keys], requests[options.keys :]
+    first_requests, later_requests = requests[: options.keys], requests[options.keys :]
     return {
         "cached_share": sum(request["cached"] for request in requests) / sum(request["prompt"] for request in requests),
-        "first_of_each_key": {"cached_share": _share(first), "ttft_s": median(request["ttft_s"] for request in first)},
-        "others": {"cached_share": _share(others), "ttft_s": median(request["ttft_s"] for request in others)},
+        "first_of_each_key": {
+            "cached_share": _share(first_requests),
+            "ttft_s": median(request["ttft_s"] for request in first_requests),
+        },
+        "others": {
+            "cached_share": _share(later_requests),
+            "ttft_s": median(request["ttft_s"] for request in later_requests),
+        },
         "requests": requests,
     }
 
