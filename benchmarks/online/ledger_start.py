@@ -1,4 +1,4 @@
-"""How long a new ingress takes to read the spend of keys from a large ledger, with and without a checkpoint.
+"""Measure how long a new ingress takes to read the spend of keys from a large ledger, with and without a checkpoint.
 
     python -m benchmarks.online.ledger_start --folder /tmp/ledger --num-lines 1000000 --output result.json
 

@@ -111,7 +111,7 @@ class SageMaker:
                 getattr(self._api, _CREATE[kind])(**bodies[kind])
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: AWS may have created the resource
+        except BaseException:  # Ctrl-C: AWS might have created the resource
             created.append(kind)
             raise
         created.append(kind)

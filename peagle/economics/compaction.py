@@ -105,7 +105,7 @@ def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple
 
 def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
     for orphan in files.orphans:
-        if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed the index
+        if not (ledger / (orphan.name + INDEX)).exists():  # the listing might have missed the index
             remove(orphan)
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):

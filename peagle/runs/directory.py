@@ -8,7 +8,7 @@
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
-    suspects/                     rows that may have crashed an engine (`suspects.py`); empty in a finished run
+    suspects/                     rows that might have crashed an engine (`suspects.py`); empty in a finished run
     .lease/                       the current driver (`lease.py`), and the stop signal to its workers (`stopping.py`)
 
 A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT. So

@@ -1,4 +1,4 @@
-"""Rows that may have crashed an engine.
+"""Rows that might have crashed an engine.
 
     OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 

@@ -154,7 +154,7 @@ class _Writer(io.RawIOBase):
         try:
             self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
-            # An earlier attempt may have succeeded, although its response was lost.
+            # An earlier attempt might have succeeded, although its response was lost.
             if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._address, error) != self._writer_id:
                 raise
 

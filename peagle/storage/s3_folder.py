@@ -60,7 +60,7 @@ def fetch_file(
     part = partial_path(file, to)
     with part.open("ab") as out:
         num_bytes = min(os.fstat(out.fileno()).st_size, file.num_bytes)
-        begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
+        begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut might have truncated the last piece
         out.truncate(begin)
         count(begin)
         for first in range(begin, file.num_bytes, _PIECE_BYTES):

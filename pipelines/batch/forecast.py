@@ -31,7 +31,7 @@ UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this h
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """What `peagle generate` would do.
+    """A description of what `peagle generate` would do.
 
     Attributes:
         run: the resolved run, which has not been created.

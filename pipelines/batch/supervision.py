@@ -114,7 +114,7 @@ class Supervisor:
     def _count_earlier_units(self) -> Iterator[UnitUsage]:
         """Yield the units of earlier attempts, adding each to the tally, without holding them in memory."""
         for usage in self._directory.usages():
-            self.tally.add(usage, before=True)
+            self.tally.add(usage, is_earlier=True)
             yield usage
 
     def require_within_limits(self) -> None:

@@ -31,7 +31,11 @@ from pipelines.online.config import ServeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """What `peagle serve` would start. `is_for_this_machine` says whether its engines would run on this machine."""
+    """A description of what `peagle serve` would start.
+
+    Attributes:
+        is_for_this_machine: whether the engines would run on this machine.
+    """
 
     config: ServeConfig
     hardware: Hardware

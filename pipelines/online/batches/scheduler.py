@@ -283,7 +283,7 @@ class _Work:
     """Running work for a batch."""
 
     handle: Handle[Any]
-    has_engines: bool = False  # whether the work counts toward `at_once`
+    has_engines: bool = False  # whether the work counts toward `max_concurrent`
     estimate: BatchEstimate | None = None  # set if the run reserves its expected cost rather than the rest of a budget
     reason: Reason | None = None  # why the run was stopped, or why its results are only collected
     errors: Errors = ()
@@ -381,7 +381,7 @@ class Scheduler:
             self._running[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
 
     def _begin_run(self, batch: Batch) -> None:
-        if sum(work.has_engines for work in self._running.values()) >= self._settings.at_once:
+        if sum(work.has_engines for work in self._running.values()) >= self._settings.max_concurrent:
             return
         if batch.progress.model not in self._settings.models:
             message = f"the model {batch.progress.model!r} is no longer served"

@@ -36,7 +36,7 @@ class KeyQuota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchModel:
-    """How a model's batches run."""
+    """The options of the batches of one model."""
 
     model: ServedModel
     config: Mapping[str, Any]  # configuration of the bulk run: engine, price and number of engines, as for the endpoint
@@ -49,11 +49,11 @@ class BatchModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Where batches are stored, and their limits."""
+    """The folder and limits of batches."""
 
     folder: str  # shared by all nodes, or `s3://`
     models: Mapping[str, BatchModel]  # by served name
-    at_once: int  # maximum number of batches with their own engines at the same time
+    max_concurrent: int  # maximum number of batches with their own engines at the same time
     max_output_tokens: int | None
     ledger: Path
     # max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together
@@ -132,7 +132,7 @@ def batch_settings(
             )
             for options in config.served
         },
-        at_once=config.batches_at_once,
+        max_concurrent=config.batches_at_once,
         max_output_tokens=config.max_output_tokens,
         ledger=gate.ledger,
         max_transfers_bytes=config.max_transfers_mib * MIB,

@@ -140,7 +140,7 @@ def test_invalid_input_fails_the_batch(scheduler, runner, store, order):
 
 
 def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, runner, order):
-    scheduler = make_scheduler(at_once=2)
+    scheduler = make_scheduler(max_concurrent=2)
     for _ in range(5):
         order()
     scheduler.tick()
@@ -455,7 +455,7 @@ def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settin
 
 
 def test_batches_of_one_budget_run_one_at_a_time(make_scheduler, runner, order, make_key, spent):
-    scheduler = make_scheduler(at_once=3)
+    scheduler = make_scheduler(max_concurrent=3)
     spent["bob"] = 0.0
     for name in ("alice", "alice", "bob"):
         order(key=make_key(name, budget_usd=2))
@@ -502,7 +502,7 @@ def test_batch_waits_for_reservations_of_requests(scheduler, runner, settings, o
 
 
 def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, order, make_key, clock):
-    scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
+    scheduler, poor = make_scheduler(max_concurrent=3), make_key(budget_usd=2)
     first, _ = order(key=poor), order(key=poor)
     check_all(scheduler, runner)
     runner.works[-1].answer = EngineError("the engine died")
@@ -519,7 +519,7 @@ def test_run_of_another_process_has_priority(make_scheduler, runner, store, orde
     running = order(key=poor)
     store.run_path(running).mkdir()
     (store.run_path(running) / "run.json").write_text("{}")
-    check_all(make_scheduler(at_once=3), runner)
+    check_all(make_scheduler(max_concurrent=3), runner)
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [running]
 
 
@@ -535,7 +535,7 @@ def shared_budgets(settings, spent):
 
 @pytest.mark.usefixtures("shared_budgets")
 def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order, make_key, make_result):
-    scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
+    scheduler, budgets = make_scheduler(max_concurrent=3), totals_of(settings.ledger).budgets
     first, _ = order(key=make_key(budget_usd=10, tags={"team": "search"})), order(key=make_key("bob"))
     check_all(scheduler, runner)
     (run,) = (work for work in runner.works if work.kind == "run")
