@@ -86,8 +86,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             before = _status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")
-            limit = -(-options.tokens // options.child)
-            config = TrainingConfig(num_steps=1, num_depths=8, micro_batch_tokens=limit)
+            tokens_per_part = -(-options.tokens // options.child)
+            config = TrainingConfig(num_steps=1, num_depths=8, micro_batch_tokens=tokens_per_part)
             outcome = train(head, store, [document], config, folder / name, fingerprint={})
         peak = _status("VmHWM")
     return {

@@ -24,7 +24,7 @@ def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure."""
+    """Run the benchmarks and return the exit code."""
     return run_block(args, benches(Path(), tiny=args.tiny))
 
 

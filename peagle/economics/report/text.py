@@ -39,7 +39,8 @@ def short_summary(report: Mapping[str, Any]) -> str:
         cost = f"{cost}: {FIGURES['tokens_per_usd'].text(report)} output tokens per dollar"
     lines.append(("cost", cost))
     notes = report["notes"]
-    more = [f"  {len(notes) - _MAX_NOTES} more notes: peagle report {run['path']}"] if len(notes) > _MAX_NOTES else []
+    num_more = len(notes) - _MAX_NOTES
+    more = [f"  {num_more} more note{'s' if num_more > 1 else ''}: peagle report {run['path']}"] if num_more > 0 else []
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines), *_wrapped_notes(notes[:_MAX_NOTES]), *more])
 
 

@@ -80,7 +80,7 @@ class ProcessWatch:
         self._processes, self._report, self._monotonic = processes, report, monotonic
         self._known = dict(processes())
         self._died_at: dict[str, float] = {}
-        self._is_reported: set[str] = set()
+        self._reported_kinds: set[str] = set()
 
     def check(self) -> None:
         """Report processes that ended or came back since the previous check."""
@@ -93,11 +93,11 @@ class ProcessWatch:
             self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. No action is needed")
         for kind in new:
             if (died_at := self._died_at.pop(kind, None)) is not None:
-                self._is_reported.discard(kind)
+                self._reported_kinds.discard(kind)
                 self._report(f"Serve's {kind} is back after {now - died_at:.0f} s")
         for kind, died_at in self._died_at.items():
-            if now - died_at >= _MAX_RESTART_S and kind not in self._is_reported:
-                self._is_reported.add(kind)
+            if now - died_at >= _MAX_RESTART_S and kind not in self._reported_kinds:
+                self._reported_kinds.add(kind)
                 self._report(
                     f"Serve's {kind} is not back after {_MAX_RESTART_S:g} s: stop this command and start it again; "
                     "usage, files and batches are saved"
