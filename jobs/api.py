@@ -87,7 +87,7 @@ def serve(
 
     loaded = _load(ServeConfig, config, {"model": model, "drafter": drafter, **options})
     restrict_new_files()
-    endpoint = background.bring_up(loaded, print if progress else lambda _: None)
+    endpoint = background.start_and_wait(loaded, print if progress else lambda _: None)
     try:
         yield endpoint
     finally:

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.cluster.inspection import inspect
     from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
-    from pipelines.online.background import record_up
+    from pipelines.online.background import record_endpoint_up
     from pipelines.online.idle import stop_when_idle
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             price = endpoint_price(config, hardware, served)
             _deploy(config, hardware, served, is_remote=is_remote)
             stopped = threading.Event()
-            record_up(config.state, price)
+            record_endpoint_up(config.state, price)
             # Ray replaces the SIGTERM handler when it starts, so peagle's handler is installed afterwards.
             with (
                 stop_on_signal(stopped, message=_STOPPED_NOW),

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(ServeConfig, args)
     if args.dry_run:
         return serve.dry_run(config)
-    endpoint = background.bring_up(config, say)
+    endpoint = background.start_and_wait(config, say)
     say(f"{endpoint.name} is up at {endpoint.url}; `peagle down {endpoint.name}` stops it")
     return 0, describe(endpoint)
 

@@ -178,6 +178,6 @@ def _batches(folder, model):
     neighbours = Neighbours(slot_group="test", hardware=hardware.detect(), placement=placement)
     batch_model = BatchModel(model=model, config={}, neighbours=neighbours)
     return BatchSettings(
-        folder=str(folder / "batches"), models={"m": batch_model}, at_once=1, max_output_tokens=None,
+        folder=str(folder / "batches"), models={"m": batch_model}, max_concurrent=1, max_output_tokens=None,
         ledger=folder / "ledger",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The systems that `overhead.py` compares, each in a process of its own: `overhead_systems.py SYSTEM JOB.json`.
+"""The systems that `overhead.py` compares, each in its own process: `overhead_systems.py SYSTEM JOB.json`.
 
-Every one gets the same prompts, the same arguments and environment of the engine and the same sampling from the job;
-what differs is who drives the engine. With Ray the environment is that of the engine's actor alone, as peagle has it.
-"async-llm" is the least that can be done with vLLM: `concurrency` requests in it at any time.
+All systems get the same prompts, sampling parameters, engine arguments and environment from the job; only the code that
+drives the engine differs. With Ray, only the engine's actor gets the environment, as in peagle. "async-llm" is the
+simplest driver of vLLM: it keeps `concurrency` requests in the engine.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run one system to its end; its answers are not kept, its tokens are counted by the clock."""
+    """Run one system until it has answered all prompts. Answers are dropped; the token clock counts the tokens."""
     system, path = sys.argv[1:]
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     if system in ("async-llm", "run-batch"):
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _require_environment(environment: dict[str, str]) -> None:
-    """Begin again with these variables unless they are there: a library is preloaded when a process starts."""
+    """Restart this process with these variables unless they are set: libraries are only preloaded at the start."""
     if any(os.environ.get(name) != value for name, value in environment.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
 
@@ -37,10 +37,10 @@ def _async_llm(job: dict[str, Any]) -> None:
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["engine"]))
         sampling = SamplingParams(**job["sampling"], output_kind=RequestOutputKind.FINAL_ONLY)
-        free = asyncio.Semaphore(job["concurrency"] or len(job["rows"]))
+        slots = asyncio.Semaphore(job["concurrency"] or len(job["rows"]))
 
         async def answer(row: dict[str, Any]) -> None:
-            async with free:
+            async with slots:
                 async for _ in engine.generate(row["text"], sampling, row["id"]):
                     pass
 
@@ -54,7 +54,7 @@ def _ray_data_llm(job: dict[str, Any]) -> None:
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    # Each of its stages reserves a whole logical CPU: with two it would wait for ever.
+    # Each stage reserves a whole logical CPU, so with two CPUs it would wait forever.
     ray.init(address="local", num_cpus=16, include_dashboard=False)
     engine = dict(job["engine"])
     config = vLLMEngineProcessorConfig(
@@ -81,7 +81,7 @@ def _run_batch(job: dict[str, Any]) -> None:
     from peagle.engine.arguments import command_line
 
     folder = Path(job["folder"])
-    base = {"method": "POST", "url": "/v1/chat/completions"}  # vLLM's batches know no completions
+    base = {"method": "POST", "url": "/v1/chat/completions"}  # vLLM's batches do not support completions
     body = {"model": job["engine"]["model"], **job["sampling"]}
     requests = [
         {"custom_id": row["id"], **base, "body": body | {"messages": [{"role": "user", "content": row["prompt"]}]}}

@@ -1,15 +1,15 @@
-"""What rows cost the driver: planning, resuming after half, rows a second, and peak memory, for growing corpora.
+"""The driver's cost per row: time to plan, time to resume a half-finished run, rows/s and peak memory, by corpus size.
 
     python benchmarks/bulk/scale.py --rows 10000,100000,1000000 --folder /tmp/scale --output scale.json
 
-Each corpus is JSON lines of short prompts, answered by the fake engine (one token a row, no time a token), so that what
-is measured is peagle and Ray. Each step has a process of its own, whose peak memory is that of the driver alone:
+Each corpus is JSON lines of short prompts. The fake engine answers each with one token immediately, so only peagle and
+Ray are measured. Each stage runs in its own process, whose peak memory is that of the driver:
 
-    plan      cut the corpus, write the plan's bytes and read them again; in CPU seconds, which neighbours do not change
-    first     a run that is asked to stop (SIGINT) as soon as half of its units are committed
-    second    the same command: `resume_s` is from its start to its first commit, Ray's own start included
+    plan      split the corpus, write the plan and read it again; in CPU seconds, since other processes may be running
+    first     a run that is stopped (SIGINT) as soon as half of its units are committed
+    second    the same command again; "resume s" is from its start to its first commit, including Ray's start
 
-The slopes are those of the line through the smallest and the largest corpus; 1e9 rows are calculated from them.
+The slopes are those of the line through the smallest and the largest corpus, extrapolated to 1e9 rows.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _MIB = 1024  # of ru_maxrss's KiB
 
 
 def main() -> None:
-    """Measure every size, write what was found after each, and print it as a Markdown table."""
+    """Measure each corpus size, write the results after each one, and print a Markdown table."""
     options = _options()
     if options.child is not None:
         _child(options)
@@ -44,7 +44,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda words: [int(word) for word in words.split(",")], required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="for the corpora and runs; what it holds is kept")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for the corpora and runs; existing files are kept"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--engines", default="1")
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -60,11 +62,11 @@ def _measure(options: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     corpus = folder / "prompts.jsonl"
     _write(corpus, num_rows)
     plan = _start(options, "plan", corpus)
-    found = {"rows": num_rows, "plan": json.loads(plan.communicate()[0])}
+    result = {"rows": num_rows, "plan": json.loads(plan.communicate()[0])}
     if not options.plan_only:
-        half = found["plan"]["num_units"] // 2
-        found |= {"first": _run(options, corpus, stop_at=half), "second": _run(options, corpus, stop_at=None)}
-    return found
+        half_of_units = result["plan"]["num_units"] // 2
+        result |= {"first": _run(options, corpus, stop_at=half_of_units), "second": _run(options, corpus, stop_at=None)}
+    return result
 
 
 def _write(path: Path, num_rows: int) -> None:
@@ -81,7 +83,7 @@ def _start(options: argparse.Namespace, child: str, corpus: Path) -> "subprocess
 
 
 def _run(options: argparse.Namespace, corpus: Path, *, stop_at: int | None) -> dict[str, Any]:
-    """One attempt at the run, watched from outside."""
+    """Run one attempt, and count its committed units from this process. Stop it after `stop_at` units."""
     data = corpus.parent / "run" / "data"
     before, started = _count(data), time.monotonic()
     process = _start(options, "run", corpus)
@@ -95,8 +97,8 @@ def _run(options: argparse.Namespace, corpus: Path, *, stop_at: int | None) -> d
             process.send_signal(signal.SIGINT)
             stop_at = None
     wall_s = time.monotonic() - started
-    found: dict[str, Any] = json.loads((process.stdout or sys.stdin).read().splitlines()[-1])
-    return found | {"first_commit_s": first_commit_s, "wall_s": wall_s, "units": _count(data) - before}
+    result: dict[str, Any] = json.loads((process.stdout or sys.stdin).read().splitlines()[-1])
+    return result | {"first_commit_s": first_commit_s, "wall_s": wall_s, "units": _count(data) - before}
 
 
 def _count(folder: Path) -> int:
@@ -119,10 +121,10 @@ def _child(options: argparse.Namespace) -> None:
         usd_per_hour=1,
         grace_s=5,
     )
-    found = _plan(config) if options.child == "plan" else _generate(config)
+    result = _plan(config) if options.child == "plan" else _generate(config)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _MIB
-    print(json.dumps(found | {"peak_mib": round(peak_mib)}), flush=True)  # noqa: T201
-    os._exit(0)  # Ray's threads need not be waited for
+    print(json.dumps(result | {"peak_mib": round(peak_mib)}), flush=True)  # noqa: T201
+    os._exit(0)  # without waiting for Ray's threads
 
 
 def _plan(config: Any) -> dict[str, Any]:
@@ -163,17 +165,17 @@ def _generate(config: Any) -> dict[str, Any]:
 
 
 def _table(results: list[dict[str, Any]]) -> str:
-    def cells(one: dict[str, Any]) -> list[str]:
-        plan, first, second = one["plan"], one.get("first"), one.get("second")
-        cells = [f"{one['rows']:,}", f"{plan['num_units']:,}", f"{plan['cut_s']:.1f}", f"{plan['peak_mib']:,}"]
+    def cells(result: dict[str, Any]) -> list[str]:
+        plan, first, second = result["plan"], result.get("first"), result.get("second")
+        cells = [f"{result['rows']:,}", f"{plan['num_units']:,}", f"{plan['cut_s']:.1f}", f"{plan['peak_mib']:,}"]
         if first is None or second is None:
             return cells + ["-"] * 4
         share = second["units"] / plan["num_units"]
-        rows_per_s = one["rows"] * share / (second["wall_s"] - second["first_commit_s"])
+        rows_per_s = result["rows"] * share / (second["wall_s"] - second["first_commit_s"])
         peaks = f"{first['peak_mib']:,} / {second['peak_mib']:,}"
         return [*cells, f"{second['first_commit_s']:.1f}", f"{second['wall_s']:.1f}", f"{rows_per_s:,.0f}", peaks]
 
-    heads = [
+    headers = [
         "rows",
         "units",
         "planning CPU s",
@@ -183,7 +185,7 @@ def _table(results: list[dict[str, Any]]) -> str:
         "rows/s",
         "driver peak MiB",
     ]
-    lines = [heads, ["--:"] * len(heads), *map(cells, results)]
+    lines = [headers, ["--:"] * len(headers), *map(cells, results)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n{_slopes(results)}" if len(results) > 1 else table
 
@@ -195,13 +197,17 @@ def _slopes(results: list[dict[str, Any]]) -> str:
         return f"{name}: {slope * 1e6:.2f} {unit} a million rows; 1e9 rows: {at_a_billion:,.0f} {unit}"
 
     lines = [
-        line("planning", "CPU s", [one["plan"]["cut_s"] for one in results]),
-        line("planning's peak", "MiB", [one["plan"]["peak_mib"] for one in results]),
+        line("planning", "CPU s", [result["plan"]["cut_s"] for result in results]),
+        line("planning's peak", "MiB", [result["plan"]["peak_mib"] for result in results]),
     ]
-    if all("second" in one for one in results):
+    if all("second" in result for result in results):
         lines += [
-            line("resuming", "s", [one["second"]["first_commit_s"] for one in results]),
-            line("driver's peak", "MiB", [max(one["first"]["peak_mib"], one["second"]["peak_mib"]) for one in results]),
+            line("resuming", "s", [result["second"]["first_commit_s"] for result in results]),
+            line(
+                "driver's peak",
+                "MiB",
+                [max(result["first"]["peak_mib"], result["second"]["peak_mib"]) for result in results],
+            ),
         ]
     return "\n".join(lines)
 

@@ -1,18 +1,19 @@
-"""The end of a run: how much of the engines' time is unused while the last units finish.
+"""The tail of a run: how much of the engines' time is unused while the last units finish.
 
     python benchmarks/bulk/tail.py --folder /tmp/tail --rows 1200 --engines 4 [--rows-per-unit 19]
 
-Prompts ask the fake engine for very different lengths (`ignore_eos` and a row's own `max_tokens`): 80 % of them 16 to
-64 tokens, 15 % 128 to 256, and 5 % 512, in an order drawn once. Nothing is computed, rows only take their time, so four
-engines run on any machine. `--rows-per-unit` cuts the corpus evenly, as it was done before units shrank.
+Rows have very different output lengths (`ignore_eos` and each row's own `max_tokens`): 80 % have 16 to 64 tokens, 15 %
+have 128 to 256, and 5 % have 512, in a fixed random order. The fake engine computes nothing and only waits, so four
+engines run on any machine. `--rows-per-unit` splits the corpus into equal units, as before units shrank toward the end
+of a run.
 
-Stated are, from the ledger and the committed rows:
+The results come from the ledger and the committed rows:
 
-    wall_s          from the first engine that was ready to the last commit
-    least_s         the time that the same rows would take in all slots of all engines without a gap
-    unused          1 - least_s / wall_s: the share of slots' time in which no row was in them
-    idle_share      of the engines' paid time, seconds in which an engine had no row at all
-    tail_s          from the moment when an engine took its last unit for good to the end of the run
+    wall_s          from the moment when the first engine is ready to the last commit
+    least_s         wall time of the same rows if all slots of all engines were always full
+    unused          1 - least_s / wall_s: the share of slot time without a row
+    idle_share      the share of the engines' paid time in which an engine has no row at all
+    tail_s          from the moment when the first engine has committed its last unit to the end of the run
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 
 def main() -> None:
-    """One run, and what it used of its time."""
+    """Run once, and print how the engines' time was used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1200)
@@ -43,11 +44,11 @@ def main() -> None:
 
 
 def _write(path: Path, num_rows: int) -> None:
-    draw = random.Random(0)
+    generator = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_rows):
-            kind = draw.random()
-            length = 512 if kind < 0.05 else draw.randint(128, 256) if kind < 0.2 else draw.randint(16, 64)
+            kind = generator.random()
+            length = 512 if kind < 0.05 else generator.randint(128, 256) if kind < 0.2 else generator.randint(16, 64)
             file.write(json.dumps({"prompt": f"say {number}", "sampling": {"max_tokens": length}}) + "\n")
 
 
@@ -62,9 +63,9 @@ def _generate(corpus: Path, options: argparse.Namespace) -> None:
     from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
-    # Rows only wait, so engines may be more than cores: the driver is told of enough of them.
-    here = dataclasses.replace(hardware.detect(), num_cpus=2 * options.engines)
-    hardware.detect = lambda **_: here
+    # The fake engine only waits, so there can be more engines than cores. Make the driver count enough cores.
+    with_enough_cpus = dataclasses.replace(hardware.detect(), num_cpus=2 * options.engines)
+    hardware.detect = lambda **_: with_enough_cpus
     ray.init(address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False)
     config = GenerateConfig(
         input=str(corpus),

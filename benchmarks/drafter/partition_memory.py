@@ -2,11 +2,11 @@
 
     python benchmarks/drafter/partition_memory.py --target FOLDER --output partition.json
 
-The step is that of `peagle train` (bf16 autocast over float32 weights, features read from a store), on random
-features: what they hold changes neither memory nor work. Each number of parts has a process of its own, which first
-does a step on 64 tokens, so that libraries and kernels are loaded, and then states how far its resident memory rose
-above where it stood right before the step (Linux: the peak is set back through /proc/self/clear_refs). A process that
-rises above the limit is killed, and the table says so.
+The step is that of `peagle train` (bf16 autocast over float32 weights, features read from a store). Features are
+random, since their values change neither memory nor work. Each number of parts is measured in its own process. It first
+runs a step on 64 tokens to load libraries and kernels. Then it reports how far the step raised its resident memory
+(Linux: the peak is reset through /proc/self/clear_refs). A process that exceeds the limit is killed, which the table
+shows.
 """
 
 import argparse
@@ -20,39 +20,39 @@ from typing import Any
 
 GIB = 2**30
 _POLL_S = 0.05
-_SPARE_GIB = 2.0  # left to everybody else
+_SPARE_GIB = 2.0  # available memory that is left to other processes
 _WARM_UP_TOKENS = 64
 
 
 def main() -> None:
-    """Measure every number of parts, write what was found, and print it as a Markdown table."""
+    """Measure each number of parts, write the results, and print a Markdown table."""
     options = _options()
     if options.child is not None:
         print(json.dumps(_measure(options)))  # noqa: T201 - read by the parent
         return
     limit = options.limit_gib or _available() / GIB - _SPARE_GIB
-    found = {"tokens": options.tokens, "num_layers": options.num_layers, "limit_gib": round(limit, 1)}
+    settings = {"tokens": options.tokens, "num_layers": options.num_layers, "limit_gib": round(limit, 1)}
     results: list[dict[str, Any]] = []
     for parts in options.parts:
-        results.append(_in_a_process(parts, limit))
-        options.output.write_text(json.dumps({**found, "parts": results}, indent=2) + "\n")
+        results.append(_measure_in_subprocess(parts, limit))
+        options.output.write_text(json.dumps({**settings, "parts": results}, indent=2) + "\n")
     print(_table(results, limit))  # noqa: T201
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target whose shape the head takes")
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target that the head is for")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--tokens", type=int, default=20_480)
     parser.add_argument("--parts", type=lambda words: [int(word) for word in words.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--num-layers", type=int, default=1)
-    parser.add_argument("--limit-gib", type=float, help="of a process; default: what is available, less 2")
+    parser.add_argument("--limit-gib", type=float, help="memory limit of a process; default: available memory minus 2")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _in_a_process(parts: int, limit_gib: float) -> dict[str, Any]:
-    """Run a measurement, and kill it when it rises above the limit."""
+def _measure_in_subprocess(parts: int, limit_gib: float) -> dict[str, Any]:
+    """Measure in a subprocess, and kill it if its memory exceeds the limit."""
     process = subprocess.Popen([sys.executable, *sys.argv, "--child", str(parts)], stdout=subprocess.PIPE, text=True)
     highest = 0
     while process.poll() is None:
@@ -69,7 +69,7 @@ def _in_a_process(parts: int, limit_gib: float) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One step in this process: seconds, and peak resident memory above where it stood."""
+    """Run a step in this process; return its seconds, and the rise of resident memory to its peak."""
     import gc
 
     from peagle.drafter.features import FeatureStore
@@ -86,8 +86,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             before = _status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")
-            limit = -(-options.tokens // options.child)
-            config = TrainingConfig(num_steps=1, num_depths=8, micro_batch_tokens=limit)
+            tokens_per_part = -(-options.tokens // options.child)
+            config = TrainingConfig(num_steps=1, num_depths=8, micro_batch_tokens=tokens_per_part)
             outcome = train(head, store, [document], config, folder / name, fingerprint={})
         peak = _status("VmHWM")
     return {
@@ -105,7 +105,7 @@ def _vocabulary(target: Path) -> Any:
 
 
 def _write_features(folder: Path, options: argparse.Namespace) -> None:
-    """Two documents of random states: one to warm up, and the long one, a sixteenth of which is prompt."""
+    """Write two documents of random states: one to warm up, and the long one, a sixteenth of which is the prompt."""
     import torch
 
     from peagle.drafter.features import FeatureSpec, StoreWriter
@@ -125,7 +125,7 @@ def _write_features(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _status(field: str, process: int | str = "self") -> int:
-    """Bytes that /proc states of a process; 0 when it has ended."""
+    """Return a field of a process's /proc status in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -140,12 +140,12 @@ def _available() -> int:
 
 def _table(results: list[dict[str, Any]], limit_gib: float) -> str:
     lines = ["| parts | peak above the start, GiB | of one part | seconds |", "|---:|---:|---:|---:|"]
-    whole = results[0].get("above_gib")
+    one_part = results[0].get("above_gib")
     for result in results:
         if result["over_the_limit"]:
             lines.append(f"| {result['parts']} | killed above {limit_gib:.1f} in all | | |")
             continue
-        share = f"{result['above_gib'] / whole:.0%}" if whole else ""
+        share = f"{result['above_gib'] / one_part:.0%}" if one_part else ""
         lines.append(f"| {result['parts']} | {result['above_gib']:.2f} | {share} | {result['step_s']:.0f} |")
     return "\n".join(lines)
 

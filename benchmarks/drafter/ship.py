@@ -1,12 +1,12 @@
-"""Puts a trained head in the place of the one that ships, without the rows of lm_head that are its target's.
+"""Replace a head of the package by a trained head, without the rows of lm_head that are equal to its target's.
 
     python -m benchmarks.drafter.ship heads/peagle/head --target smollm2-135m
     python -m benchmarks.drafter.ship heads/large/head --fp8
 
-The head is one of `peagle train --no-train-lm-head`. What users get is put together on first use
-(peagle/catalog/shipped_heads.py); its card is the trained head's README.md, to which measurements are added by hand.
-`--fp8` halves what the repository carries. Users get bf16 all the same, of the values that FP8 holds: so measure the
-head that ships, not the one that was trained.
+The head must come from `peagle train --no-train-lm-head`. The rows are added again on first use
+(peagle/catalog/shipped_heads.py). The model card is the trained head's README.md; add measurements to it by hand.
+`--fp8` halves the size in the repository. Users still get bf16 weights, but with the precision of FP8, so measure the
+shipped head, not the trained one.
 """
 
 import argparse
@@ -23,42 +23,42 @@ from peagle.errors import DrafterError
 
 
 def main() -> None:
-    """Write the head, and say where."""
+    """Write the head, and print its folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", type=Path, help="folder of a trained head")
-    parser.add_argument("--target", default="smollm2-135m", help="the embedded target that it is for")
+    parser.add_argument("--target", default="smollm2-135m", help="the embedded target of the head")
     parser.add_argument("--fp8", action="store_true", help="store its matrices in FP8")
     options = parser.parse_args()
     print(ship(options.head, options.target, Path(resolve_model(options.target).path), fp8=options.fp8))  # noqa: T201
 
 
 def ship(head: Path, name: str, target: Path, *, fp8: bool = False) -> Path:
-    """Write a head into the package as that of its method; the folder.
+    """Write a head into the package, as the head of its target and method, and return its folder.
 
     Args:
         head: folder of the trained head.
-        name: catalog name of its target.
-        target: folder of its target.
-        fp8: whether its matrices are stored in FP8.
+        name: catalog name of the target.
+        target: folder of the target.
+        fp8: whether to store matrices in FP8.
 
     Raises:
-        DrafterError: not a head, one for another target, or its lm_head was trained.
+        DrafterError: the folder contains no head, the head is for another target, or its lm_head was trained.
     """
-    if (own := target_of(head)) != name:
-        raise DrafterError(f"{head}: is for {own}, not for {name}")
-    place = HEADS_FOLDER / f"{name}-{read_head(read_config(head, DrafterError)).method}"
+    if (own_target := target_of(head)) != name:
+        raise DrafterError(f"{head}: is for {own_target}, not for {name}")
+    destination = HEADS_FOLDER / f"{name}-{read_head(read_config(head, DrafterError)).method}"
     with tempfile.TemporaryDirectory(prefix=".", dir=HEADS_FOLDER) as staging:
-        reduced = Path(staging) / place.name
+        reduced = Path(staging) / destination.name
         without_rows(head, target, reduced)
         if fp8:
             quantize_head(reduced, quantised := Path(staging) / "fp8")
-            for card in reduced.glob("README.md"):  # it speaks of what is loaded, which is bf16
+            for card in reduced.glob("README.md"):  # the card stays: it describes the loaded weights, which are bf16
                 shutil.copyfile(card, quantised / card.name)
             reduced = quantised
-        if place.exists():
-            shutil.rmtree(place)
-        reduced.rename(place)
-    return place
+        if destination.exists():
+            shutil.rmtree(destination)
+        reduced.rename(destination)
+    return destination
 
 
 if __name__ == "__main__":

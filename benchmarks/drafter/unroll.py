@@ -6,15 +6,18 @@
 An EAGLE-3 head of one layer drafts token by token: a step reads the state of the previous step and the token drafted
 from it. A P-EAGLE head has no loop, but its layers follow each other. So two added layers represent one step:
 
-- **copy**: every row whose token is unknown takes the state of the previous row. Queries and keys are constants rotated
-  by the rotary embedding, so that the best match is one place away. Known rows match themselves and are scaled up, so
-  that later layers hardly change them.
-- **step**: EAGLE-3's layer. It reads the embedding from the state, by linear regression, since the state predicts the
-  token. Keys are rotated by one place, since a row's state describes the token of the next place.
+Here, a row is one position of a document at one depth (see peagle/drafter/batch.py); at depths above 0 its token is
+unknown.
 
-So 2n + 1 layers initially draft n + 1 tokens, and those after the first only roughly. This is a start for training,
-not a head to serve. Whether a row's token is known is a linear function of its state, found by regression too. All
-regressions use the rows of a batch of training documents.
+- **copy**: each row with an unknown token copies the state of the previous position. Queries and keys are constants
+  rotated by the rotary embedding, so that the best match is one position away. Rows with known tokens match themselves
+  and are scaled up, so that later layers hardly change them.
+- **step**: EAGLE-3's layer. It computes the token's embedding from the state, by linear regression, since the state
+  predicts the token. Keys are rotated by one position, since a row's state describes the token of the next position.
+
+So 2n + 1 layers initially draft n + 1 tokens, and those after the first only roughly. The result is a start for
+training, not a head to serve. Whether a row's token is known is also a linear function of its state, found by
+regression. All regressions use the rows of a batch of training documents.
 
 Shapes: S rows of the batch, H hidden size, D head dimension.
 """
@@ -37,11 +40,11 @@ from peagle.drafter.pipeline import Listener, prepare
 from peagle.drafter.training import sampled_batch
 from peagle.errors import ConfigError, DrafterError
 
-_PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next
-_GAP = 8.0  # by how much the place sought scores more than its neighbours
-_LARGER = 5.0  # known rows grow by this much of their size
-_MUTE = 20.0  # how much less rows answer in a step that are not known
-_GATE = 10.0  # a gate that is this open passes its input on times this
+_PAIRS = 8  # the fastest rotary pairs, which distinguish neighbouring positions
+_GAP = 8.0  # difference of attention scores between the copied position and its neighbours
+_LARGER = 5.0  # known rows grow by this multiple of their size
+_MUTE = 20.0  # reduction of the attention scores of unknown rows in a step
+_GATE = 10.0  # gate value of open gates; SiLU multiplies the input by about this value
 _TOKENS_PER_DIMENSION = 8  # of documents used for the regressions
 
 
@@ -93,31 +96,30 @@ def unroll(head: Any, batch: TrainingBatch) -> None:
     Args:
         head: a PEagleDraftModel of 3, 5 or 7 layers, whose first layer and `fc` are those of an EAGLE-3 head, and whose
             KV heads hold a whole state.
-        batch: rows of documents, at more depths than there are steps and many more than H, for the regressions. On the
-            head's device.
+        batch: rows for the regressions, on the head's device: many more than H, at more depths than there are steps.
 
     Raises:
-        ConfigError: a step has no rows to be fitted to, since the documents under the loss are too short.
+        ConfigError: there are no rows to fit a step, since the responses are too short.
     """
     rows = _Rows(head, batch)
     deepest, num_steps = int(rows.depth_S.max()), len(head.layers) // 2
     if deepest < num_steps:
         raise ConfigError(
-            f"{len(head.layers)} unrolled layers are fitted to rows at depth {num_steps}, and those of the documents "
-            f"end at {deepest}: the responses are too short",
-            hint="give fewer --num-layers, longer responses, or a --cod-ratio nearer to 1",
+            f"{len(head.layers)} unrolled layers require rows at depth {num_steps}, but the documents only have rows "
+            f"up to depth {deepest}: the responses are too short",
+            hint="use fewer --num-layers, longer responses, or a --cod-ratio nearer to 1",
         )
     rows.pass_through(head.layers[0])
     first_size = _size(rows.states_SH[rows.depth_S == 0])
     for known_depth, (copy, step) in enumerate(zip(head.layers[1::2], head.layers[2::2], strict=True)):
-        _wire_copy(head, copy, rows, known_depth=known_depth)
+        _set_copy_weights(head, copy, rows, known_depth=known_depth)
         rows.pass_through(copy)
-        _wire_step(head, step, rows, known_depth=known_depth, first_size=first_size)
+        _set_step_weights(head, step, rows, known_depth=known_depth, first_size=first_size)
         rows.pass_through(step)
 
 
 class _Rows:
-    """The rows of a batch on their way through the layers."""
+    """The states of a batch's rows, layer by layer."""
 
     def __init__(self, head: Any, batch: TrainingBatch) -> None:
         self._rows = parallel_rows(head, batch)
@@ -127,20 +129,17 @@ class _Rows:
         self.states_SH = self._padded[0, : self.num]
 
     def through(self, layer: Any) -> torch.Tensor:
-        """The states behind a layer, with padding, [1, S, H]."""
+        """Return the states after a layer, with padding, [1, S, H]."""
         return self._rows.apply(layer, self._padded)
 
     def pass_through(self, layer: Any) -> None:
-        """Go on to the next layer."""
+        """Replace the states by those after a layer."""
         self._padded = self.through(layer)
         self.states_SH = self._padded[0, : self.num]
 
 
-def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
-    """A layer that copies the state of the row one place before.
-
-    It does so for each row behind `known_depth`.
-    """
+def _set_copy_weights(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
+    """Set the weights of a layer that copies the state of the previous position, for rows deeper than `known_depth`."""
     config = head.config.transformer_layer_config
     head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     attention, hidden = layer.self_attn, config.hidden_size
@@ -159,19 +158,19 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
     attention.q_proj.weight.copy_(query_DH.repeat(num_heads, 1))
     attention.k_proj.weight.copy_(key_DH.repeat(num_kv_heads, 1))
 
-    # What tells a row that is not known stays its own: the layers behind ask for it again.
+    # The direction that marks a row as unknown is not copied, since later layers need it.
     identity_HH = torch.eye(hidden, device=states_SH.device, dtype=states_SH.dtype)
-    kept_HH = identity_HH - torch.outer(unknown_H, unknown_H) / unknown_H.dot(unknown_H)
+    copied_HH = identity_HH - torch.outer(unknown_H, unknown_H) / unknown_H.dot(unknown_H)
     size = _size(rows.states_SH[rows.depth_S == known_depth])
     attention.v_proj.weight.zero_()
-    attention.v_proj.weight[:hidden] = kept_HH
+    attention.v_proj.weight[:hidden] = copied_HH
     attention.o_proj.weight.zero_()
     group = num_heads // num_kv_heads
     for kv_head in range(math.ceil(hidden / head_dim)):  # the first query head of each group carries its values
-        brought = slice(kv_head * head_dim, min((kv_head + 1) * head_dim, hidden))
+        target_dims = slice(kv_head * head_dim, min((kv_head + 1) * head_dim, hidden))
         start = kv_head * group * head_dim
-        columns = slice(start, start + brought.stop - brought.start)
-        attention.o_proj.weight[brought, columns] = size * identity_HH[brought, brought]
+        columns = slice(start, start + target_dims.stop - target_dims.start)
+        attention.o_proj.weight[target_dims, columns] = size * identity_HH[target_dims, target_dims]
 
     layer.post_attention_layernorm.weight.fill_(1)
     mlp = layer.mlp
@@ -184,14 +183,14 @@ def _wire_copy(head: Any, layer: Any, rows: _Rows, *, known_depth: int) -> None:
     mlp.down_proj.weight[:, :hidden] = _LARGER * size / _GATE * identity_HH
 
 
-def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_size: torch.Tensor) -> None:
-    """A layer that does EAGLE-3's next step for rows one place behind known ones."""
+def _set_step_weights(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_size: torch.Tensor) -> None:
+    """Set the weights of a layer that runs EAGLE-3's next step for the rows at depth `known_depth + 1`."""
     config, first = head.config.transformer_layer_config, head.layers[0]
     head_dim, hidden = config.head_dim, config.hidden_size
     states_SH = _normed(rows.states_SH)
-    held_SH = states_SH[rows.depth_S <= known_depth + 1]
-    drafted_SH = first.input_layernorm(head.embed_tokens(most_likely_drafts(head, head.norm(held_SH)))).float()
-    embedded_HH = _fit(held_SH, drafted_SH, ridge=1e-2).T
+    fitted_SH = states_SH[rows.depth_S <= known_depth + 1]
+    drafted_SH = first.input_layernorm(head.embed_tokens(most_likely_drafts(head, head.norm(fitted_SH)))).float()
+    embedded_HH = _fit(fitted_SH, drafted_SH, ridge=1e-2).T
 
     def reads_state(projection: Any) -> torch.Tensor:
         of_embedding, of_state = torch.split(projection.weight, hidden, dim=1)
@@ -201,14 +200,14 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     attention = layer.self_attn
     layer.input_layernorm.weight.fill_(1)
     attention.q_proj.weight.copy_(reads_state(first.self_attn.q_proj))
-    attention.k_proj.weight.copy_(_one_place_further(reads_state(first.self_attn.k_proj), head))
+    attention.k_proj.weight.copy_(_rotated_by_one_position(reads_state(first.self_attn.k_proj), head))
     attention.v_proj.weight.copy_(reads_state(first.self_attn.v_proj))
     unknown_H = math.sqrt(_MUTE * math.sqrt(head_dim)) * _fit(states_SH, rows.depth_S > known_depth)
-    slowest = head_dim // 2 - 1  # its half pair hardly turns: its product is the same at all distances
+    slowest = head_dim // 2 - 1  # the slowest rotary pair hardly turns, so its product is the same at all distances
     attention.q_proj.weight.view(-1, head_dim, hidden)[:, slowest] = unknown_H
     attention.k_proj.weight.view(-1, head_dim, hidden)[:, slowest] = -unknown_H
 
-    # EAGLE-3's layer adds to a state of the size that its first step leaves.
+    # EAGLE-3's layer expects a state with the size of the state after its first step.
     scale = _size(rows.states_SH[rows.depth_S == known_depth + 1]) / first_size
     attention.o_proj.weight.copy_(first.self_attn.o_proj.weight * scale)
     layer.post_attention_layernorm.weight.copy_(first.post_attention_layernorm.weight)
@@ -217,34 +216,35 @@ def _wire_step(head: Any, layer: Any, rows: _Rows, *, known_depth: int, first_si
     layer.mlp.down_proj.weight.copy_(first.mlp.down_proj.weight * scale)
 
 
-def _one_place_further(keys: torch.Tensor, head: Any) -> torch.Tensor:
-    """A key projection [heads * D, H] turned by the rotary embedding of one place."""
+def _rotated_by_one_position(keys: torch.Tensor, head: Any) -> torch.Tensor:
+    """Return a key projection [heads * D, H], rotated by the rotary embedding of one position."""
     speeds = head.rotary_emb.inv_freq.to(keys.dtype)[None, :, None]
-    left, right = keys.view(-1, 2, len(head.rotary_emb.inv_freq), keys.shape[1]).unbind(1)
-    turned = torch.stack(
-        [left * speeds.cos() - right * speeds.sin(), right * speeds.cos() + left * speeds.sin()], dim=1
+    first_half, second_half = keys.view(-1, 2, len(head.rotary_emb.inv_freq), keys.shape[1]).unbind(1)
+    rotated = torch.stack(
+        [
+            first_half * speeds.cos() - second_half * speeds.sin(),
+            second_half * speeds.cos() + first_half * speeds.sin(),
+        ],
+        dim=1,
     )
-    return turned.view_as(keys)
+    return rotated.view_as(keys)
 
 
 def _normed(states_SH: torch.Tensor) -> torch.Tensor:
-    """The states after an RMSNorm of weight 1."""
+    """Return the states after an RMSNorm with weight 1."""
     return states_SH * torch.rsqrt(states_SH.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
 def _size(states_SH: torch.Tensor) -> torch.Tensor:
-    """Root of their mean square."""
+    """Return the root mean square of the states."""
     return states_SH.pow(2).mean().sqrt()
 
 
-def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
-    """Weights [H] or [H, H] that make `wanted`, [S] or [S, H], from the states.
-
-    Least squares, with a small ridge.
-    """
+def _fit(states_SH: torch.Tensor, targets: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
+    """Return weights [H] or [H, H] that map the states to `targets`, [S] or [S, H], by ridge regression."""
     products_HH = states_SH.T @ states_SH
     products_HH.diagonal().add_(ridge * products_HH.diagonal().mean())
-    weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
+    weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ targets.to(states_SH.dtype))
     return weights
 
 

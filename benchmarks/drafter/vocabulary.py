@@ -1,11 +1,12 @@
-"""Gives a head another draft vocabulary, the most frequent tokens of documents, without training it.
+"""Give a head another draft vocabulary without training: the most frequent tokens of some documents.
 
     python -m benchmarks.drafter.vocabulary peagle/catalog/heads/smollm2-135m-peagle --target smollm2-135m \\
         --prompts benchmarks/drafter/responses/greedy.parquet --prompts benchmarks/drafter/responses/greedy-2.parquet \\
         --output heads/other-words
 
-The head is one of `peagle train --no-train-lm-head`: its rows of lm_head are the target's, so those of other tokens can
-take their place. One that goes on from another head keeps the other's vocabulary, whatever documents it learns from.
+The head must come from `peagle train --no-train-lm-head`: its rows of lm_head are copies of the target's, so they can
+be replaced by those of other tokens. This is needed because `peagle train --init HEAD` keeps the vocabulary of HEAD,
+even for other documents.
 """
 
 import argparse
@@ -28,13 +29,13 @@ _WEIGHTS = "model.safetensors"
 
 
 def main() -> None:
-    """Write the head, and say how much of the documents its old and its new vocabulary have."""
+    """Write the head, and print the shares of the documents' tokens that the old and the new vocabulary cover."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", type=Path, help="folder of a trained head")
-    parser.add_argument("--target", required=True, help="the target that it is for")
+    parser.add_argument("--target", required=True, help="the target of the head")
     parser.add_argument("--prompts", action="append", required=True, help="responses to count, as for `peagle train`")
     parser.add_argument("--size", type=int, default=8192, help="tokens to choose")
-    parser.add_argument("--output", type=Path, required=True, help="folder that is not there yet")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
     options = parser.parse_args()
     config = TrainConfig(
         model=options.target, prompts=options.prompts, responses="given", output=options.output, held_out=0
@@ -42,20 +43,20 @@ def main() -> None:
     target = load_target(config.model, None, print)
     tokens = [token for sample in read_corpus(config, target, print).samples for token in sample.token_ids]
     end = read_config(target.folder, DrafterError)["eos_token_id"]
-    chosen = frequent_vocabulary(tokens, size=options.size, target_size=target.vocab_size, required=[end])
-    before = vocabulary_of_head(options.head, tokens, target_size=target.vocab_size)
-    with_vocabulary(options.head, target.folder, chosen, options.output)
-    print(f"{options.output}: {chosen.coverage:.2%} of these tokens, {before.coverage:.2%} before")  # noqa: T201
+    new_vocabulary = frequent_vocabulary(tokens, size=options.size, target_size=target.vocab_size, required=[end])
+    old_vocabulary = vocabulary_of_head(options.head, tokens, target_size=target.vocab_size)
+    with_vocabulary(options.head, target.folder, new_vocabulary, options.output)
+    print(f"{options.output}: {new_vocabulary.coverage:.2%} of these tokens, {old_vocabulary.coverage:.2%} before")  # noqa: T201
 
 
 def with_vocabulary(head: Path, target: Path, vocabulary: DraftVocabulary, output: Path) -> None:
     """Write `head` to `output`, with another draft vocabulary and the rows of lm_head that it needs.
 
     Raises:
-        DrafterError: its lm_head was trained, it has no draft vocabulary, or the output is there.
+        DrafterError: the head's lm_head was trained, it has no draft vocabulary, or `output` exists.
     """
     if output.exists():
-        raise DrafterError(f"{output} is there already", hint="name another folder")
+        raise DrafterError(f"{output} already exists", hint="name another folder")
     whole = whole_head(head)
     tensors = load_file(whole / _WEIGHTS)
     if "d2t" not in tensors:

@@ -2,9 +2,10 @@
 
     python3 benchmarks/gpu/best_k.py --headline DIR
 
-By the published table P-EAGLE is fastest with K=11 up to 32 requests and with 7 at 128, EAGLE-3 with 7, and 11 at 32.
-K=7 is item 1's: this measures K=11 of both methods, P-EAGLE first, and no speculation again, since each folder's speeds
-are compared with its own baseline. `comparison.md` takes both folders.
+In the published table, P-EAGLE is fastest with K=11 up to 32 concurrent requests and with K=7 at 128; EAGLE-3 is
+fastest with K=7, except at 32, with K=11. Item 1 measures K=7. This script measures K=11 of both methods, P-EAGLE
+first. It also measures no speculation again, because each folder has its own baseline. `comparison.md` uses both
+folders.
 """
 
 import argparse
@@ -28,12 +29,12 @@ K = 11
 
 def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
     """Return the benchmarks, each with the name of its folder."""
-    own = {"methods": "peagle,eagle3,none", "num_speculative_tokens": [K], "concurrency": CONCURRENCY}
-    return [("", shape_keys(shapes, tiny=tiny) | own)]
+    keys = {"methods": "peagle,eagle3,none", "num_speculative_tokens": [K], "concurrency": CONCURRENCY}
+    return [("", shape_keys(shapes, tiny=tiny) | keys)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and compare after every pass."""
+    """Measure, and write the comparison after every pass."""
     folders = [args.output, args.headline]
 
     def compare() -> None:
@@ -50,5 +51,5 @@ def run(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = parser_of("best-k", __doc__)
-    parser.add_argument("--headline", type=Path, default=Path("runs/gpu/headline"), help="item 1's results, K=7")
+    parser.add_argument("--headline", type=Path, default=Path("runs/gpu/headline"), help="results of item 1 (K=7)")
     run_script(parser, run)

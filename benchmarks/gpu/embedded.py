@@ -2,8 +2,8 @@
 
     python3 benchmarks/gpu/embedded.py
 
-HumanEval, greedy, with the acceptance that the heads really have. P-EAGLE first, each method at K=7, 3 and 5; engines
-start in about 60 s here, so all seven fit one block.
+HumanEval with greedy decoding and the heads' real acceptance. P-EAGLE first, each method at K=7, 3 and 5. These engines
+start in about 60 s, so all seven fit into one block.
 """
 
 import argparse
@@ -15,7 +15,7 @@ MODEL = "smollm2-135m"
 
 
 def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
-    """Return the benchmarks, both in one folder: K=7 first. They need no shapes."""
+    """Return the benchmarks, both in one folder: K=7 first. They ignore `shapes`."""
     keys = {"model": MODEL, "max_model_len": 1024, "concurrency": CONCURRENCY, **pass_keys(tiny=tiny)}
     if tiny:
         keys |= {"concurrency": [1, 4], "limit": 4, "enforce_eager": True, "precision": "bf16"}
@@ -24,7 +24,7 @@ def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure."""
+    """Run the benchmarks and return the exit code."""
     return run_block(args, benches(Path(), tiny=args.tiny))
 
 

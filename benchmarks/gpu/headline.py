@@ -2,8 +2,9 @@
 
     python3 benchmarks/gpu/headline.py
 
-1, 8, 32 and 128 requests at once; dummy weights, published acceptance by lot. Three engines, about 165 s each (130 to
-start, a warm-up pass, 30 to measure), P-EAGLE first. `comparison.md` has the speed-ups next to the published ones.
+1, 8, 32 and 128 concurrent requests, dummy weights, and drafts accepted at random with the published acceptance
+lengths. Three engines, P-EAGLE first. Each takes about 165 s: 130 s to start, a warm-up pass, and 30 s to measure.
+`comparison.md` has the speed-ups next to the published ones.
 """
 
 import argparse
@@ -17,12 +18,12 @@ K = 7
 
 def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
     """Return the benchmarks, each with the name of its folder."""
-    own = {"methods": "peagle,eagle3,none", "num_speculative_tokens": [K], "concurrency": CONCURRENCY}
-    return [("", shape_keys(shapes, tiny=tiny) | own)]
+    keys = {"methods": "peagle,eagle3,none", "num_speculative_tokens": [K], "concurrency": CONCURRENCY}
+    return [("", shape_keys(shapes, tiny=tiny) | keys)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and compare after every pass."""
+    """Measure, and write the comparison after every pass."""
     report = args.output / "report.json"
 
     def compare() -> None:

@@ -1,4 +1,4 @@
-"""Folders of Qwen3-Coder-30B-A3B's shape, to time hardware on it: a target without weights, heads with random ones.
+"""Write a target and heads of Qwen3-Coder-30B-A3B's shape for timing: a target without weights, random heads.
 
     python3 benchmarks/gpu/shapes.py --output shapes
     python3 benchmarks/gpu/shapes.py --output shapes-tiny --tiny
@@ -7,17 +7,16 @@
     OUTPUT/peagle/         a P-EAGLE head of 4 layers       OUTPUT/eagle3/   an EAGLE-3 head of 1 layer
     OUTPUT/prompts.jsonl   prompts of random words, about as long as HumanEval's
 
-Where the figures are from:
+Sources of the figures:
 
-- the target: config.json of Qwen/Qwen3-Coder-30B-A3B-Instruct. The tokenizer has one word for each id, since text does
-  not matter to dummy weights: nothing has to be carried to the machine;
+- the target: config.json of Qwen/Qwen3-Coder-30B-A3B-Instruct. The tokenizer is generated, with one word for each id,
+  since text does not matter with dummy weights. So nothing has to be copied to the machine;
 - the EAGLE-3 head: SpecForge's configs/qwen3-coder-30B-A3B-instruct-eagle3.json (draft vocabulary of 32,000);
-- the P-EAGLE head: 4 layers (card of amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE) and the whole vocabulary, as
-  published P-EAGLE heads have. The size of its layers is not published where we could read it: they are those of the
-  EAGLE-3 head.
+- the P-EAGLE head: 4 layers (card of amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE) and the whole vocabulary, like
+  published P-EAGLE heads. We found no published size of its layers, so they have the size of the EAGLE-3 head's layer.
 
-The heads have weights, though random ones: vLLM learns from a head's weights what it shares with the target. `--tiny`
-is the same architecture for a dry run on a CPU. It starts no engine.
+The heads need weight files, because vLLM sees from them which weights a head shares with the target. `--tiny` writes
+the same architecture, smaller, for a dry run on a CPU. This script starts no engine.
 """
 
 import argparse
@@ -55,12 +54,12 @@ _NUM_PROMPTS, _PROMPT_WORDS = 128, (100, 250)
 Shape = tuple[int, ...]
 
 
-def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options; `words` default to its own."""
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="the same architecture, for a dry run on a CPU")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def write_shapes(output: Path, *, tiny: bool) -> None:
-    """Write `target`, `peagle`, `eagle3` and, last, `prompts.jsonl` below `output`."""
+    """Write `target`, `peagle` and `eagle3` below `output`, then `prompts.jsonl`."""
     target = target_config(tiny=tiny)
     folder = output / "target"
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,34 +85,34 @@ def write_shapes(output: Path, *, tiny: bool) -> None:
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
     """Write a tokenizer with one word for each id of the target's vocabulary: <unk> w1 w2 ..."""
-    names = {0: "<unk>", target["eos_token_id"]: "<eos>"}  # neither begins another word
+    names = {0: "<unk>", target["eos_token_id"]: "<eos>"}
     words = {names.get(token_id, f"w{token_id}"): token_id for token_id in range(target["vocab_size"])}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
-    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    unused = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     split = {"type": "WhitespaceSplit"}
-    tokenizer = {"version": "1.0", **nothing, "added_tokens": [], "pre_tokenizer": split, "model": model}
+    tokenizer = {"version": "1.0", **unused, "added_tokens": [], "pre_tokenizer": split, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
     _write_json(folder / "tokenizer_config.json", config)
 
 
 def write_prompts(path: Path, target: dict[str, Any]) -> None:
-    """Write prompts of random words, always the same ones."""
-    chance = random.Random(0)
-    most = min(target["vocab_size"], target["eos_token_id"]) if target["eos_token_id"] > 1 else target["vocab_size"]
+    """Write prompts of random words, with a fixed seed."""
+    generator = random.Random(0)
+    end = min(target["vocab_size"], target["eos_token_id"]) if target["eos_token_id"] > 1 else target["vocab_size"]
     with path.open("w") as file:
         for _ in range(_NUM_PROMPTS):
-            ids = (chance.randrange(2, most) for _ in range(chance.randint(*_PROMPT_WORDS)))
+            ids = (generator.randrange(2, end) for _ in range(generator.randint(*_PROMPT_WORDS)))
             file.write(json.dumps({"prompt": " ".join(f"w{token_id}" for token_id in ids)}) + "\n")
 
 
 def target_config(*, tiny: bool) -> dict[str, Any]:
-    """`config.json` of the target."""
+    """Return the target's `config.json`."""
     return TARGET | (TINY if tiny else {})
 
 
 def head_config(method: str, target: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """`config.json` of a head, as `peagle train` writes it."""
+    """Return a head's `config.json` in the format of `peagle train`."""
     num_layers, target_layers = HEAD_LAYERS[method], target["num_hidden_layers"]
     layer = {name: target[name] for name in _FROM_TARGET} | {
         "architectures": ["LlamaForCausalLM"],
@@ -146,17 +145,20 @@ def head_config(method: str, target: dict[str, Any], *, tiny: bool) -> dict[str,
 
 
 def head_shapes(head: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of a head's weights in floating point; its first layer reads [embedding, state] side by side."""
+    """Yield the name and shape of each floating-point weight of a head.
+
+    The first layer's input is the concatenation of embedding and hidden state.
+    """
     layer = head["transformer_layer_config"]
     hidden, width = layer["hidden_size"], layer["intermediate_size"]
     heads, kv_heads = (layer[name] * layer["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     yield "fc.weight", (hidden, 3 * hidden)
     for index in range(layer["num_hidden_layers"]):
-        prefix, read = f"layers.{index}.", hidden if index else 2 * hidden
+        prefix, input_width = f"layers.{index}.", hidden if index else 2 * hidden
         for name in ("input_layernorm", "post_attention_layernorm", *(() if index else ("hidden_norm",))):
             yield f"{prefix}{name}.weight", (hidden,)
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, read)
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, input_width)
         yield f"{prefix}self_attn.o_proj.weight", (hidden, heads)
         for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
             yield f"{prefix}mlp.{name}_proj.weight", shape
@@ -178,7 +180,7 @@ def _write_weights(path: Path, head: dict[str, Any]) -> None:
         for name, shape in head_shapes(head)
     }
     if "lm_head.weight" in tensors:
-        tensors["d2t"] = torch.zeros(head["draft_vocab_size"], dtype=torch.int64)  # the first ids
+        tensors["d2t"] = torch.zeros(head["draft_vocab_size"], dtype=torch.int64)  # offsets of 0: the first ids
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -1,11 +1,10 @@
-"""When the device came to the parts of a decoding step: inside vLLM's worker, into which vLLM mixes the class below.
+"""Time the parts of a decoding step on the device, inside vLLM's worker.
 
 vLLM (0.24 to 0.29, model runner V1) opens a named scope around each part of a step ("gpu_model_runner: forward").
-While times are taken, such a scope leaves a mark at both its ends: a CUDA event, which the device stamps when it gets
-there, or the clock on a CPU. So a part's time is that on the device, its waiting for the host included.
+While timing is on, both ends of each scope are recorded: by a CUDA event, which gets its time when the device reaches
+it, or by the clock on a CPU. So the time of a part includes the device's waits for the host.
 
-It is named to vLLM as `worker_extension_cls="step_timer.StepTimer"`, and its methods are called by `collective_rpc`.
-It knows nothing of what is measured.
+Pass `worker_extension_cls="step_timer.StepTimer"` to vLLM, and call the methods with `collective_rpc`.
 """
 
 import time
@@ -23,12 +22,12 @@ _NUM_KERNELS = 15
 
 
 class StepTimer:
-    """Methods that the worker gains."""
+    """Methods that vLLM adds to its worker."""
 
     model_runner: Any
 
     def begin_step_times(self) -> None:
-        """From now on every step is timed."""
+        """Start to time every step."""
         import vllm.v1.worker.gpu_model_runner as module
 
         self._step_marks = _Marks(self.model_runner)
@@ -36,14 +35,14 @@ class StepTimer:
         module.record_function_or_nullcontext = self._step_marks.scope
 
     def end_step_times(self) -> list[dict[str, float]]:
-        """The steps since then: `began_s`, `num_requests` and the milliseconds of each part by its name."""
+        """Stop, and return each step: `began_s`, `num_requests` and the milliseconds of each part by its name."""
         import vllm.v1.worker.gpu_model_runner as module
 
         module.record_function_or_nullcontext = self._scope_of_vllm
         return self._step_marks.steps()
 
     def begin_step_trace(self) -> None:
-        """From now on the device's kernels are traced, too; that costs time, so these steps are not to be quoted."""
+        """Start to time every step and to trace the device's kernels. Tracing slows steps down: ignore their times."""
         on_gpu = self.model_runner.device.type == "cuda"
         activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
         self._step_trace = torch.profiler.profile(activities=[activity])
@@ -51,7 +50,7 @@ class StepTimer:
         self._step_trace.start()
 
     def end_step_trace(self) -> dict[str, Any]:
-        """`num_steps`, `busy_ms` of all kernels, and the longest of them with their milliseconds and calls."""
+        """Stop, and return `num_steps`, `busy_ms` of all kernels, and the slowest kernels with their ms and calls."""
         self._step_trace.stop()
         on_gpu = self.model_runner.device.type == "cuda"
         rows = [
@@ -66,22 +65,22 @@ class StepTimer:
         }
 
     def copy_bytes_per_s(self) -> float:
-        """Bytes read and written in a second by a plain copy on the device: what memory can move."""
+        """Return the bytes per second that a plain copy on the device reads and writes: the usable memory bandwidth."""
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.model_runner.device)
         copy = torch.empty_like(source)
         copy.copy_(source)
         seconds = []
         for _ in range(_NUM_COPIES):
             _wait(source.device)
-            started = time.perf_counter()
+            start = time.perf_counter()
             copy.copy_(source)
             _wait(source.device)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - start)
         return 2 * _COPY_BYTES / sorted(seconds)[_NUM_COPIES // 2]
 
 
 class _Marks:
-    """The scopes that were gone through, in their order."""
+    """The finished scopes in order, with the times of both ends."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -89,22 +88,22 @@ class _Marks:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        began_s, begin = time.perf_counter(), self._mark()
+        began_s, start = time.perf_counter(), self._mark()
         try:
             yield
         finally:
             num_requests = self._runner.input_batch.num_reqs
-            self._marks.append((name.removeprefix(_PREFIX), began_s, begin, self._mark(), num_requests))
+            self._marks.append((name.removeprefix(_PREFIX), began_s, start, self._mark(), num_requests))
 
     def steps(self) -> list[dict[str, float]]:
-        """A step begins with its first part; parts of the same name add up."""
+        """Group the scopes into steps, which start with the first part, and add up parts with the same name."""
         _wait(self._runner.device)
         steps: list[dict[str, float]] = []
-        for name, began_s, begin, end, num_requests in self._marks:
+        for name, began_s, start, end, num_requests in self._marks:
             if name == _FIRST_PART:
                 steps.append({"began_s": began_s, "num_requests": num_requests})
             if steps:
-                elapsed_ms = (end - begin) * 1000 if isinstance(begin, float) else begin.elapsed_time(end)
+                elapsed_ms = (end - start) * 1000 if isinstance(start, float) else start.elapsed_time(end)
                 steps[-1][name] = steps[-1].get(name, 0.0) + elapsed_ms
         return steps
 

@@ -1,9 +1,10 @@
-"""Item 6 of the GPU queue: where the time of a step goes, against the floor of reading memory.
+"""Item 6 of the GPU queue: the parts of a decoding step, compared with the time of reading memory.
 
     python3 benchmarks/gpu/steps.py             # the shape of item 1: P-EAGLE, EAGLE-3, none at K=7
     python3 benchmarks/gpu/steps.py --embedded  # the embedded target with its heads, K=3, 7 and 11
 
-`step_profile.py` does the work and says what it measures. Each engine that is done is kept; the same command continues.
+`step_profile.py` measures, and describes what it measures. Finished engines are stored; running the same command again
+continues.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from peagle.bench.config import BenchConfig
 
 
 def keys_of(shapes: Path | None, *, tiny: bool) -> Keys:
-    """Return the keys of the profile: of the shape, or of the embedded target where `shapes` is None."""
+    """Return the benchmark's keys for the shape, or for the embedded target if `shapes` is None."""
     if shapes is None:
         keys: Keys = {"model": "smollm2-135m", "max_model_len": 1024, "num_speculative_tokens": [3, 7, 11]}
         keys |= {"limit": 4, "enforce_eager": True, "precision": "bf16", "num_speculative_tokens": [3]} if tiny else {}
@@ -28,7 +29,7 @@ def keys_of(shapes: Path | None, *, tiny: bool) -> Keys:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile."""
+    """Profile the engines and return the exit code."""
     shapes = None if args.embedded else shapes_folder(tiny=args.tiny)
     keys = keys_of(shapes, tiny=args.tiny)
     if args.tiny and shapes:

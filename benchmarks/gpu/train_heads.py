@@ -1,10 +1,10 @@
-"""Item 4 of the GPU queue: the heads that ship trained further, and one of three layers, at the same time on one card.
+"""Item 4 of the GPU queue: train three heads at the same time on one GPU.
 
     python3 benchmarks/gpu/train_heads.py
 
-Three processes of `peagle train` on the responses of this repository, each for eight minutes: the shipped P-EAGLE head,
-a P-EAGLE head of three layers unrolled from the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
-checkpoint every minute and metrics every step; what is worth keeping is copied to the output as it comes.
+Three processes of `peagle train` use the responses in this repository, each for eight minutes. Two continue the shipped
+P-EAGLE and EAGLE-3 heads. The third trains a P-EAGLE head of three layers, unrolled from the shipped EAGLE-3 head. Each
+process writes a checkpoint every minute and metrics every step. Heads and metrics are copied to the output regularly.
 """
 
 import argparse
@@ -40,28 +40,29 @@ HEADS = {
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
 }  # fmt: skip
-_KEPT = ("run.json", "training/metrics.jsonl")
+_COPIED_FILES = ("run.json", "training/metrics.jsonl")
 
 
 def commands(folder: Path, seconds: float, *, tiny: bool) -> dict[str, list[str]]:
-    """Return the words of `peagle` for each head.
+    """Return the arguments of `peagle` for each head.
 
     Args:
-        folder: of the trainings; one that is there continues.
-        seconds: how long each trains.
+        folder: has one folder per head; existing ones continue.
+        seconds: training time of each head.
     """
     files = [_TINY_FILE] if tiny else [f"{_RESPONSES}/{name}.parquet" for name in _FILES]
-    prompts = [word for file in files for word in ("--prompts", str(file))]
-    # The learning rate follows from the number of passes: those of 480 s at 26,000 tokens/s, of 10.4 M tokens.
+    prompts = [argument for file in files for argument in ("--prompts", str(file))]
+    # The learning rate decays over all epochs. 1.2 epochs of 10.4 M tokens take 480 s at 26,000 tokens/s.
     size = ["--batch-tokens", "256", "--epochs", "1"] if tiny else ["--batch-tokens", "8192", "--epochs", "1.2"]
-    how = ["--device", "cpu" if tiny else "cuda", *size, "--time-budget-s", f"{seconds:g}"]
+    shared = ["--device", "cpu" if tiny else "cuda", *size, "--time-budget-s", f"{seconds:g}"]
     return {
-        name: ["train", *SHARED, *own, *prompts, *how, "--output", str(folder / name)] for name, own in HEADS.items()
+        name: ["train", *SHARED, *arguments, *prompts, *shared, "--output", str(folder / name)]
+        for name, arguments in HEADS.items()
     }
 
 
 def unroll_command(*, tiny: bool) -> list[str]:
-    """Return the arguments of Python that unroll the shipped EAGLE-3 head."""
+    """Return the arguments of the `python` command that unrolls the shipped EAGLE-3 head."""
     file = _TINY_FILE if tiny else f"{_RESPONSES}/greedy.parquet"
     return [
         "-m", "benchmarks.drafter.unroll", "smollm2-135m-eagle3", "--prompts", str(file), "--num-layers", "3",
@@ -70,22 +71,22 @@ def unroll_command(*, tiny: bool) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train all heads; copy what they write until they have ended."""
+    """Train all heads, copying their files to the output until all have ended."""
     folder = Path("runs/heads-tiny" if args.tiny else "runs/heads")
     args.output.mkdir(parents=True, exist_ok=True)
     if args.tiny:
         _write_tiny_file()
     seconds = 20.0 if args.tiny else args.time_budget_s - _START_S
-    # On a CPU three processes that each compute on all cores wait for each other most of the time.
+    # On a CPU, three processes that each use all cores would mostly wait for each other.
     variables = os.environ | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
     if not UNROLLED.is_dir():
         subprocess.run([sys.executable, *unroll_command(tiny=args.tiny)], check=True, env=variables)
     running = {}
     with signals_as_interrupts():
         try:
-            for name, words in commands(folder, seconds, tiny=args.tiny).items():
+            for name, arguments in commands(folder, seconds, tiny=args.tiny).items():
                 log = (args.output / f"{name}.log").open("wb")
-                command = [sys.executable, "-m", "jobs.cli", *words]
+                command = [sys.executable, "-m", "jobs.cli", *arguments]
                 running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
             while any(process.poll() is None for process in running.values()):
                 time.sleep(5)
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_tiny_file() -> None:
-    """Write the first responses as a corpus for a dry run."""
+    """Write the first 60 responses as the corpus of a dry run."""
     import pyarrow.parquet as pq
 
     _TINY_FILE.parent.mkdir(parents=True, exist_ok=True)
@@ -112,9 +113,9 @@ def _write_tiny_file() -> None:
 
 
 def _copy(folder: Path, output: Path) -> None:
-    """Copy metrics and heads, which are small; checkpoints stay."""
+    """Copy metrics and heads, which are small, but not checkpoints."""
     for head in folder.iterdir() if folder.is_dir() else ():
-        for name in _KEPT:
+        for name in _COPIED_FILES:
             if (head / name).is_file():
                 (output / head.name).mkdir(exist_ok=True)
                 shutil.copyfile(head / name, output / head.name / Path(name).name)

@@ -1,10 +1,10 @@
-"""Item 5 of the GPU queue: what FP8 and large CUDA graphs are worth to P-EAGLE, on the shape of item 1.
+"""Item 5 of the GPU queue: the effect of FP8 and large CUDA graphs on P-EAGLE, on the shape of item 1.
 
     python3 benchmarks/gpu/variants.py
 
-P-EAGLE at K=7, one engine for each variant, in the order of their worth: the default (FP8 weights and KV cache, graphs
-of all steps), bf16 throughout, graphs of vLLM's own 512 tokens at most, a bf16 KV cache, the head in FP8. Three fit a
-block; the same command continues with the others.
+P-EAGLE at K=7, one engine per variant, the most useful results first: the default (FP8 weights and KV cache, CUDA
+graphs for all steps), everything in bf16, graphs up to vLLM's default of 512 tokens, a bf16 KV cache, and an FP8 head.
+Three engines fit into a block; running the same command again measures the others.
 """
 
 import argparse
@@ -31,15 +31,15 @@ def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
         "drafter": [f"peagle={shapes / 'peagle'}"],
     }
     if not tiny:
-        shared["synthetic_acceptance"] = [one for one in shared["synthetic_acceptance"] if one.startswith("peagle")]
-    found = {name: shared | own for name, own in VARIANTS.items()}
-    found["fp8-head"]["drafter"] = [f"peagle={shapes / 'peagle-fp8'}"]
-    # On a CPU only the KV cache can be FP8, and nothing is captured.
-    return [(name, keys) for name, keys in found.items() if not tiny or name in ("bf16", "fp8-head")]
+        shared["synthetic_acceptance"] = [text for text in shared["synthetic_acceptance"] if text.startswith("peagle")]
+    variants = {name: shared | keys for name, keys in VARIANTS.items()}
+    variants["fp8-head"]["drafter"] = [f"peagle={shapes / 'peagle-fp8'}"]
+    # On a CPU, weights cannot be FP8, and there are no CUDA graphs.
+    return [(name, keys) for name, keys in variants.items() if not tiny or name in ("bf16", "fp8-head")]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure."""
+    """Quantize the head if necessary, and measure all variants."""
     from peagle.drafter.fp8_folder import quantize_head
 
     shapes = shapes_folder(tiny=args.tiny)

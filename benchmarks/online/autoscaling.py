@@ -1,12 +1,13 @@
-"""Engines that follow the load: requests rise and fall, replicas go from their least to their most and back.
+"""Autoscaling: the load rises and falls, and the number of engines goes from its minimum to its maximum and back.
 
     python -m benchmarks.online.autoscaling --folder /tmp/scaling --output benchmarks/online/RESULT
     python -m benchmarks.online.autoscaling --engine vllm --max-replicas 2 --tokens 64 ...   the real one
 
-The endpoint is `peagle serve` as a user starts it, with short delays. Clients ask one request after another; their
-number follows a stair from one to `--clients` and back to none. Twice a second `/v1/live` is asked for engines and
-requests. With `--min-replicas 0` (the default) the last engine then goes too, and one more request waits for a cold
-start. The fake engine's times say nothing of a model's; what scales, and when, is Serve's own doing with our settings.
+The endpoint is an ordinary `peagle serve` with short scaling delays. Each client sends one request after another. The
+number of clients rises in steps from one to `--clients`, and falls back to none. Twice a second, `/v1/live` reports the
+number of engines and requests. With `--min-replicas 0` (the default), the last engine also stops, and another request
+then waits for a cold start. Latencies of the fake engine say nothing about models, but Ray Serve scales it in the same
+way.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main() -> None:
     """Measure, write OUTPUT.json and OUTPUT.svg, and print the summary."""
     options = _options()
     with serving(options.folder, _flags(options), start_s=options.start_s) as endpoint:
-        run = asyncio.run(Run(endpoint, options).play())
+        run = asyncio.run(Run(endpoint, options).run_load())
     record = {
         **origin(" ".join(["python -m benchmarks.online.autoscaling", *_differing(options)])),
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
@@ -53,47 +54,47 @@ def main() -> None:
 
 
 class Run:
-    """One rise and fall.
-
-    Args:
-        endpoint: up, with its least number of engines or one.
-    """
+    """One rise and fall of the load on a running endpoint."""
 
     def __init__(self, endpoint: Endpoint, options: argparse.Namespace) -> None:
         self._endpoint, self._options = endpoint, options
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._num_clients = 0
         self._samples: list[dict[str, float]] = []
         self._tally = Tally()
 
-    async def play(self) -> dict[str, Any]:
-        """Samples, requests, and the cold start."""
-        options, self._began = self._options, time.monotonic()
-        sampling = asyncio.create_task(self._sample())
-        clients = [asyncio.create_task(self._ask_on(number)) for number in range(options.clients)]
-        for number in stair(options.clients, options.steps):
+    async def run_load(self) -> dict[str, Any]:
+        """Return samples of the load, the requests, and the request with a cold start."""
+        options, self._started = self._options, time.monotonic()
+        sampler = asyncio.create_task(self._sample())
+        clients = [asyncio.create_task(self._send_requests(number)) for number in range(options.clients)]
+        for number in staircase(options.clients, options.steps):
             self._num_clients = number
             await asyncio.sleep(options.step_s)
         self._num_clients = 0
-        await self._wait_for_least()
+        await self._wait_for_min_replicas()
         for client in clients:
             client.cancel()
-        cold = await self._cold_start() if options.min_replicas == 0 else None
+        cold_request = await self._cold_start() if options.min_replicas == 0 else None
         await asyncio.sleep(options.step_s)
-        sampling.cancel()
-        await asyncio.gather(sampling, *clients, return_exceptions=True)
-        asked = [self._told(one) for one in self._tally.requests]
-        return {"samples": self._samples, "asked": asked, "cold": cold and self._told(cold)}
+        sampler.cancel()
+        await asyncio.gather(sampler, *clients, return_exceptions=True)
+        requests = [self._request_record(request) for request in self._tally.requests]
+        return {
+            "samples": self._samples,
+            "asked": requests,
+            "cold": cold_request and self._request_record(cold_request),
+        }
 
-    async def _ask_on(self, client: int) -> None:
+    async def _send_requests(self, client: int) -> None:
         async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
             for number in itertools.count():
                 while client >= self._num_clients:
                     await asyncio.sleep(0.1)
                 text = f"client {client}, request {number}"
-                one = await send_request(http, text, self._options.tokens, is_stream=True, model=self._options.name)
-                self._tally.requests.append(one)
-                if one.outcome != "answered":
+                request = await send_request(http, text, self._options.tokens, is_stream=True, model=self._options.name)
+                self._tally.requests.append(request)
+                if request.outcome != "answered":
                     await asyncio.sleep(1.0)
 
     async def _sample(self) -> None:
@@ -103,88 +104,88 @@ class Run:
                 self._samples.append({"at_s": self._now(), "num_clients": self._num_clients, **load})
             await asyncio.sleep(_SAMPLE_S)
 
-    async def _wait_for_least(self) -> None:
-        """Until only the least number of engines is there, and none on its way."""
+    async def _wait_for_min_replicas(self) -> None:
+        """Wait until only the minimum number of engines is running, and none is starting."""
         deadline = time.monotonic() + self._options.start_s
-        least = {"num_running_replicas": self._options.min_replicas, "num_starting_replicas": 0}
+        expected = {"num_running_replicas": self._options.min_replicas, "num_starting_replicas": 0}
         while time.monotonic() < deadline:
             await asyncio.sleep(_SAMPLE_S)
-            if self._samples and all(self._samples[-1][name] == number for name, number in least.items()):
+            if self._samples and all(self._samples[-1][name] == number for name, number in expected.items()):
                 return
 
     async def _cold_start(self) -> SentRequest:
-        """A request when no engine is there."""
+        """Send a request while no engine is running."""
         async with httpx.AsyncClient(base_url=self._endpoint.url, timeout=self._options.start_s) as http:
             return await send_request(
                 http, "are you there?", self._options.tokens, is_stream=True, model=self._options.name
             )
 
-    def _told(self, one: SentRequest) -> dict[str, Any]:
+    def _request_record(self, request: SentRequest) -> dict[str, Any]:
         return {
-            "began_s": one.began - self._began,
-            "latency_s": one.latency_s,
-            "outcome": one.outcome,
-            "status": one.status,
+            "began_s": request.began - self._started,
+            "latency_s": request.latency_s,
+            "outcome": request.outcome,
+            "status": request.status,
         }
 
     def _now(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._started
 
 
-def stair(most: int, steps: int) -> list[int]:
-    """Numbers of clients, up and down again.
+def staircase(max_clients: int, steps: int) -> list[int]:
+    """Return the numbers of clients over time, up and down again.
 
-    >>> stair(9, 3)
+    >>> staircase(9, 3)
     [1, 5, 9, 9, 5, 1]
     """
-    up = [1 + round((most - 1) * step / (steps - 1)) for step in range(steps)]
+    up = [1 + round((max_clients - 1) * step / (steps - 1)) for step in range(steps)]
     return up + up[::-1]
 
 
 def summarise(
-    samples: list[dict[str, float]], asked: list[dict[str, Any]], cold: dict[str, Any] | None
+    samples: list[dict[str, float]], requests: list[dict[str, Any]], cold_request: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Engines at their most and at their end, when they followed, and how long requests took."""
+    """Summarise the numbers of engines, when they had their maximum, and the latencies of requests."""
     running = [sample["num_running_replicas"] for sample in samples]
-    most = max(running)
-    at_most = [sample["at_s"] for sample in samples if sample["num_running_replicas"] == most]
-    latencies = [one["latency_s"] for one in asked if one["outcome"] == "answered"]
-    outcomes = sorted({one["outcome"] for one in asked})
+    max_engines = max(running)
+    times_at_max = [sample["at_s"] for sample in samples if sample["num_running_replicas"] == max_engines]
+    latencies = [request["latency_s"] for request in requests if request["outcome"] == "answered"]
+    outcomes = sorted({request["outcome"] for request in requests})
     return {
         "num_engines": [number for number, _ in itertools.groupby(running)],
-        "most_engines": most,
-        "most_first_s": at_most[0],
-        "most_last_s": at_most[-1],
-        "num_requests": len(asked),
-        "outcomes": {name: sum(one["outcome"] == name for one in asked) for name in outcomes},
+        "most_engines": max_engines,
+        "most_first_s": times_at_max[0],
+        "most_last_s": times_at_max[-1],
+        "num_requests": len(requests),
+        "outcomes": {name: sum(request["outcome"] == name for request in requests) for name in outcomes},
         "latency_p50_s": float(np.percentile(latencies, 50)),
         "latency_p95_s": float(np.percentile(latencies, 95)),
-        "cold_start_s": cold["latency_s"] if cold and cold["outcome"] == "answered" else None,
-        "cold_outcome": cold and cold["outcome"],
+        "cold_start_s": cold_request["latency_s"] if cold_request and cold_request["outcome"] == "answered" else None,
+        "cold_outcome": cold_request and cold_request["outcome"],
     }
 
 
 def plot(samples: list[dict[str, float]], engine: str) -> str:
-    """Engines that run, requests under way, and clients, over time; as an SVG file."""
+    """Return an SVG plot of clients, running requests and running engines over time."""
     last = samples[-1]["at_s"]
-    marks = [last * point / _NUM_POINTS for point in range(_NUM_POINTS + 1)]
-    near = [min(samples, key=lambda sample: abs(sample["at_s"] - mark)) for mark in marks]
+    times = [last * point / _NUM_POINTS for point in range(_NUM_POINTS + 1)]
+    nearest_samples = [min(samples, key=lambda sample: abs(sample["at_s"] - time_s)) for time_s in times]
     lines = {
         "clients": "num_clients",
-        "requests under way": "num_requests_under_way",
-        "engines that run": "num_running_replicas",
+        "running requests": "num_requests_under_way",
+        "running engines": "num_running_replicas",
     }
-    curves = [(name, [(round(s["at_s"]), float(s[key])) for s in near]) for name, key in lines.items()]
+    curves = [(name, [(round(s["at_s"]), float(s[key])) for s in nearest_samples]) for name, key in lines.items()]
     kind = "fake engine" if engine == "fake" else "real engine"
     return standalone(line_chart(curves, _AXES), f"Engines follow the load ({kind})", list(lines))
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    kind = ["--engine", "fake", "--fake", options.fake]
+    engine_flags = ["--engine", "fake", "--fake", options.fake]
     if options.engine == "vllm":
-        kind = ["--model", options.name, "--max-model-len", "512"]
+        engine_flags = ["--model", options.name, "--max-model-len", "512"]
     return [
-        *kind, "--min-replicas", str(options.min_replicas), "--max-replicas", str(options.max_replicas),
+        *engine_flags, "--min-replicas", str(options.min_replicas), "--max-replicas", str(options.max_replicas),
         "--max-num-seqs", str(options.slots), "--max-queued-requests", str(2 * options.clients),
         "--upscale-delay-s", str(options.upscale_delay_s), "--downscale-delay-s", str(options.downscale_delay_s),
         "--usd-per-hour", "1", "--drain-s", "10",
@@ -199,26 +200,26 @@ def _options() -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of the endpoint's state")
-    parser.add_argument("--output", type=Path, required=True, help="where the JSON and the SVG go, without a suffix")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the endpoint's state")
+    parser.add_argument("--output", type=Path, required=True, help="path of the JSON and SVG files, without a suffix")
     parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
-    parser.add_argument("--model", default="smollm2-135m", help="of the real engine")
+    parser.add_argument("--model", default="smollm2-135m", help="model of the real engine")
     parser.add_argument("--min-replicas", type=int, default=0)
     parser.add_argument("--max-replicas", type=int, default=3)
-    parser.add_argument("--slots", type=int, default=4, help="requests that an engine decodes at once")
-    parser.add_argument("--clients", type=int, default=12, help="at the top of the stair")
-    parser.add_argument("--steps", type=int, default=3, help="of the stair, up and down each")
+    parser.add_argument("--slots", type=int, default=4, help="requests that an engine decodes at the same time")
+    parser.add_argument("--clients", type=int, default=12, help="maximum number of clients")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps up, and of steps down")
     parser.add_argument("--step-s", type=float, default=30)
     parser.add_argument("--tokens", type=int, default=40, help="output tokens of each request")
     parser.add_argument("--fake", default='{"token_s": 0.05}', help="traits of the fake engine")
     parser.add_argument("--upscale-delay-s", type=float, default=5)
     parser.add_argument("--downscale-delay-s", type=float, default=10)
-    parser.add_argument("--start-s", type=float, default=300, help="what a start may take")
+    parser.add_argument("--start-s", type=float, default=300, help="time limit for starts, in seconds")
     return parser
 
 
 def _differing(options: argparse.Namespace) -> list[str]:
-    """The flags that are not at their defaults; folders are nobody's business."""
+    """Return the flags without default values; folders are omitted, since they are private."""
     words = []
     for action in _parser()._actions:
         value = getattr(options, action.dest, action.default)

@@ -1,12 +1,13 @@
-"""The latency of people's requests beside a batch: without one, in idle slots, and with an engine of its own.
+"""The latency of interactive requests: without a batch, with a batch in idle slots, and with a batch on its own engine.
 
     python -m benchmarks.online.idle_slots --folder /tmp/idle-slots --output benchmarks/online/RESULT.json
-    python -m benchmarks.online.idle_slots --engine vllm ...   the real one
+    python -m benchmarks.online.idle_slots --engine vllm ...   with a real engine
 
-Each way has an endpoint of its own, one after the other. Clients begin requests at random, at the same moments in each
-way, whether earlier ones have ended or not. A batch of more requests than can end is ordered before. They begin when
-its first unit is committed, and go on for --seconds and to the next commit: between the two its requests are counted.
-The fake engine's times say nothing of a model's: its steps do not take longer for rows.
+Each of the three ways gets its own endpoint, one after the other. Interactive requests start at random times, which are
+the same for all ways, whether or not earlier requests have ended. The batch is created first, with more requests than
+can finish. Interactive requests start when its first unit is committed, and continue for --seconds and until the next
+commit. The batch's throughput is measured between the two commits. Latencies of the fake engine say nothing about
+models, since its steps do not take longer with more rows.
 """
 
 import argparse
@@ -43,30 +44,30 @@ def main() -> None:
         "results": results,
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({name: one["summary"] for name, one in results.items()}, indent=2))  # noqa: T201
+    print(json.dumps({name: result["summary"] for name, result in results.items()}, indent=2))  # noqa: T201
 
 
 def _measure(options: argparse.Namespace, name: str, flags: list[str] | None) -> dict[str, Any]:
     folder = options.folder / name.replace(" ", "-")
-    more = [] if flags is None else ["--batches", str(folder / "batches"), *flags]
-    with serving(folder, [*_flags(options), *more], start_s=options.start_s) as endpoint:
-        return asyncio.run(_play(options, endpoint, has_batch=flags is not None))
+    batch_flags = [] if flags is None else ["--batches", str(folder / "batches"), *flags]
+    with serving(folder, [*_flags(options), *batch_flags], start_s=options.start_s) as endpoint:
+        return asyncio.run(_run(options, endpoint, has_batch=flags is not None))
 
 
-async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: bool) -> dict[str, Any]:
+async def _run(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: bool) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=options.start_s) as http:
         await send_request(http, "warm up", options.tokens, is_stream=True, model=options.name)
-        batch = await _order(options, http) if has_batch else None
+        batch = await _create_batch(options, http) if has_batch else None
         num_before = await _next_commit(options, http, batch, 0) if batch else 0
-        began = time.monotonic()
-        asked: list[asyncio.Task[SentRequest]] = []
-        people = asyncio.create_task(_people(options, http, asked))
+        started_at = time.monotonic()
+        requests: list[asyncio.Task[SentRequest]] = []
+        sender = asyncio.create_task(_send_requests(options, http, requests))
         await asyncio.sleep(options.seconds)
         num_rows = await _next_commit(options, http, batch, await _num_done(http, batch)) - num_before if batch else 0
-        seconds = time.monotonic() - began
-        people.cancel()
-        answers = await asyncio.gather(*asked)
-    latencies = [one.latency_s for one in answers if one.outcome == "answered"]
+        seconds = time.monotonic() - started_at
+        sender.cancel()
+        answers = await asyncio.gather(*requests)
+    latencies = [result.latency_s for result in answers if result.outcome == "answered"]
     summary = {
         "num_requests": len(answers),
         "num_answered": len(latencies),
@@ -74,23 +75,27 @@ async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: b
         "latency_p95_s": float(np.percentile(latencies, 95)),
         "batch_requests_per_s": num_rows / seconds,
     }
-    return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in answers]}
+    return {"summary": summary, "latencies_s": latencies, "outcomes": [result.outcome for result in answers]}
 
 
-async def _people(options: argparse.Namespace, http: httpx.AsyncClient, asked: list[asyncio.Task[SentRequest]]) -> None:
-    chance = random.Random(0)
+async def _send_requests(
+    options: argparse.Namespace, http: httpx.AsyncClient, requests: list[asyncio.Task[SentRequest]]
+) -> None:
+    generator = random.Random(0)
     while True:
-        text = f"Tell me about the number {len(asked)}."
-        asked.append(asyncio.create_task(send_request(http, text, options.tokens, is_stream=True, model=options.name)))
-        await asyncio.sleep(chance.expovariate(options.per_s))
+        text = f"Tell me about the number {len(requests)}."
+        requests.append(
+            asyncio.create_task(send_request(http, text, options.tokens, is_stream=True, model=options.name))
+        )
+        await asyncio.sleep(generator.expovariate(options.per_s))
 
 
-async def _order(options: argparse.Namespace, http: httpx.AsyncClient) -> str:
+async def _create_batch(options: argparse.Namespace, http: httpx.AsyncClient) -> str:
     lines = [json.dumps(_row(options, number)) for number in range(options.rows)]
     files = {"file": ("rows.jsonl", "\n".join(lines).encode())}
     uploaded = (await http.post("/v1/files", data={"purpose": "batch"}, files=files)).raise_for_status().json()
-    order = {"input_file_id": uploaded["id"], "endpoint": _URL, "completion_window": "24h"}
-    batch_id: str = (await http.post("/v1/batches", json=order)).raise_for_status().json()["id"]
+    batch_request = {"input_file_id": uploaded["id"], "endpoint": _URL, "completion_window": "24h"}
+    batch_id: str = (await http.post("/v1/batches", json=batch_request)).raise_for_status().json()["id"]
     return batch_id
 
 
@@ -101,7 +106,7 @@ def _row(options: argparse.Namespace, number: int) -> dict[str, Any]:
 
 
 async def _next_commit(options: argparse.Namespace, http: httpx.AsyncClient, batch_id: str, num_done: int) -> int:
-    """How many rows are done when more are than so many. Those of a unit are done at once."""
+    """Wait until more than `num_done` rows are done, and return their number. All rows of a unit are done together."""
     deadline = time.monotonic() + options.start_s
     while (num_now := await _num_done(http, batch_id)) == num_done:
         if time.monotonic() > deadline:
@@ -116,10 +121,10 @@ async def _num_done(http: httpx.AsyncClient, batch_id: str) -> int:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    kind = ["--engine", "fake", "--fake", json.dumps({"token_s": options.token_s})]
+    engine_flags = ["--engine", "fake", "--fake", json.dumps({"token_s": options.token_s})]
     if options.engine == "vllm":
-        kind = ["--model", options.name, "--max-model-len", "1024"]
-    return [*kind, "--max-num-seqs", str(options.slots), "--usd-per-hour", "1", "--heartbeat-s", "1"]
+        engine_flags = ["--model", options.name, "--max-model-len", "1024"]
+    return [*engine_flags, "--max-num-seqs", str(options.slots), "--usd-per-hour", "1", "--heartbeat-s", "1"]
 
 
 def _options() -> argparse.Namespace:
@@ -127,16 +132,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="a new folder for state, batches and logs")
     parser.add_argument("--output", type=Path, required=True, help="file for the result")
     parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
-    parser.add_argument("--model", default="smollm2-135m", help="of the real engine")
-    parser.add_argument("--ways", nargs="+", choices=list(_WAYS), default=list(_WAYS), help="of running the batch")
-    parser.add_argument("--slots", type=int, default=8, help="requests that an engine decodes at once")
-    parser.add_argument("--per-s", type=float, default=0.5, help="people's requests a second on average")
-    parser.add_argument("--seconds", type=float, default=120, help="for which they come")
-    parser.add_argument("--tokens", type=int, default=32, help="output tokens of each of them")
+    parser.add_argument("--model", default="smollm2-135m", help="model of the real engine")
+    parser.add_argument("--ways", nargs="+", choices=list(_WAYS), default=list(_WAYS), help="ways to run the batch")
+    parser.add_argument("--slots", type=int, default=8, help="requests that an engine decodes at the same time")
+    parser.add_argument("--per-s", type=float, default=0.5, help="mean number of interactive requests per second")
+    parser.add_argument("--seconds", type=float, default=120, help="duration of the interactive requests")
+    parser.add_argument("--tokens", type=int, default=32, help="output tokens of each interactive request")
     parser.add_argument("--rows", type=int, default=2000, help="requests of the batch")
-    parser.add_argument("--row-tokens", type=int, default=128, help="output tokens of each of them")
-    parser.add_argument("--token-s", type=float, default=0.05, help="of the fake engine")
-    parser.add_argument("--start-s", type=float, default=400, help="time for the endpoint, and for the batch, to begin")
+    parser.add_argument("--row-tokens", type=int, default=128, help="output tokens of each request of the batch")
+    parser.add_argument("--token-s", type=float, default=0.05, help="seconds per token of the fake engine")
+    parser.add_argument(
+        "--start-s", type=float, default=400, help="time limit for the endpoint to start, and for the batch to commit"
+    )
     options = parser.parse_args()
     options.name = "fake" if options.engine == "fake" else options.model
     return options

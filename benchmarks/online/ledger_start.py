@@ -1,10 +1,10 @@
-"""How long an ingress takes to know what keys have spent: with a ledger of many lines, with and without its checkpoint.
+"""Measure how long a new ingress takes to read the spend of keys from a large ledger, with and without a checkpoint.
 
     python -m benchmarks.online.ledger_start --folder /tmp/ledger --num-lines 1000000 --output result.json
 
-The ledger is made in the folder: requests of 20 keys, over 30 days, in a file of each of ten engine processes. Each
-start is a process of its own. Beside the reading an event loop wakes every 10 ms, and how late it is says what others
-wait.
+The script writes the ledger into the folder: requests of 20 keys over 30 days, in a file for each of ten engine
+processes. Each start runs in its own process. During the start, a task of the event loop wakes every 10 ms; its delay
+shows how long other requests would wait.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _WAKE_S = 0.01
 
 
 def main() -> None:
-    """Make the ledger, start three times, and write what it took."""
+    """Create the ledger, start three times, and write the durations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--num-lines", type=int, default=1_000_000)
@@ -58,16 +58,16 @@ def main() -> None:
 
 
 def make_ledger(folder: Path, num_lines: int) -> None:
-    """Lines in the order of their time, dealt to the files."""
-    each = num_lines // _NUM_SESSIONS
+    """Write the ledger; each engine process has an equal number of lines, and its own part of the days."""
+    lines_per_session = num_lines // _NUM_SESSIONS
     for session in range(_NUM_SESSIONS):
         path = folder / f"requests-{session}.jsonl"
         path.unlink(missing_ok=True)
-        append(folder, str(session), each, _START + session * _DAYS * 86_400 / _NUM_SESSIONS)
+        append(folder, str(session), lines_per_session, _START + session * _DAYS * 86_400 / _NUM_SESSIONS)
 
 
 def append(folder: Path, session_id: str, num_lines: int, begins_at: float) -> None:
-    """Requests of one engine process, over its part of the days."""
+    """Append the requests of one engine process, spread evenly over its part of the days."""
     random, life_s = Random(session_id), _DAYS * 86_400 / _NUM_SESSIONS
     with (folder / f"requests-{session_id}.jsonl").open("ab") as file:
         for number in range(num_lines):
@@ -103,27 +103,27 @@ def _request(random: Random, session_id: str, ended_at: float) -> RequestUsage:
 
 
 def start(folder: Path) -> dict[str, Any]:
-    """As an ingress does; until what keys have spent is known."""
+    """Read the ledger as an ingress does, until the spend of all keys is known."""
     return asyncio.run(_start(folder))
 
 
 async def _start(folder: Path) -> dict[str, Any]:
-    began, late_s = time.monotonic(), []
+    started_at, delays_s = time.monotonic(), []
     KeyLimits(totals_of(folder))
-    built_s = time.monotonic() - began
+    built_s = time.monotonic() - started_at
     while not totals_of(folder).is_loaded:
-        before = time.monotonic()
+        slept_at = time.monotonic()
         await asyncio.sleep(_WAKE_S)
-        late_s.append(time.monotonic() - before - _WAKE_S)
-    known_s = time.monotonic() - began
-    late_s.sort()
+        delays_s.append(time.monotonic() - slept_at - _WAKE_S)
+    known_s = time.monotonic() - started_at
+    delays_s.sort()
     totals_of(folder).catch_up()  # the checkpoint is written by now
     return {
         "built_s": round(built_s, 4),
         "known_s": round(known_s, 2),
-        "loop_late_p50_ms": round(1e3 * late_s[len(late_s) // 2], 2),
-        "loop_late_p99_ms": round(1e3 * late_s[len(late_s) * 99 // 100], 2),
-        "loop_late_max_ms": round(1e3 * late_s[-1], 2),
+        "loop_late_p50_ms": round(1e3 * delays_s[len(delays_s) // 2], 2),
+        "loop_late_p99_ms": round(1e3 * delays_s[len(delays_s) * 99 // 100], 2),
+        "loop_late_max_ms": round(1e3 * delays_s[-1], 2),
         "num_cells": len(totals_of(folder).cells),
         "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }

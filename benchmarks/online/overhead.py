@@ -1,10 +1,11 @@
-"""What peagle's endpoint costs beside `vllm serve`: output tokens/s and time to first token of the same engine.
+"""The overhead of peagle's endpoint over `vllm serve`: output tokens/s and time to first token of the same engine.
 
     python -m benchmarks.online.overhead --folder /tmp/online --output benchmarks/online/RESULT.json
 
-`vllm serve` and `peagle serve` are started in turns with the same engine arguments and environment; vLLM's own load
-generator (`vllm bench serve`) asks each at every concurrency: HumanEval prompts as chats, streamed, greedy, as many
-output tokens for each. Every round begins with the other server. What each process took of the cores stands beside.
+`vllm serve` and `peagle serve` are started alternately with the same engine arguments and environment. vLLM's load
+generator (`vllm bench serve`) sends requests to each at every concurrency: HumanEval prompts as streamed greedy chats,
+with a fixed number of output tokens. The order of the servers alternates between repeats. The results include the CPU
+time of each process.
 """
 
 import argparse
@@ -36,13 +37,14 @@ _START_S, _END_S = 300, 90
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What is served, by either system.
+    """The endpoint that both systems serve.
 
     Attributes:
-        name: of the model, to clients.
+        name: the model's name for clients.
         tokenizer: the target's folder.
-        commands: what starts each system, without its port.
-        environment: of the engine. `vllm serve` starts with it; `peagle serve` gives it to the engine's process alone.
+        commands: the command of each system, without the port.
+        environment: the engine's variables. `vllm serve` is started with them; `peagle serve` sets them only for the
+            engine's process.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Endpoint:
 
 
 def main() -> None:
-    """Measure what was not measured yet, write it, and print the table."""
+    """Run missing measurements, write all measurements to a file, and print the table."""
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
     _write_prompts(options.folder / "prompts.jsonl")
@@ -62,10 +64,12 @@ def main() -> None:
     }
     for repeat in range(options.repeats):
         for system in SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]:
-            found = _visit(options, endpoint, system, options.folder / f"{system.split()[0]}-{repeat}")
-            for concurrency, figures in found.items():
+            figures_by_concurrency = _measure_server(
+                options, endpoint, system, options.folder / f"{system.split()[0]}-{repeat}"
+            )
+            for concurrency, figures in figures_by_concurrency.items():
                 measured[system][concurrency].append(figures)
-            print(f"repeat {repeat} {system}: {found}", flush=True)  # noqa: T201
+            print(f"repeat {repeat} {system}: {figures_by_concurrency}", flush=True)  # noqa: T201
     record = same_engine.record(options, measured) | {"prompts_at_once": options.prompts_at_once}
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(_table(measured))  # noqa: T201
@@ -74,7 +78,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = same_engine.parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--prompts-at-once", type=int, default=12, help="prompts for each of the requests at once")
+    parser.add_argument("--prompts-at-once", type=int, default=12, help="prompts per concurrent request")
     return same_engine.parse(parser)
 
 
@@ -84,28 +88,30 @@ def _write_prompts(path: Path) -> None:
 
 
 def _endpoint(options: argparse.Namespace) -> Endpoint:
-    here, max_num_seqs = hardware.detect(), max(options.concurrency)
+    detected, max_num_seqs = hardware.detect(), max(options.concurrency)
     engine = same_engine.resolve(options, max_num_seqs)
-    arguments = engine_args(engine.spec, here) | {"model": engine.model.path, "served_model_name": options.model}
-    ours = [*same_engine.peagle_flags(options, max_num_seqs), "--usd-per-hour", "1"]
+    arguments = engine_args(engine.spec, detected) | {"model": engine.model.path, "served_model_name": options.model}
+    peagle_flags = [*same_engine.peagle_flags(options, max_num_seqs), "--usd-per-hour", "1"]
     commands = {
         "vllm serve": ["benchmarks.vllm_command", "serve", *command_line(arguments)],
-        "peagle serve": ["jobs.cli", "serve", *ours],
+        "peagle serve": ["jobs.cli", "serve", *peagle_flags],
     }
-    variables = environment(engine.spec, here, inherited=os.environ) | openmp_variables(engine.spec)
+    variables = environment(engine.spec, detected, inherited=os.environ) | openmp_variables(engine.spec)
     return Endpoint(name=options.model, tokenizer=engine.model.path, commands=commands, environment=variables)
 
 
-def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """The figures of one start of one system, by concurrency."""
+def _measure_server(
+    options: argparse.Namespace, endpoint: Endpoint, system: str, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Start a system once, and return its figures by concurrency."""
     folder.mkdir(parents=True, exist_ok=True)
-    left = [c for c in options.concurrency if not (folder / f"c{c}.json").exists()]
-    if left:
+    missing = [c for c in options.concurrency if not (folder / f"c{c}.json").exists()]
+    if missing:
         with _serving(endpoint, system, folder) as (server, port):
-            for concurrency in left:
+            for concurrency in missing:
                 same_engine.leave_cores(os.getpid(), options.engine_cores)
                 before = same_engine.cpu_times(server)
-                _load(options, endpoint, port, concurrency, folder)
+                _run_load_generator(options, endpoint, port, concurrency, folder)
                 spent = same_engine.cpu_spent(before, same_engine.cpu_times(server))
                 spent = {name: round(seconds, 2) for name, seconds in spent.items()}
                 (folder / f"c{concurrency}.cpu.json").write_text(json.dumps(spent), encoding="utf-8")
@@ -115,7 +121,7 @@ def _visit(options: argparse.Namespace, endpoint: Endpoint, system: str, folder:
 
 @contextlib.contextmanager
 def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[tuple[int, int]]:
-    """Process id and port of a server, as long as it is needed."""
+    """Run a server during the block; yield its process id and port."""
     port = free_port()
     command = [sys.executable, "-m", *endpoint.commands[system], "--host", "127.0.0.1", "--port", str(port)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -128,7 +134,7 @@ def _serving(endpoint: Endpoint, system: str, folder: Path) -> Iterator[tuple[in
         server = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
         try:
             _wait_until_up(server, port, folder)
-            _ask(endpoint, port)
+            _send_one_request(endpoint, port)
             yield server.pid, port
         finally:
             server.send_signal(signal.SIGTERM)
@@ -145,16 +151,18 @@ def _wait_until_up(server: "subprocess.Popen[bytes]", port: int, folder: Path) -
     raise SystemExit(f"the server did not start; see {folder / 'server.log'}")
 
 
-def _ask(endpoint: Endpoint, port: int) -> None:
-    """One short answer: `/v1/models` may be there before the engine is."""
+def _send_one_request(endpoint: Endpoint, port: int) -> None:
+    """Request one token, since `/v1/models` may answer before the engine is ready."""
     body = {"model": endpoint.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=_START_S).close()
 
 
-def _load(options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path) -> None:
-    """Have vLLM's generator ask; its result is `c<CONCURRENCY>.json.part`."""
+def _run_load_generator(
+    options: argparse.Namespace, endpoint: Endpoint, port: int, concurrency: int, folder: Path
+) -> None:
+    """Run vLLM's load generator, which writes `c<CONCURRENCY>.json.part`."""
     command = [
         sys.executable, "-m", "benchmarks.vllm_command", "bench", "serve", "--backend", "openai-chat",
         "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/chat/completions", "--model", endpoint.name,
@@ -179,28 +187,28 @@ def _figures(path: Path) -> dict[str, Any]:
         "median_ttft_ms": round(result["median_ttft_ms"], 2),
         "median_tpot_ms": round(result["median_tpot_ms"], 2),
         "duration_s": round(result["duration"], 2),
-        # By process, warm-up included, where it is a hundredth of the time or more.
+        # By process, including the warm-up; only processes that used at least 1 % of a core.
         "cpu_s": {name: s for name, s in json.loads(cpu).items() if s >= 0.01 * result["duration"]},
     }
 
 
 def _table(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """Medians of the repeats, spread of the throughput, and the endpoint against `vllm serve`."""
+    """Return medians over repeats, the spread of the throughput, and ratios to `vllm serve`."""
     lines = [
-        "| requests at once | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
+        "| concurrency | system | output tokens/s | spread | of vllm serve | TTFT ms | added ms |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for concurrency in measured[SYSTEMS[0]]:
-        rates, waits = {}, {}
+        rates, ttfts_ms = {}, {}
         for system in SYSTEMS:
             runs = measured[system][concurrency]
             rates[system], spread = same_engine.median_and_spread(runs, "output_tokens_per_s")
-            waits[system], _ = same_engine.median_and_spread(runs, "median_ttft_ms")
+            ttfts_ms[system], _ = same_engine.median_and_spread(runs, "median_ttft_ms")
             ratio = rates[system] / rates[SYSTEMS[0]]
-            added = waits[system] - waits[SYSTEMS[0]]
+            added_ms = ttfts_ms[system] - ttfts_ms[SYSTEMS[0]]
             lines.append(
                 f"| {concurrency} | {system} | {rates[system]:.1f} | {spread} "
-                f"| {ratio:.3f} | {waits[system]:.1f} | {added:+.1f} |"
+                f"| {ratio:.3f} | {ttfts_ms[system]:.1f} | {added_ms:+.1f} |"
             )
     return "\n".join(lines)
 

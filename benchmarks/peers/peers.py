@@ -1,7 +1,7 @@
-"""The systems that `compare.py` measures and that are not vLLM, a process each: `peers.py SYSTEM JOB.json`.
+"""The systems in `compare.py` that do not use vLLM, each in its own process: `peers.py SYSTEM JOB.json`.
 
-They write what vLLM's token clock writes: "seconds tokens requests" for each step, here for each answer or batch of
-answers, behind a first line of no tokens at the moment when the first request is made.
+They write the same lines as vLLM's token clock ("seconds tokens requests"), but one for each answer or batch of
+answers. The first line has the time of the first request, and no tokens.
 """
 
 import json
@@ -22,7 +22,7 @@ Tick = Callable[[int], None]
 
 
 def main() -> None:
-    """Run one system to its end; its answers are not kept, its tokens are counted."""
+    """Run one system until it has answered all prompts. Answers are dropped; tokens are counted."""
     system, path = sys.argv[1:]
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     with Path(os.environ["TOKEN_CLOCK"]).open("a", buffering=1, encoding="utf-8") as clock:
@@ -42,7 +42,7 @@ def _transformers(job: dict[str, Any], tick: Tick) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     greedy = {"max_new_tokens": job["sampling"]["max_tokens"], "do_sample": False}
     if job["system"] == "transformers-lookup":
-        greedy["prompt_lookup_num_tokens"] = 10  # the default of its documentation
+        greedy["prompt_lookup_num_tokens"] = 10  # as in the documentation of transformers
     texts = [row["text"] for row in job["rows"]]
     tick(0)
     for start in range(0, len(texts), job["concurrency"]):
@@ -52,7 +52,7 @@ def _transformers(job: dict[str, Any], tick: Tick) -> None:
 
 
 def _num_tokens(answer: list[int], end: int) -> int:
-    """Tokens up to the end of the answer, that token included, as vLLM counts; what follows in a batch is padding."""
+    """Return the number of tokens up to and including the end token, as vLLM counts; the rest is padding."""
     return answer.index(end) + 1 if end in answer else len(answer)
 
 
@@ -61,7 +61,7 @@ def _llama_cpp(job: dict[str, Any], tick: Tick) -> None:
     from peagle.ports import free_port
 
     port = free_port()
-    context = job["engine"]["max_model_len"] * job["concurrency"]  # it is shared among the requests
+    context = job["engine"]["max_model_len"] * job["concurrency"]  # llama-server divides the context among its slots
     command = [job["llama_server"], "-m", str(gguf_path(job["model"])), "--host", "127.0.0.1", "--port", str(port)]
     command += ["-np", str(job["concurrency"]), "-c", str(context), "-t", str(os.cpu_count())]
     server = subprocess.Popen(command)
@@ -98,8 +98,8 @@ def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        response: dict[str, Any] = json.load(answer)
+    return response
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The choice of `peagle tune` against every other configuration, measured anew by `peagle bench`: the regret.
+"""Compute the regret of a profile: how much slower or more expensive its choice is than the best configuration.
 
     python benchmarks/plan/regret.py --profile runs/tune/first/profile.yaml --bench runs/bench/regret/report.json
 
-Regret is what the choice falls short of the best, in the objective's own figure, among the cells within the profile's
-limits. An engine with other token slots is another configuration; a benchmark sizes them as tune's auto does, where
-both have the same largest number of requests at once. A benchmark has one precision and one --max-num-batched-tokens;
-make one for each that was tuned over, and give --bench again.
+`peagle bench` measures all configurations again, including the one that `peagle tune` chose. The regret is 1 - (value
+of the choice) / (best value), for the objective of the profile, among the cells within its limits. Token slots are part
+of a configuration. A benchmark sizes them like `--max-num-batched-tokens auto` of `peagle tune`, if both have the same
+largest concurrency. A benchmark has one precision and one --max-num-batched-tokens. So make a benchmark for each value
+that was tuned over, and repeat --bench.
 """
 
 import argparse
@@ -31,32 +32,34 @@ def main() -> None:
     value = _VALUES[profile.objective["objective"]]
     cells = [cell for path in args.bench for cell in _cells(path, profile, value)]
     cells.sort(key=lambda cell: cell[value], reverse=True)
-    own = [cell for cell in cells if _is_chosen(cell, profile)]
-    if not own:
+    chosen_cells = [cell for cell in cells if _is_chosen(cell, profile)]
+    if not chosen_cells:
         raise SystemExit(
-            f"no benchmark has the choice, with --precision {profile.chosen.precision} and --max-num-batched-tokens "
-            f"{profile.chosen.max_num_batched_tokens}, or it is beyond the limits: {profile.decision}"
+            f"no benchmark has the chosen configuration (--precision {profile.chosen.precision} "
+            f"--max-num-batched-tokens {profile.chosen.max_num_batched_tokens}) within the limits: {profile.decision}"
         )
-    rows = [["method", "K", "at once", "token slots", value, "of the best", "choice"]]
+    rows = [["method", "K", "concurrency", "token slots", value, "of the best", "choice"]]
     for cell in cells:
         share = f"{cell[value] / cells[0][value]:.1%}"
         mark = "x" if _is_chosen(cell, profile) else ""
         names = (cell["method"], str(cell["k"] or "-"), str(cell["concurrency"]), str(cell["max_num_batched_tokens"]))
         rows.append([*names, f"{cell[value]:,.1f}", share, mark])
     print("\n".join(markdown(rows)))  # noqa: T201
-    print(f"\nregret: {1 - own[0][value] / cells[0][value]:.1%}")  # noqa: T201
+    print(f"\nregret: {1 - chosen_cells[0][value] / cells[0][value]:.1%}")  # noqa: T201
 
 
 def _cells(path: Path, profile: Profile, value: str) -> list[Mapping[str, Any]]:
-    """The cells within the limits, with what tells their engines apart."""
+    """Return the cells within the limits, with the precision and token slots of their engines."""
     limits = {name: profile.objective[name] for name in ("max_tpot_ms", "max_ttft_ms")}
     report = json.loads(path.read_bytes())
     if any("max_num_batched_tokens" not in setup for setup in report["setups"]):
-        raise SystemExit(f"{path} does not state token slots: the same `peagle bench` adds them, and measures nothing")
+        raise SystemExit(
+            f"{path} has no token slots: run the same `peagle bench` again to add them, without new measurements"
+        )
     if any(cell.get(value) is None for cell in report["cells"]):
         raise SystemExit(
-            f"{path} has no price, hence no {value}: the same `peagle bench` with --usd-per-hour adds it, and measures "
-            "nothing"
+            f"{path} has no price, hence no {value}: run the same `peagle bench` again with --usd-per-hour to add it, "
+            "without new measurements"
         )
     slots = {(setup["method"], setup["k"]): setup["max_num_batched_tokens"] for setup in report["setups"]}
     precision = report["configuration"]["precision"]

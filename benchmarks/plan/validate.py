@@ -1,10 +1,10 @@
-"""What a plan would have said of runs that were made, against what they were: time and dollars, with the error.
+"""Compare the time and cost of finished runs with the predictions of a plan.
 
     python benchmarks/plan/validate.py --bench runs/bench/first/report.json RUN [RUN ...]
 
-A run is the folder of a `peagle generate` that was started once and ended by itself. Its tokens, engines and price are
-taken as they were; its speed and start are predicted from the benchmark's cell of the same method and K, at the nearest
-concurrency, by the closed form in `peagle.planning.options`.
+RUN is the output folder of a `peagle generate` that was started once and finished. The prediction uses the run's actual
+tokens, engines and price. Its speed and start time are those of the benchmark's cell with the same method and K, at the
+nearest concurrency. `peagle.planning.options` has the formula.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from peagle.tables import markdown
 
 
 def cell_of(cells: list[Cell], method: str, k: int, concurrency: int) -> Cell:
-    """The cell that a plan would have gone by."""
-    own = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
-    if not own:
+    """Return the cell that a plan would have used."""
+    matching = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
+    if not matching:
         raise SystemExit(f"the benchmark has no {method} K={k}")
-    return min(own, key=lambda cell: abs(cell.concurrency - concurrency))
+    return min(matching, key=lambda cell: abs(cell.concurrency - concurrency))
 
 
 def compare(run: Path, cells: list[Cell]) -> list[str]:
-    """Return a row: predicted and measured."""
+    """Return a row of the table, with predicted and measured values."""
     manifest, report = (json.loads((run / name).read_bytes()) for name in ("run.json", "report.json"))
     drafter, account = manifest["engine"]["drafter"], report["account"]
     method, k = (drafter["method"], drafter["num_speculative_tokens"]) if drafter else ("none", 0)
     cell = cell_of(cells, method, k, manifest["run"]["concurrency"])
     machine = _machine(account, report["run"]["num_engines"], cell)
-    found = estimate(machine, 1, account["num_output_tokens"])
-    assert found is not None, "nothing interrupts it"
+    prediction = estimate(machine, 1, account["num_output_tokens"])
+    assert prediction is not None, "the machine has no interruptions"
     usd = account["usd"]["total"]
     return [
         run.name,
@@ -44,16 +44,16 @@ def compare(run: Path, cells: list[Cell]) -> list[str]:
         f"{manifest['run']['concurrency']} ({cell.concurrency})",
         f"{account['num_output_tokens']:,}",
         f"{account['wall_s']:.1f}",
-        _with_error(found.wall_s, account["wall_s"], ".1f"),
+        _with_error(prediction.wall_s, account["wall_s"], ".1f"),
         f"{usd:.5f}",
-        _with_error(found.usd, usd, ".5f"),
+        _with_error(prediction.usd, usd, ".5f"),
         _with_error(cell.output_tokens_per_s, account["output_tokens_per_s"], ".1f"),
         _with_error(cell.start_s or 0.0, _start_s(account), ".1f"),
     ]
 
 
 def _machine(account: Mapping[str, Any], num_engines: int, cell: Cell) -> Machine:
-    """All engines of the run as one machine, which has their devices and no other."""
+    """Return one machine with all engines of the run and exactly their devices."""
     price = {name: value for name, value in account["price"].items() if name != "usd_per_device_s"}
     devices = round(account["device_s"]["busy"] / account["busy_s"])
     usd_per_hour = account["price"]["usd_per_device_s"] * 3600 * devices * num_engines
@@ -83,11 +83,11 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     args = parser.parse_args()
     cells = read_sweep(args.bench).cells
-    head = [
-        "run", "method", "at once (measured at)", "tokens", "wall s", "predicted", "dollars", "predicted",
-        "tokens/s busy, benchmark's", "start s, benchmark's",
+    header = [
+        "run", "method", "concurrency (benchmark's)", "tokens", "wall s", "predicted", "dollars", "predicted",
+        "tokens/s busy, predicted", "start s, predicted",
     ]  # fmt: skip
-    print("\n".join(markdown([head, *(compare(run, cells) for run in args.runs)])))  # noqa: T201
+    print("\n".join(markdown([header, *(compare(run, cells) for run in args.runs)])))  # noqa: T201
 
 
 if __name__ == "__main__":

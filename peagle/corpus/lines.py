@@ -55,7 +55,7 @@ class Lines:
             while self.position < position:
                 skipped = len(self._stream.read(min(_SKIP_BYTES, position - self.position)))
                 if not skipped:
-                    return  # the file has shrunk; `read` reports the missing rows
+                    return  # the file has shrunk; `read_span` reports the missing rows
                 self.position += skipped
 
     def close(self) -> None:

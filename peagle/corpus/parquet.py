@@ -45,15 +45,17 @@ def scan_parquet(
 ) -> tuple[list[Span], pa.Schema]:
     """Cut a file into spans, and update `digest` with its content. `old_digest` computes the digest as older plans do.
 
-    Raises InputError if the file is not valid Parquet, or rows cannot hold one of its columns.
+    Raises InputError if the file is not valid Parquet, or has a column of an unsupported type.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, max_rows)
         schema = plain_schema(_with_nanoseconds(file.path, parquet).remove_metadata())
-        # A file that a run has written may have our own metadata.
+        # A file that a run has written may have metadata of peagle.
         metadata = [{k: v for k, v in (column.metadata or {}).items() if k != b"peagle"} for column in schema]
-        schema = pa.schema([column.with_metadata(kept) for column, kept in zip(schema, metadata, strict=True)])
+        schema = pa.schema(
+            [column.with_metadata(own_metadata) for column, own_metadata in zip(schema, metadata, strict=True)]
+        )
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         stored = storage_schema(schema)
         schema = pa.schema(
@@ -127,7 +129,7 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
     """
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):
-        needs_nanoseconds, too_far = False, ""
+        needs_nanoseconds, range_error = False, ""
         with _in_nanoseconds(path, [name]) as fine_batches:
             for coarse, fine in zip(parquet.iter_batches(_BATCH_ROWS, columns=[name]), fine_batches, strict=True):
                 exact = fine.schema.field(name)
@@ -135,10 +137,10 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
                 try:
                     coarse.column(name).cast(exact.type)
                 except pa.ArrowInvalid as error:
-                    too_far = too_far or str(error)
-        if needs_nanoseconds and too_far:
+                    range_error = range_error or str(error)
+        if needs_nanoseconds and range_error:
             raise InputError(
-                f"input {path}: column {name!r} (INT96) needs nanoseconds, but has a value out of range: {too_far}",
+                f"input {path}: column {name!r} (INT96) needs nanoseconds, but has a value out of range: {range_error}",
                 hint="convert that column to microseconds (Spark: outputTimestampType=TIMESTAMP_MICROS)",
             )
         if needs_nanoseconds:

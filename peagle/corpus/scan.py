@@ -43,7 +43,9 @@ class UniqueIds:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for bucket in self._buckets:
             bucket.close()
 
@@ -60,8 +62,8 @@ class UniqueIds:
     def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Occurrences | None:
         bucket.seek(0)
         entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
-        order = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
-        entry, following = entries[order[:-1]], entries[order[1:]]
+        sorted_indices = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
+        entry, following = entries[sorted_indices[:-1]], entries[sorted_indices[1:]]
         is_same = (entry["high"] == following["high"]) & (entry["low"] == following["low"])
         columns = ["file", "line"]
         pairs = zip(entry[is_same][columns].tolist(), following[is_same][columns].tolist(), strict=True)
@@ -81,11 +83,11 @@ def find_files(
     files = discover(uri, input_format, exclude=exclude, announce=announce)
     if input_format == "auto":
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
-    kinds = {file.format: file for file in reversed(files)}
-    if "openai-batch" in kinds and len(kinds) > 1:
-        (other, *_) = (file for kind, file in kinds.items() if kind != "openai-batch")
+    files_by_format = {file.format: file for file in reversed(files)}
+    if "openai-batch" in files_by_format and len(files_by_format) > 1:
+        (other, *_) = (file for kind, file in files_by_format.items() if kind != "openai-batch")
         raise InputError(
-            f"input {other.path} is not an OpenAI batch, but {kinds['openai-batch'].path} is",
+            f"input {other.path} is not an OpenAI batch, but {files_by_format['openai-batch'].path} is",
             hint="use two runs, or set --input-format",
         )
     return files
@@ -153,7 +155,7 @@ def scan(
         raise InputError(f"input {files[0].path}: it has no rows")
     schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
-        raise InputError(f"input: no row is valid; the first error: {first_error or 'an empty object'}")
+        raise InputError(f"input: no row is valid; first error: {first_error or 'an empty object'}")
     return spans, schema, version + digest.hexdigest()
 
 
@@ -214,12 +216,12 @@ class _TextScan:
         """Return the next span; None at the end of the file."""
         start, number, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
         num_rows = work = size = 0
-        before = start
+        previous_position = start
         for record in rows:
             size = size or min(next(sizes), max_rows - first_row)
             header, num_rows = record.header, num_rows + 1
-            work += self._estimate.of_row(record.row, lines.position - before)
-            before = lines.position
+            work += self._estimate.of_row(record.row, lines.position - previous_position)
+            previous_position = lines.position
             self._add(record)
             if num_rows == size:
                 break

@@ -71,7 +71,7 @@ def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: st
 
 def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
     """Return the content of the cluster file as data that conforms to Ray's `ray-schema.json`."""
-    offer, (fewest, most) = workload.offer, workload.num_machines
+    offer, (min_machines, max_machines) = workload.offer, workload.num_machines
     # With an accelerator type and a time to wait for the cluster, the run itself requests machines from the autoscaler.
     requests_machines = bool(workload.settings.get("accelerator_type") and workload.settings.get("cluster_wait_s"))
     resources: dict[str, int] = {"CPU": offer.num_vcpus}
@@ -82,7 +82,7 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if workload.market == "spot" else {}
     return {
         "cluster_name": workload.name,
-        "max_workers": most,
+        "max_workers": max_machines,
         "idle_timeout_minutes": 5,
         "provider": {"type": "aws", "region": offer.region, "cache_stopped_nodes": False},
         "auth": {"ssh_user": "ubuntu"},
@@ -93,8 +93,8 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
                 "node_config": _node(names, "m7i.xlarge", names.head_profile, disk_gb=200),
             },
             "engines": {
-                "min_workers": 0 if requests_machines else fewest,
-                "max_workers": most,
+                "min_workers": 0 if requests_machines else min_machines,
+                "max_workers": max_machines,
                 "resources": resources,
                 "node_config": _node(names, offer.instance_type, names.worker_profile, disk_gb=500) | market,
             },
@@ -136,11 +136,12 @@ def _start(workload: Workload, arguments: str) -> str:
 
 
 def _header_comment(workload: Workload, *, config: str, output: str) -> list[str]:
-    offer, (fewest, most) = workload.offer, workload.num_machines
-    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    has = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
+    offer, (min_machines, max_machines) = workload.offer, workload.num_machines
+    count = f"{min_machines}" if min_machines == max_machines else f"{min_machines} to {max_machines}"
+    accelerators_text = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
     return [
-        f"# A Ray cluster on AWS for {config}: a CPU head for the driver, and {count} x {offer.instance_type}{has}",
+        f"# A Ray cluster on AWS for {config}: a CPU head for the driver, and {count} x "
+        f"{offer.instance_type}{accelerators_text}",
         f"# ({workload.market.replace('_', '-')}), which exist only while there is work.",
         f"# Written by: peagle deploy cluster {config}",
         "# Checked against Ray's schema by a test; not yet run on AWS.",

@@ -123,11 +123,11 @@ def secret_commands(workload: Workload, options: KubeRayOptions) -> list[str]:
     """Return the commands that create the required Secrets."""
     space = f" -n {options.namespace}" if options.namespace else ""
     create = f"kubectl create secret generic{space}"
-    token, keys = options.pods.token_secret, options.keys_secret
-    needed = [f'{create} {token} --from-literal=auth_token="$(openssl rand -hex 32)"']
+    token_name, keys_name = options.pods.token_secret, options.keys_secret
+    commands = [f'{create} {token_name} --from-literal=auth_token="$(openssl rand -hex 32)"']
     if workload.command == "serve":
-        needed.append(f"{create} {keys} --from-file=keys.json={workload.settings['keys']}")
-    return needed + [f"{create} {name} --from-env-file=FILE" for name in options.pods.env_secrets]
+        commands.append(f"{create} {keys_name} --from-file=keys.json={workload.settings['keys']}")
+    return commands + [f"{create} {name} --from-env-file=FILE" for name in options.pods.env_secrets]
 
 
 def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
@@ -163,8 +163,8 @@ def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, 
 
 
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
-    keys = workload.settings
-    require_servable(keys, FOLDER)
+    settings = workload.settings
+    require_servable(settings, FOLDER)
     # A head without ports gets KubeRay's default ports, which include 8000.
     address = {"host": "0.0.0.0", "port": 8000}
     overrides = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}
@@ -172,7 +172,7 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
         "name": "peagle",
         "route_prefix": "/",
         "import_path": "pipelines.online.app:build",
-        "args": {**keys, **overrides},
+        "args": {**settings, **overrides},
     }
     serve = {
         "proxy_location": "HeadOnly",
@@ -221,28 +221,28 @@ def _ray_cluster(
         env: variables of all containers.
         volumes: additional volumes of all pods, by mount path.
     """
-    fewest, most = workload.num_machines
-    scales = {"enableInTreeAutoscaling": True} if fewest != most else {}
+    min_machines, max_machines = workload.num_machines
+    autoscaling = {"enableInTreeAutoscaling": True} if min_machines != max_machines else {}
     return {
         "rayVersion": RAY_VERSION,
         "authOptions": {"mode": "token", "secretName": options.token_secret},
-        **scales,
+        **autoscaling,
         "headGroupSpec": {
             "rayStartParams": {"num-gpus": "0"},  # its pod may land on a machine with GPUs
             "template": _template(
                 options,
                 {"name": "ray-head", "resources": {"limits": _HEAD, "requests": _HEAD}, **head},
                 env=env,
-                volumes={**volumes, "/dev/shm": _shm(_HEAD["memory"])},
+                volumes={**volumes, "/dev/shm": _shared_memory(_HEAD["memory"])},
                 grace_s=workload.grace_s,
             ),
         },
         "workerGroupSpecs": [
             {
                 "groupName": "engines",
-                "replicas": fewest,
-                "minReplicas": fewest,
-                "maxReplicas": most,
+                "replicas": min_machines,
+                "minReplicas": min_machines,
+                "maxReplicas": max_machines,
                 "rayStartParams": {},
                 "template": _worker(workload, options, env, volumes),
             }
@@ -259,7 +259,7 @@ def _worker(
         options,
         {"name": "ray-worker", "resources": {"limits": sizes, "requests": sizes}},
         env=env,
-        volumes={**volumes, "/dev/shm": _shm(sizes["memory"])},
+        volumes={**volumes, "/dev/shm": _shared_memory(sizes["memory"])},
         grace_s=workload.grace_s,
     )
     template["spec"] |= {"nodeSelector": {"node.kubernetes.io/instance-type": offer.instance_type}}
@@ -289,7 +289,7 @@ def _sizes(offer: Offer) -> dict[str, str]:
     return sizes
 
 
-def _shm(memory: str) -> dict[str, Any]:
+def _shared_memory(memory: str) -> dict[str, Any]:
     gib = max(1, int(float(memory.removesuffix("Gi")) * _SHM_SHARE))
     return {"emptyDir": {"medium": "Memory", "sizeLimit": f"{gib}Gi"}}
 

@@ -160,7 +160,7 @@ class SageMakerOptions(BaseModel):
 
     @field_validator("instance_type", "role", "model_data", "head_data", "name")
     @classmethod
-    def _has_its_form(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _has_valid_form(cls, value: str | None, info: ValidationInfo) -> str | None:
         form, example = _FORMS[str(info.field_name)]
         if value is not None and not form.fullmatch(value):
             raise ValueError(f"must have the form {example}")
@@ -184,9 +184,12 @@ class Requests:
 
 def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> Requests:
     """Return the requests for a model with its preset."""
-    offer, size = known_offer(options), str(vllm_arguments(options.variables).get("tensor_parallel_size", 1))
-    if offer is not None and size.isdecimal():
-        target = TargetOptions.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
+    offer = known_offer(options)
+    tensor_parallel_size = str(vllm_arguments(options.variables).get("tensor_parallel_size", 1))
+    if offer is not None and tensor_parallel_size.isdecimal():
+        target = TargetOptions.model_validate(
+            {"model": card.name, "tensor_parallel_size": max(1, int(tensor_parallel_size))}
+        )
         require_room(offer, target)
     name = options.name or re.sub(r"[^a-zA-Z0-9-]+", "-", card.name)[:_MAX_NAME_LENGTH].strip("-")
     usd_per_hour, price = _price(options)

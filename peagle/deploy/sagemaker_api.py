@@ -19,10 +19,13 @@ _REPORT_EVERY_S = 60.0
 _DELETION_S = 1800.0
 # For each error code of AWS: our exception, and a hint.
 _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
-    "ExpiredTokenException": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
-    "ExpiredToken": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
-    "UnrecognizedClientException": (ConfigError, "the credentials are invalid: aws configure"),
-    "InvalidClientTokenId": (ConfigError, "the credentials are invalid: aws configure"),
+    "ExpiredTokenException": (
+        ConfigError,
+        "the credentials have expired: run aws sso login, or create new credentials",
+    ),
+    "ExpiredToken": (ConfigError, "the credentials have expired: run aws sso login, or create new credentials"),
+    "UnrecognizedClientException": (ConfigError, "the credentials are invalid: run aws configure"),
+    "InvalidClientTokenId": (ConfigError, "the credentials are invalid: run aws configure"),
     "AccessDeniedException": (ConfigError, "docs/deploy.md lists the permissions that your user and the role need"),
     "ResourceLimitExceeded": (
         CapacityError,
@@ -108,7 +111,7 @@ class SageMaker:
                 getattr(self._api, _CREATE[kind])(**bodies[kind])
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: AWS may have created it nevertheless
+        except BaseException:  # Ctrl-C: AWS might have created the resource
             created.append(kind)
             raise
         created.append(kind)
@@ -183,10 +186,10 @@ class SageMaker:
                 )
 
     def _require_instance_type(self, instance_type: str) -> None:
-        known = self._api.meta.service_model.shape_for("ProductionVariantInstanceType").enum
-        if instance_type not in known:
+        instance_types = self._api.meta.service_model.shape_for("ProductionVariantInstanceType").enum
+        if instance_type not in instance_types:
             raise ConfigError(
-                f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, known)
+                f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, instance_types)
             )
 
     def _list_endpoints(self) -> str:
@@ -201,22 +204,22 @@ _NAME_ARGUMENTS = {"model": "ModelName", "endpoint configuration": "EndpointConf
 
 
 @contextmanager
-def _explain_errors(what: str) -> Iterator[None]:
+def _explain_errors(subject: str) -> Iterator[None]:
     """Convert AWS's errors to ours, with a hint."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
     try:
         yield
     except NoCredentialsError:
-        raise ConfigError(f"{what}: no AWS credentials were found", hint="aws configure, or AWS_PROFILE") from None
+        raise ConfigError(f"{subject}: no AWS credentials were found", hint="aws configure, or AWS_PROFILE") from None
     except NoRegionError:
-        raise ConfigError(f"{what}: no AWS region is set", hint="--region, or AWS_REGION") from None
+        raise ConfigError(f"{subject}: no AWS region is set", hint="--region, or AWS_REGION") from None
     except ClientError as error:
         details = error.response["Error"]
         kind, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
-        raise kind(f"{what}: {details['Message']} ({details['Code']})", hint=hint) from error
+        raise kind(f"{subject}: {details['Message']} ({details['Code']})", hint=hint) from error
     except BotoCoreError as error:
-        raise PeagleError(f"{what}: {error}", hint="check that SageMaker is available in that region") from error
+        raise PeagleError(f"{subject}: {error}", hint="check that SageMaker is available in that region") from error
 
 
 def _is_missing(error: ConfigError) -> bool:

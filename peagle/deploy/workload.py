@@ -80,7 +80,7 @@ def count_machines(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
                 hint="use a larger instance_type, a smaller tensor_parallel_size or more nodes_per_engine",
             )
         for _ in range(count):
-            machine = next((index for index, left in enumerate(free) if left >= size), None)
+            machine = next((index for index, num_free in enumerate(free) if num_free >= size), None)
             if machine is None:
                 free.append(offer.num_accelerators - size)
             else:
@@ -179,7 +179,7 @@ def require_room(offer: Offer, options: TargetOptions, *, pipeline_parallel_size
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
     )
-    # `count_machines` counts machines. This checks one engine, with as many accelerators as it needs per machine.
+    # `count_machines` checks the accelerators per machine. Here, the machine has as many as the engine needs.
     machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
     try:
         check_capacity(spec, machine, known=weights)

@@ -125,17 +125,17 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     A committed unit is never lost. If a session crashed between a commit and its next heartbeat, the busy seconds of
     the committed units still count, and the session is extended to contain them.
     """
-    num_units, work_of = 0, dict[str, UnitUsage]()
+    num_units, usage_by_session = 0, dict[str, UnitUsage]()
     for unit in units:
         num_units += 1
-        before = work_of.get(unit.session_id)
-        work_of[unit.session_id] = unit if before is None else before + unit
+        usage = usage_by_session.get(unit.session_id)
+        usage_by_session[unit.session_id] = unit if usage is None else usage + unit
     sessions = list(sessions)
-    require_sessions(sessions, work_of)
+    require_sessions(sessions, usage_by_session)
     require_devices(sessions, price)
     device_s, num_lost_tokens = Shares(), 0
     for session in sessions:
-        work = work_of.get(session.session_id)
+        work = usage_by_session.get(session.session_id)
         (seconds,) = shares_by_period([session], [work.busy_s if work else 0.0])
         device_s += seconds.scaled(session.num_devices)
         num_lost_tokens += max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
@@ -143,21 +143,21 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
         price=price,
         device_s=device_s,
         num_units=num_units,
-        **{name: sum(getattr(work, name) for work in work_of.values()) for name in UNIT_COUNTS},
+        **{name: sum(getattr(work, name) for work in usage_by_session.values()) for name in UNIT_COUNTS},
         num_lost_tokens=num_lost_tokens,
-        busy_s=sum(work.busy_s for work in work_of.values()),
-        wall_s=_wall_s(sessions, work_of),
+        busy_s=sum(work.busy_s for work in usage_by_session.values()),
+        wall_s=_wall_s(sessions, usage_by_session),
         num_sessions=len(sessions),
         num_unended_sessions=sum(not session.ended for session in sessions),
-        speculation=sum((work.speculation for work in work_of.values()), SpeculationStats.empty()),
+        speculation=sum((work.speculation for work in usage_by_session.values()), SpeculationStats.empty()),
     )
 
 
 def require_sessions(sessions: Collection[EngineSession], committing_ids: Iterable[str]) -> None:
-    known = {session.session_id for session in sessions}
-    if len(known) < len(sessions):
+    session_ids = {session.session_id for session in sessions}
+    if len(session_ids) < len(sessions):
         raise PeagleError("the ledger contains an engine session twice")
-    if orphans := sorted(set(committing_ids) - known):
+    if orphans := sorted(set(committing_ids) - session_ids):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
             hint="restore ledger/session-<id>.parquet of each session",
@@ -180,8 +180,8 @@ def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[f
     Work counts when it is committed: busy seconds of an open unit belong to the period in which the unit is committed
     or lost. So no share is negative, and the periods add up to the whole life.
 
-    Example: a unit of 30 s is open for 10 s when the day ends. Busy seconds at the ends of the two days are 10 and 30,
-    committed seconds are 0 and 30. All 30 s belong to the second day, and none are lost.
+    Example: a unit takes 30 s, of which 10 s are before midnight. At the ends of the two days, busy seconds are 10 and
+    30, and committed seconds 0 and 30. All 30 s belong to the second day, and none are lost.
 
     Args:
         snapshots: the session at the end of each period.
@@ -201,7 +201,7 @@ def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[f
 
 
 def _suffix_minima(totals: Sequence[float]) -> list[float]:
-    """Return the minimum of each running total and all later ones: the part that later totals do not reduce."""
+    """Return, for each running total, the minimum of that total and all later totals."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 
@@ -209,10 +209,10 @@ def _differences(totals: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise([0.0, *totals])]
 
 
-def _wall_s(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> float:
+def _wall_s(sessions: list[EngineSession], usage_by_session: Mapping[str, UnitUsage]) -> float:
     wall_s, covered_until = 0.0, float("-inf")
     for session in sorted(sessions, key=lambda session: session.started_at):
-        work = work_of.get(session.session_id)
+        work = usage_by_session.get(session.session_id)
         end = max(session.last_seen_at, work.finished_at if work else session.last_seen_at)
         wall_s += max(end - max(session.started_at, covered_until), 0.0)
         covered_until = max(covered_until, end)

@@ -52,7 +52,9 @@ class Baseline:
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> StepTimes:
-        """Return the step times at a concurrency, interpolated if it is in the measured range, with the larger error.
+        """Return the step times at a concurrency; outside the measured range, those of the nearest measurement.
+
+        Between two measurements, times are interpolated, and the error is the larger of the two.
 
         >>> steps = (StepTimes(concurrency=1, step_s=0.03, plain_step_s=0.02), StepTimes(concurrency=3, step_s=0.05,
         ...     plain_step_s=0.02))
@@ -65,11 +67,11 @@ class Baseline:
         if concurrency >= last.concurrency:
             return last
         below, above = next(pair for pair in pairwise(self.steps) if pair[1].concurrency >= concurrency)
-        share = (concurrency - below.concurrency) / (above.concurrency - below.concurrency)
+        weight = (concurrency - below.concurrency) / (above.concurrency - below.concurrency)
         return StepTimes(
             concurrency=float(concurrency),
-            step_s=(1 - share) * below.step_s + share * above.step_s,
-            plain_step_s=(1 - share) * below.plain_step_s + share * above.plain_step_s,
+            step_s=(1 - weight) * below.step_s + weight * above.step_s,
+            plain_step_s=(1 - weight) * below.plain_step_s + weight * above.plain_step_s,
             error=None if below.error is None or above.error is None else max(below.error, above.error),
         )
 
@@ -78,7 +80,7 @@ class Baseline:
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """Parse the result of `to_text`; return None for an empty text."""
+        """Parse the result of `to_text`; return None for an empty string."""
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod
@@ -97,7 +99,9 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """Return the relative error of a ratio: half the sum of both spreads, or None if a spread is unknown.
+    """Return the relative error of the ratio of two measurements, or None if the relative spread of one is unknown.
+
+    The error is half the sum of their relative spreads.
 
     >>> ratio_error([0.04, 0.06])
     0.05

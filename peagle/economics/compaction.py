@@ -105,7 +105,7 @@ def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple
 
 def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
     for orphan in files.orphans:
-        if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
+        if not (ledger / (orphan.name + INDEX)).exists():  # the listing might have missed the index
             remove(orphan)
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):
@@ -133,7 +133,8 @@ def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
         return _session_has_ended(session, now)
-    lines = segment.lines(0) if kind == REQUESTS else iter(())  # such as the file of a batch, which has no session
+    # Some files have no session, such as the file of a batch. They have ended if their last request is old.
+    lines = segment.lines(0) if kind == REQUESTS else iter(())
     requests = valid_records(segment.path, lines, RequestUsage.from_json)
     return max((request.usage.finished_at for request in requests), default=now) < now - _AFTER_SILENCE_S
 

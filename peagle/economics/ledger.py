@@ -247,14 +247,14 @@ class SessionReader:
         return retry_if_moved(self._read_changed)
 
     def _read_changed(self) -> list[EngineSession]:
-        known = {}
+        sessions_by_path = {}
         for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat creates a new file
             before = self._known.get(path)
-            known[path] = before if before and before[0] == version else (version, read_session_file(path))
-        self._known = known
-        return latest_records(session for _, sessions in known.values() for session in sessions)
+            sessions_by_path[path] = before if before and before[0] == version else (version, read_session_file(path))
+        self._known = sessions_by_path
+        return latest_records(session for _, sessions in sessions_by_path.values() for session in sessions)
 
     def session_at(self, session: EngineSession, moment: float) -> EngineSession:
         return read_session_at(self._folder, session, moment)
@@ -311,15 +311,15 @@ def _beat_from(path: StoragePath, file: BinaryIO, position: int) -> tuple[int, i
 def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
     """Yield the lines of a segment that end at or before a byte offset, from last to first."""
     with open_to_read(segment.path) as file:
-        start, rest = segment.begin + end - 1, b""  # without the line end
+        start, partial_line = segment.begin + end - 1, b""  # without the line end
         while start > segment.begin:
             size = min(start - segment.begin, _PIECE_BYTES)
             start -= size
             file.seek(start)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
+            partial_line, *lines = (file.read(size) + partial_line).split(b"\n")
             yield from reversed(lines)
         if end:
-            yield rest
+            yield partial_line
 
 
 def requests_file(folder: Path, session_id: str) -> Path:
@@ -337,13 +337,13 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
     """Return whether another process has billed this request. Only the end of each file is read.
 
-    The file of `session_id`, and files that were last changed before the Unix time `since`, are skipped.
+    Skips the file of `session_id`, and files that have not changed since the Unix time `since`.
     """
-    own = requests_file(folder, session_id)
+    own_file = requests_file(folder, session_id)
     return any(
         record.usd > 0
         for path in folder.glob(REQUEST_FILES)
-        if path != own and path.stat().st_mtime >= since - _CLOCK_SKEW_S
+        if path != own_file and path.stat().st_mtime >= since - _CLOCK_SKEW_S
         for record in valid_records(path, _last_lines_with(path, request_id.encode()), RequestUsage.from_json)
         if record.request_id == request_id
     )
@@ -400,7 +400,7 @@ class RequestReader:
                     is_complete = False
 
     def reread_since(self, since: float) -> Iterator[RequestUsage]:
-        """Yield the requests that were already read and that ended after a Unix time, from the end of each file."""
+        """Yield, from last to first in each file, the requests that were already read and ended after a Unix time."""
         for segment in segments(self._folder, REQUESTS):
             position, path = self._offsets.get(segment.name, 0), cast(Path, segment.path)
             if not position or path.stat().st_mtime < since - _CLOCK_SKEW_S:

@@ -107,7 +107,7 @@ def require_same_price(
         defaults,
         {name: recorded_options.get(name, value) for name, value in defaults.items()},
     )
-    current_machine = machine_of(hardware.to_dict())
+    current_machine = billed_hardware(hardware.to_dict())
     if not has_new_options and current_machine == machine:
         return
     raise PriceError(
@@ -125,10 +125,10 @@ def require_device(price: Price, device: Device, engines: str) -> None:
         )
 
 
-def machine_of(hardware: Mapping[str, Any]) -> str:
+def billed_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the part of `Hardware.to_dict` that determines its price: the accelerators.
 
-    >>> machine_of({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
+    >>> billed_hardware({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
     '8 x H100'
     """
     if hardware["platform"] == "cpu":
@@ -167,16 +167,18 @@ CARDS = {
 }  # fmt: skip
 
 
-def machine_for(options: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
-    """Return the hardware of the configured machine, or else of this one, and whether it is this machine's."""
-    machine = named_machine(options, accelerator, num_accelerators=num_accelerators)
+def configured_or_local_machine(
+    options: PriceOptions, accelerator: str | None, *, num_accelerators: int
+) -> tuple[Hardware, bool]:
+    """Return the hardware of the configured machine and False, or else the hardware of this machine and True."""
+    machine = configured_machine(options, accelerator, num_accelerators=num_accelerators)
     return (machine, False) if machine else (detect_machine(), True)
 
 
-def named_machine(options: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
-    """Return the machine that a configuration names, or None.
+def configured_machine(options: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
+    """Return the machine with the configured instance type or accelerator, or None if neither is set.
 
-    `num_accelerators` is the number per machine if no instance type is named.
+    `num_accelerators` is the number per machine if no instance type is set.
     """
     kind = None if accelerator == "any" else accelerator
     offer = PriceTable.load(options.prices).offer(options.instance_type)

@@ -94,7 +94,7 @@ def read_offers(path: Path) -> list[Offer]:
     for offer in offers:
         key = (offer.provider, offer.region, offer.instance_type)
         if key in seen:
-            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'everywhere'}")
+            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'all regions'}")
         seen.add(key)
     return offers
 
@@ -154,12 +154,12 @@ def is_accelerator(name: str | None, device_name: str) -> bool:
     words = _words(device_name)
     if _FORM_FACTOR.search(name.upper()) and not {"PCIE", "NVL"}.isdisjoint(words):
         return False
-    spelled = "".join(_words(name))
+    compact_name = "".join(_words(name))
     sequences = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     memory = [word for word in words if _MEMORY.fullmatch(word)]
     # "A100" without memory is the variant that was released first.
-    is_larger_a100 = spelled == "A100" and bool(memory) and "40GB" not in memory
-    return spelled in sequences and not is_larger_a100
+    is_larger_a100 = compact_name == "A100" and bool(memory) and "40GB" not in memory
+    return compact_name in sequences and not is_larger_a100
 
 
 def _words(name: str) -> list[str]:
@@ -277,8 +277,8 @@ class PriceTable:
     ) -> Price:
         """Return the price of an instance type.
 
-        If the price depends on the region and none is given, spot uses the cheapest region and describes the range in
-        `doubt`; on demand raises.
+        If the price depends on the region and no region is given, the spot price is that of the cheapest region, with
+        the range of prices in `doubt`. For an on-demand price, PriceError is raised.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -369,7 +369,7 @@ def _price_range(offers: list[Offer], market: str) -> str:
         if prices:
             low, high = f"${min(prices):,.2f}", f"${max(prices):,.2f}"
             return f"{low if low == high else f'{low} to {high}'}/h {candidate.replace('_', ' ')}"
-    raise AssertionError("an offer has a price")
+    raise AssertionError("an offer without a price")
 
 
 def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:

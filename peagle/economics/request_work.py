@@ -24,7 +24,7 @@ _SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "req
 
 
 def read_request_totals(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
-    """Return the totals of all requests and batches of a ledger, by spending group."""
+    """Return the work of all requests and batches of a ledger."""
     total: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for group, work in RequestTotalsReader(folder).new():
         total[group] += work
@@ -84,10 +84,10 @@ class RequestTotalsReader:
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
     """Yield whole lines of a file, some megabytes at a time, without a torn last line."""
-    rest, left = b"", math.inf if num_bytes is None else num_bytes
-    while data := file.read(int(min(_PIECE_BYTES, left))):
-        left -= len(data)
-        lines, end, rest = (rest + data).rpartition(b"\n")
+    partial_line, remaining = b"", math.inf if num_bytes is None else num_bytes
+    while data := file.read(int(min(_PIECE_BYTES, remaining))):
+        remaining -= len(data)
+        lines, end, partial_line = (partial_line + data).rpartition(b"\n")
         if end:
             yield lines + end
 
@@ -176,17 +176,17 @@ def _schema() -> "pa.Schema":
     def struct(types: dict[str, Any]) -> Any:
         return pa.struct(list(types.items()))
 
-    text, number, whole = pa.string(), pa.float64(), pa.int64()
-    speculation = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_lookup_tokens", "num_dropped_tokens"), whole)
-    per_position = dict.fromkeys(("accepted_per_position", "verified_per_position"), pa.list_(whole))
+    text, number, integer = pa.string(), pa.float64(), pa.int64()
+    speculation = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_lookup_tokens", "num_dropped_tokens"), integer)
+    per_position = dict.fromkeys(("accepted_per_position", "verified_per_position"), pa.list_(integer))
     usage = {
-        **dict.fromkeys(("version", *UNIT_COUNTS), whole),
+        **dict.fromkeys(("version", *UNIT_COUNTS), integer),
         "session_id": text,
         **dict.fromkeys(("busy_s", "started_at", "finished_at"), number),
         "speculation": struct(speculation | per_position),
     }
     request = {
-        **dict.fromkeys(("version", "num_choices"), whole),
+        **dict.fromkeys(("version", "num_choices"), integer),
         **dict.fromkeys(("request_id", "key", "model", "drafter", "outcome", "account", "tags"), text),
         **dict.fromkeys(("ttft_s", "usd"), number),
         "usage": struct(usage),

@@ -3,8 +3,8 @@
 A request has one step per draft. With `n` concurrent requests it is billed 1/n of each step of `step_s` seconds. The
 rest of its busy seconds is the cost of its prompt. Without the drafter it would need one step per token:
 
-    generation     drafts x step_s / n
-    without        generation x acceptance length / break-even acceptance length
+    generation           drafts x step_s / n
+    without a drafter    generation x acceptance length / break-even acceptance length
 
 Example: 8 concurrent requests, steps of 80 ms with the drafter and 40 ms without, so the break-even is 2.0. A request
 of 12 busy seconds has 1,000 drafts with 1,500 accepted tokens: an acceptance length of 2.5. Its generation takes

@@ -29,7 +29,7 @@ from peagle.files import locked_for_update, write_atomic, write_json
 from peagle.records import read_list, validate_record
 
 Every = Literal["day", "week", "month"]
-ByDay = dict[str, dict[int, float]]
+UsdByDay = dict[str, dict[int, float]]
 """USD by account and UTC day, counted from 1970-01-01."""
 ENDPOINT = "endpoint"  # the name of an endpoint's budget
 ENDPOINT_ACCOUNT = "*"  # no key or tag has this name
@@ -112,7 +112,7 @@ def edit_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpending:
+class TagSpending:
     """The spending of a bulk run from the budgets of its tags.
 
     `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work.
@@ -125,7 +125,7 @@ class RunSpending:
     at: float = 0.0
 
     @classmethod
-    def from_json(cls, data: bytes) -> "RunSpending":
+    def from_json(cls, data: bytes) -> "TagSpending":
         values = json.loads(data)
         if not isinstance(values, dict) or not isinstance(values.get("usd_by_day"), dict):
             raise ValueError("not the spending of a run")
@@ -133,34 +133,33 @@ class RunSpending:
         return cls(**values, usd_by_day=days)
 
 
-def write_run_spending(ledger: Path, spending: RunSpending) -> None:
-    """Replace the recorded spending of a run."""
+def write_tag_spending(ledger: Path, spending: TagSpending) -> None:
     days = {day_text(day): usd for day, usd in spending.usd_by_day.items()}
     write_atomic(ledger / f"draw-{spending.run}.json", json.dumps({**asdict(spending), "usd_by_day": days}).encode())
 
 
-def read_run_spending(ledger: Path) -> list[RunSpending]:
+def read_tag_spending(ledger: Path) -> list[TagSpending]:
     return [
         spending
         for path in sorted(ledger.glob("draw-*.json"))
-        for spending in valid_records(path, [path.read_bytes()], RunSpending.from_json)
+        for spending in valid_records(path, [path.read_bytes()], TagSpending.from_json)
     ]
 
 
-def sum_run_spending(runs: Iterable[RunSpending], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
+def sum_tag_spending(runs: Iterable[TagSpending], now: float | None = None) -> tuple[UsdByDay, dict[str, float]]:
     """Return the spend of runs by account and day, and their reservations by account.
 
     Runs without a recent update reserve nothing.
     """
     moment = time.time() if now is None else now
-    spent, held = ByDay(), defaultdict[str, float](float)
-    for run in runs:
-        for account in tag_accounts(run.tags):
+    spent, held = UsdByDay(), defaultdict[str, float](float)
+    for spending in runs:
+        for account in tag_accounts(spending.tags):
             days = spent.setdefault(account, {})
-            for day, usd in run.usd_by_day.items():
+            for day, usd in spending.usd_by_day.items():
                 days[day] = days.get(day, 0.0) + usd
-            if run.at >= moment - _SILENT_S:
-                held[account] += run.held_usd
+            if spending.at >= moment - _SILENT_S:
+                held[account] += spending.held_usd
     return spent, dict(held)
 
 

@@ -159,9 +159,9 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in committed)])
         if not days.overlaps(first_day, last_day):
             continue
-        paid = [(group.day, work.usd) for group, work in committed]
+        attributed = [(group.day, work.usd) for group, work in committed]
         spends = [(group, _work_spend(session, group, work)) for group, work in committed]
-        spends += _overheads(session, ledger.session_at, range(first_day, last_day + 1), paid)
+        spends += _overheads(session, ledger.session_at, range(first_day, last_day + 1), attributed)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
     for batch_work in work_of.values():
         spends = [(group, _work_spend(None, group, work)) for group, work in batch_work]
@@ -180,16 +180,16 @@ def _overheads(
     session: EngineSession,
     session_at: Callable[[EngineSession, float], EngineSession],
     days: range,
-    paid: Iterable[tuple[int, float]],
+    attributed: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    """Yield the loading, idle and lost cost of a session by day. `paid` is its attributed dollars by day."""
-    no_key = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
+    """Yield the loading, idle and lost cost of a session by day. `attributed` is its attributed dollars by day."""
+    overhead_group = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
-        yield from ((replace(no_key, day=day), Spend(is_priced=False)) for day in days)
+        yield from ((replace(overhead_group, day=day), Spend(is_priced=False)) for day in days)
         return
     committed_s = [0.0] * len(days)
-    for day, usd in paid:
+    for day, usd in attributed:
         committed_s[day - days.start] += usd / usd_per_s
     midnights = [(day + 1) * DAY_S for day in days]
     states = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
@@ -203,7 +203,7 @@ def _overheads(
             savings=spot_savings(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
         )
         if spend != Spend():
-            yield replace(no_key, day=day), spend
+            yield replace(overhead_group, day=day), spend
 
 
 def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend: Spend) -> Charge:

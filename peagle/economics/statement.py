@@ -53,7 +53,7 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
     total = sum((spend for _, spend in ordered), Spend())
     unpriced = [] if total.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
     losses = (savings.loss_note(f"{drafter} for {model}") for (drafter, model), savings in sorted(by_drafter.items()))
-    units = round_to_last_digit([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
+    multiples = round_to_last_digit([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in ordered], DIGITS)
     return {
         "schema": SCHEMA,
         "currency": "USD",
@@ -62,9 +62,9 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
         "by": list(by),
         "rows": [
             {**dict(zip(by, names, strict=True)), **_figures(spend, row)}
-            for (names, spend), row in zip(ordered, units, strict=True)
+            for (names, spend), row in zip(ordered, multiples, strict=True)
         ],
-        "total": _figures(total, [sum(column) for column in zip(*units, strict=True)]),
+        "total": _figures(total, [sum(column) for column in zip(*multiples, strict=True)]),
         "notes": [*notes, *unpriced, *filter(None, losses)],
     }
 
@@ -77,8 +77,8 @@ def _value(charge: Charge, dimension: str) -> str:
     return day_text(charge.day) if dimension == "day" else str(getattr(charge, dimension))
 
 
-def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
-    usd = units_to_usd(units or [0] * len(KINDS), DIGITS, is_priced=spend.is_priced)
+def _figures(spend: Spend, multiples: Sequence[int]) -> dict[str, Any]:
+    usd = multiples_to_usd(multiples or [0] * len(KINDS), DIGITS, is_priced=spend.is_priced)
     total, tokens = usd["total"], spend.num_output_tokens
     return {
         **{name: getattr(spend, name) for name in COUNTS},
@@ -88,22 +88,22 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def units_to_usd(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
+def multiples_to_usd(multiples: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
     """Return amounts by kind, with `overhead` and `total`, from integer multiples of the last digit.
 
     If some engine time has no price, only `attributed` is known.
     """
-    attributed, loading, idle, lost = units
+    attributed, loading, idle, lost = multiples
     kinds = {
         "attributed": attributed,
         "loading": loading,
         "idle": idle,
         "overhead": loading + idle,
         "lost": lost,
-        "total": sum(units),
+        "total": sum(multiples),
     }
     scale = 10**digits
-    return {name: unit / scale if is_priced or name == "attributed" else None for name, unit in kinds.items()}
+    return {name: value / scale if is_priced or name == "attributed" else None for name, value in kinds.items()}
 
 
 def round_to_last_digit(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
@@ -121,11 +121,11 @@ def round_to_last_digit(amounts: Sequence[Sequence[float]], digits: int) -> list
 
 def _apportion(amounts: Sequence[float], total: int) -> list[int]:
     """Round each amount down, and give the rest of the total to the largest remainders."""
-    units = [math.floor(amount) for amount in amounts]
-    by_remainder = sorted(range(len(units)), key=lambda i: units[i] - amounts[i])
-    for index in by_remainder[: total - sum(units)]:
-        units[index] += 1
-    return units
+    multiples = [math.floor(amount) for amount in amounts]
+    by_remainder = sorted(range(len(multiples)), key=lambda i: multiples[i] - amounts[i])
+    for index in by_remainder[: total - sum(multiples)]:
+        multiples[index] += 1
+    return multiples
 
 
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
@@ -136,14 +136,14 @@ def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits:
 def round_amounts(data: Mapping[str, Any], digits: int, name: str = "usd", scale: float = 1.0) -> dict[str, Any]:
     """Return a statement with scaled amounts `name`, rounded to `digits`."""
     rows = data["rows"] or [data["total"]]
-    units = round_to_last_digit([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
-    total = [sum(column) for column in zip(*units, strict=True)]
+    multiples = round_to_last_digit([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
+    total = [sum(column) for column in zip(*multiples, strict=True)]
 
     def with_amounts(row: Mapping[str, Any], amounts: Sequence[int]) -> dict[str, Any]:
-        return {**row, name: units_to_usd(amounts, digits, is_priced=row["usd"]["total"] is not None)}
+        return {**row, name: multiples_to_usd(amounts, digits, is_priced=row["usd"]["total"] is not None)}
 
     return {
         **data,
-        "rows": [with_amounts(row, amounts) for row, amounts in zip(data["rows"], units, strict=False)],
+        "rows": [with_amounts(row, amounts) for row, amounts in zip(data["rows"], multiples, strict=False)],
         "total": with_amounts(data["total"], total),
     }

@@ -21,7 +21,10 @@ class Speed:
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """Return the speed from the engine's profile, else the published one at the nearest concurrency up to this one."""
+    """Return the speed from the engine's profile, or else a published speed.
+
+    A published speed is that of the highest concurrency that is not above `concurrency`.
+    """
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen
@@ -30,7 +33,7 @@ def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) ->
     spec, card, accelerator = engine.spec, engine.model.card, hardware.accelerator
     if card is None or accelerator is None:
         return None
-    drafting = (spec.drafter.method, spec.drafter.num_speculative_tokens) if spec.drafter else (NONE, 0)
+    method_and_k = (spec.drafter.method, spec.drafter.num_speculative_tokens) if spec.drafter else (NONE, 0)
     published = []
     for table in card.published:
         is_same_engine = (table.num_accelerators, table.precision) == (spec.num_accelerators, engine.precision.weights)
@@ -38,7 +41,7 @@ def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) ->
             continue
         source = f"{table.label}, {table.dataset}; {table.source}"
         for row in table.speeds:
-            if (row.method, row.num_speculative_tokens) == drafting:
+            if (row.method, row.num_speculative_tokens) == method_and_k:
                 speeds = zip(table.concurrency, row.output_tokens_per_s, strict=True)
                 published += [
                     Speed(tokens_per_s=s, concurrency=n, source=source) for n, s in speeds if n <= concurrency

@@ -57,13 +57,13 @@ def _applicable_prices(
 
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
     """Return the prices of the machines of a sweep, by region and market."""
-    if sweep.stated is not None and not config.instance_types:
+    if sweep.stated_price is not None and not config.instance_types:
         if config.market == "spot":
             raise ConfigError(
                 f"{sweep.name} was measured at a stated price, so it has no spot price",
                 hint="set --instance-types to the machine, or leave --market out",
             )
-        return [sweep.stated]
+        return [sweep.stated_price]
     allowed = [
         offer
         for offer in table.offers
@@ -102,7 +102,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
 
 def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
     """Return why the measured speed does not apply to a machine, or None."""
-    if sweep.instance_type == price.instance_type or price is sweep.stated:
+    if sweep.instance_type == price.instance_type or price is sweep.stated_price:
         return None
     if sweep.instance_type is None:
         # Without an instance type, only the accelerator can be compared.
@@ -187,12 +187,12 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
         return None
     work_s = num_tokens / (num_machines * machine.num_engines * machine.tokens_per_s)
     paid_s = machine.start_s + work_s / machine.useful_share
-    used = machine.num_engines * machine.devices_per_engine * num_machines
+    num_used_devices = machine.num_engines * machine.devices_per_engine * num_machines
     device_s = Shares(
-        load=used * machine.start_s,
-        busy=used * work_s,
-        idle=(machine.price.num_devices * num_machines - used) * paid_s,
-        lost=used * (paid_s - machine.start_s - work_s),
+        load=num_used_devices * machine.start_s,
+        busy=num_used_devices * work_s,
+        idle=(machine.price.num_devices * num_machines - num_used_devices) * paid_s,
+        lost=num_used_devices * (paid_s - machine.start_s - work_s),
     )
     return Estimate(
         num_machines=num_machines,
@@ -205,11 +205,11 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
 
 def count_machines(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
     """Return the fewest machines that finish in time, or None if starting takes too long."""
-    work_left_s = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
-    if work_left_s <= 0 or machine.useful_share <= 0:
+    paid_s_after_start = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
+    if paid_s_after_start <= 0 or machine.useful_share <= 0:
         return None
-    per_machine = machine.num_engines * machine.tokens_per_s * machine.useful_share * work_left_s
-    return max(1, math.ceil(num_tokens / per_machine - 1e-9))
+    tokens_per_machine = machine.num_engines * machine.tokens_per_s * machine.useful_share * paid_s_after_start
+    return max(1, math.ceil(num_tokens / tokens_per_machine - 1e-9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,18 +306,18 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
         if sustained <= 0:
             return None
-        num = max(1, -int(-config.tokens_per_s // sustained))
-        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=None)
-    assert config.tokens is not None, "a plan is of a job or of a service"
-    fewest: int | None = 1
+        num_for_rate = max(1, -int(-config.tokens_per_s // sustained))
+        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_for_rate, estimate=None)
+    assert config.tokens is not None, "a plan is for a job or a service"
+    num_machines: int | None = 1
     if config.within is not None:
-        fewest = count_machines(machine, config.tokens, config.within, provision_s=config.provision_s)
-    if fewest is None:
+        num_machines = count_machines(machine, config.tokens, config.within, provision_s=config.provision_s)
+    if num_machines is None:
         return None
-    job = estimate(machine, fewest, config.tokens, provision_s=config.provision_s)
+    job = estimate(machine, num_machines, config.tokens, provision_s=config.provision_s)
     if job is None:
         return None
-    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=fewest, estimate=job)
+    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines, estimate=job)
 
 
 def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:

@@ -147,13 +147,13 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
             with_cell(chosen, with_acceptance_factor(chosen.cell, other_length / length), config), config
         )
 
-    beyond, within = 1.0, length
-    if is_possible(beyond):
+    too_short, sufficient = 1.0, length
+    if is_possible(too_short):
         return None
-    while within - beyond > 1e-4:
-        between = (beyond + within) / 2
-        beyond, within = (beyond, between) if is_possible(between) else (between, within)
-    return within
+    while sufficient - too_short > 1e-4:
+        middle = (too_short + sufficient) / 2
+        too_short, sufficient = (too_short, middle) if is_possible(middle) else (middle, sufficient)
+    return sufficient
 
 
 def _is_possible(option: Option | None, config: PlanConfig) -> bool:
@@ -172,16 +172,16 @@ def _doubts(chosen: Option) -> list[str]:
 
 
 _OPTION_COLUMNS = (
-    *("machine", "place", "market", "machines", "replicas", "method", "at once"),
+    *("machine", "place", "market", "machines", "replicas", "method", "concurrency"),
     *("hours", "dollars", "$/M tokens", "lost"),
 )
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
     lines = [f"! {label}" for label in plan["labels"]]
-    has_several = len(plan["wanted"]["measured"]) > 1
-    lines += [_sentence(plan["chosen"], has_several=has_several), ""]
-    lines += aligned(_option_rows(plan["options"], has_several=has_several))
+    has_several_sources = len(plan["wanted"]["measured"]) > 1
+    lines += [_sentence(plan["chosen"], has_several_sources=has_several_sources), ""]
+    lines += aligned(_option_rows(plan["options"], has_several_sources=has_several_sources))
     if plan["sensitivity"]:
         lines += ["", *aligned(_sensitivity_rows(plan))]
         if (length := plan["break_even_acceptance_length"]) is not None:
@@ -203,18 +203,18 @@ def text_plan(plan: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", "Run it with:", f"  {shlex.join(plan['command'])}"])
 
 
-def _sentence(option: Mapping[str, Any], *, has_several: bool) -> str:
+def _sentence(option: Mapping[str, Any], *, has_several_sources: bool) -> str:
     fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
-    engines = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} requests at once on each"
-    engines += f", as measured in {_measured(option)}" if has_several else ""
+    engines = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} concurrent requests each"
+    engines += f", as measured in {_measured(option)}" if has_several_sources else ""
     price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
     if option["usd"] is None:
         return f"{fleet}: {engines}; {format_usd(option['usd_per_h'])} an hour, {price}."
     return f"{fleet}: {engines}; {format_duration(option['hours'] * 3600)}, {format_usd(option['usd'])}, {price}."
 
 
-def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> list[list[str]]:
-    rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several else [])]]
+def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several_sources: bool) -> list[list[str]]:
+    rows = [[*_OPTION_COLUMNS, *(["measured in"] if has_several_sources else [])]]
     return rows + [
         [
             option["instance_type"],
@@ -226,7 +226,7 @@ def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> 
             str(option["concurrency"]),
             *_cost(option),
             format_share(option["lost_share"]),
-            *([_measured(option)] if has_several else []),
+            *([_measured(option)] if has_several_sources else []),
         ]
         for option in options
     ]

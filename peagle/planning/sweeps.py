@@ -24,8 +24,8 @@ class Sweep:
     Attributes:
         instance_type: the machine type; None if the price was stated or unknown.
         accelerator: the device name; None on CPUs, or if only the instance type is known.
-        stated: the price, if the user stated it.
-        is_published: whether the speeds are published ones, which apply to any machine with the accelerator.
+        stated_price: the price, if the user stated it.
+        is_published: whether the speeds are published; these apply to any machine with the accelerator.
         remeasure: the command that measures the same cells on another machine.
     """
 
@@ -35,7 +35,7 @@ class Sweep:
     devices_per_engine: int
     cells: list[Cell]
     precision: str | None = None
-    stated: Price | None = None
+    stated_price: Price | None = None
     accelerator: str | None = None
     labels: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def _benchmark_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         devices_per_engine=_devices(devices, path),
         cells=read_cells(data["cells"], f"measured {path}"),
         precision=str(data["precision"]) if "precision" in data else None,
-        stated=price if is_stated else None,
+        stated_price=price if is_stated else None,
         accelerator=accelerator,
         labels=labels,
         caveats=caveats,
@@ -119,9 +119,10 @@ def _published_sweep(path: Path) -> Sweep:
     card = catalog.find(str(path))
     if card is None or not card.published:
         reason = "no such file or model" if card is None else f"{card.name} has no published speeds"
-        known = ", ".join(card.name for card in catalog if card.published)
+        published_models = ", ".join(card.name for card in catalog if card.published)
         raise ConfigError(
-            f"measured {path}: {reason}", hint=f"{_HINT}; or one of these models with published speeds: {known}"
+            f"measured {path}: {reason}",
+            hint=f"{_HINT}; or one of these models with published speeds: {published_models}",
         )
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"
@@ -152,8 +153,8 @@ def _bench_command(card: ModelCard, table: PublishedTable) -> str:
     methods = ",".join(dict.fromkeys(row.method for row in rows))
     ks = ",".join(map(str, sorted({row.num_speculative_tokens for row in rows} - {0})))
     concurrency = ",".join(map(str, table.concurrency))
-    drafting = f"--methods {methods} -k {ks}" if ks else f"--methods {methods}"
-    return f"peagle bench --model {card.name} --precision {table.precision} {drafting} --concurrency {concurrency}"
+    method_flags = f"--methods {methods} -k {ks}" if ks else f"--methods {methods}"
+    return f"peagle bench --model {card.name} --precision {table.precision} {method_flags} --concurrency {concurrency}"
 
 
 def _devices(value: Any, path: Path) -> int:

@@ -19,18 +19,18 @@ _HINT = "use the report.json of `peagle bench` with method none and the drafter'
 def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -> Baseline | None:
     """Return the baseline of a method and K at the concurrencies that were also measured without speculation.
 
-    Returns None without such concurrencies, or if the method does not draft in every step.
+    Returns None if there are no such concurrencies, or if the method does not draft in every step.
     """
-    plain, own = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
+    plain, drafted = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
     steps = tuple(
         StepTimes(
             concurrency=concurrency,
-            step_s=own_s,
-            plain_step_s=plain_s,
-            error=ratio_error([own[concurrency].spread, plain[concurrency].spread]),
+            step_s=drafted_step_s,
+            plain_step_s=plain_step_s,
+            error=ratio_error([drafted[concurrency].spread, plain[concurrency].spread]),
         )
-        for concurrency in sorted(plain.keys() & own.keys())
-        if (own_s := own[concurrency].step_s) and (plain_s := plain[concurrency].step_s)
+        for concurrency in sorted(plain.keys() & drafted.keys())
+        if (drafted_step_s := drafted[concurrency].step_s) and (plain_step_s := plain[concurrency].step_s)
     )
     return Baseline(source=source, steps=steps) if steps else None
 
@@ -67,8 +67,10 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
     unknown: list[float | None] = [None] * len(table.concurrency)
     columns = (table.concurrency, row.step_ms, plain.step_ms, row.spread or unknown, plain.spread or unknown)
     steps = tuple(
-        StepTimes(concurrency=at, step_s=own_ms / 1000, plain_step_s=plain_ms / 1000, error=ratio_error(spreads))
-        for at, own_ms, plain_ms, *spreads in zip(*columns, strict=True)
+        StepTimes(
+            concurrency=concurrency, step_s=drafted_ms / 1000, plain_step_s=plain_ms / 1000, error=ratio_error(spreads)
+        )
+        for concurrency, drafted_ms, plain_ms, *spreads in zip(*columns, strict=True)
     )
     return Baseline(source=table.source, steps=steps)
 
@@ -89,10 +91,10 @@ class Benchmark:
         """
         k = session.num_speculative_tokens
         matching = [
-            (method, own_k)
-            for head, method, own_k in self.setups
+            (method, setup_k)
+            for head, method, setup_k in self.setups
             if head == session.drafter and (session.drafter is not None or self.model == session.model)
-            if k in (0, own_k)
+            if k in (0, setup_k)
         ]
         source = f"{self.name} ({self.hardware}; {self.precision})"
         return baseline_of_cells(self.cells, *matching[0], source) if len(matching) == 1 else None

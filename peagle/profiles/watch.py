@@ -5,10 +5,12 @@ from collections.abc import Mapping
 
 from peagle.speculation import drafter_warning
 
+_MIN_DRAFTS = 200
+
 
 def reliable_length(num_drafts: int, acceptance_length: float | None) -> float | None:
     """Return the acceptance length, or None until there are enough drafts."""
-    return acceptance_length if num_drafts >= 200 else None
+    return acceptance_length if num_drafts >= _MIN_DRAFTS else None
 
 
 def break_even_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
@@ -24,8 +26,8 @@ class DrafterWatch:
     """Warns once if a drafter costs more than it saves.
 
     Args:
-        break_even: break-even acceptance length by concurrency. If it is empty, the warning only comes when nearly all
-            drafts are rejected.
+        break_even: break-even acceptance length by concurrency. If it is empty, the only reason for a warning is that
+            nearly all drafts are rejected.
         concurrency: the engine's concurrency, for callers that cannot measure it.
     """
 
@@ -40,10 +42,10 @@ class DrafterWatch:
     def new_warnings(
         self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None
     ) -> list[str]:
-        """Return the warning the first time that live figures justify it; afterwards nothing."""
+        """Return the warning if these figures justify it and it was not returned before; otherwise an empty list."""
         length = reliable_length(num_drafts, acceptance_length)
-        needed = self.break_even_length if concurrency is None else break_even_at(self._break_even, concurrency)
-        if self._has_warned or (warning := drafter_warning(length, break_even=needed)) is None:
+        break_even = self.break_even_length if concurrency is None else break_even_at(self._break_even, concurrency)
+        if self._has_warned or (warning := drafter_warning(length, break_even=break_even)) is None:
             return []
         self._has_warned = True
         return [warning]

@@ -224,7 +224,7 @@ def _audit_units(
     audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], retried: RetriedIds
 ) -> dict[int, "UnitAudit"]:
     schema = expected_schema(plan.schema, keeps_inputs=run.keeps_inputs, is_parsed=has_parser(manifest["config"]))
-    answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
+    expected_values = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
     planned = {unit.unit: unit for unit in plan.units}
     audits = {}
     for name in _names(run.data):
@@ -235,7 +235,7 @@ def _audit_units(
         if number not in planned:
             audit.add("foreign", f"data/{name}", "the plan has no such unit")
             continue
-        audits[number] = audit_unit(run, planned[number], schema, answered_by, retried.get(number, frozenset()))
+        audits[number] = audit_unit(run, planned[number], schema, expected_values, retried.get(number, frozenset()))
         audit.findings += audits[number].findings
     return audits
 
@@ -306,11 +306,11 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
             continue  # `_check_other_files` reports it
         try:
             with open_to_read(run.ledger / name) as file:
-                read = sessions_from_table(read_table(file))
+                file_sessions = sessions_from_table(read_table(file))
         except (PeagleError, OSError, ValueError) as error:  # an Arrow error is a ValueError
             audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
             continue
-        for session in read:
+        for session in file_sessions:
             if sessions.get(session.session_id, session) != session:  # equal while the ledger is being compacted
                 audit.add("ledger", f"ledger/{name}", f"engine process {session.session_id} is recorded twice")
             sessions[session.session_id] = session
@@ -437,14 +437,14 @@ def audit_unit(
     run: RunDirectory,
     unit: WorkUnit,
     schema: pa.Schema,
-    answered_by: dict[str, Any],
+    expected_values: dict[str, Any],
     retried: frozenset[str] = frozenset(),
 ) -> UnitAudit:
     """Check one committed unit.
 
     Args:
         schema: from `expected_schema`.
-        answered_by: the values that the columns `model` and `drafter` must have.
+        expected_values: the values that the columns `model` and `drafter` must have.
     """
     path = run.unit_path(unit.unit)
     try:
@@ -454,8 +454,8 @@ def audit_unit(
     except (PeagleError, OSError, pa.ArrowException) as error:
         message = error.message if isinstance(error, PeagleError) else str(error)
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))
-    if wrong := _column_problem(plain_schema(table.schema), schema):
-        finding = Finding(kind="schema", where=path.name, message=wrong)
+    if problem := _column_problem(plain_schema(table.schema), schema):
+        finding = Finding(kind="schema", where=path.name, message=problem)
         return UnitAudit(findings=(finding,), usage=usage, dead_letters_name=name, num_rows=table.num_rows)
     letters, damage = _read_letters(run, unit, name)
     table = table.rename_columns(internal_names(table.schema))
@@ -464,7 +464,7 @@ def audit_unit(
     problems = [("usage", message) for message in _usage_problems(usage, rows, None if damage else len(letters))]
     if not damage:  # otherwise every failed row would be missing
         problems += list(_id_problems(unit, ids, letter_ids, retried))
-    for column, value in answered_by.items():
+    for column, value in expected_values.items():
         if others := {row[column] for row in rows} - {value}:
             problems.append(("row", f"column {column!r} has {min(map(str, others))!r}, but the run used {value!r}"))
     return UnitAudit(
@@ -498,15 +498,15 @@ def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[di
     except (OSError, ValueError) as error:
         return [], [Finding(kind="damaged", where=name, message=f"not dead letters: {error}")]
     for number, letter in enumerate(letters, 1):
-        wrong = ""
+        problem = ""
         if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
-            wrong = f"a dead letter must have {', '.join(sorted(_LETTER_KEYS))}"
+            problem = f"a dead letter must have {', '.join(sorted(_LETTER_KEYS))}"
         elif letter["unit"] != unit.unit:
-            wrong = f"unit is {letter['unit']!r}, but {unit.unit} in the plan"
+            problem = f"unit is {letter['unit']!r}, but {unit.unit} in the plan"
         elif letter["attempt"] != unit.attempt:
-            wrong = f"attempt is {letter['attempt']!r}, but {unit.attempt} in the plan"
-        if wrong:
-            return [], [Finding(kind="damaged", where=name, message=f"line {number}: {wrong}")]
+            problem = f"attempt is {letter['attempt']!r}, but {unit.attempt} in the plan"
+        if problem:
+            return [], [Finding(kind="damaged", where=name, message=f"line {number}: {problem}")]
     return letters, []
 
 

@@ -1,7 +1,7 @@
-"""A bulk run's draw on tag budgets that it shares with an endpoint, through the endpoint's ledger.
+"""The tag budgets that a bulk run shares with an endpoint, through the endpoint's ledger.
 
-The endpoint need not be running. Run and endpoint poll every few seconds, so together they can exceed a budget by what
-they spend between two polls.
+The endpoint need not be running. Run and endpoint read each other's spending every few seconds, so together they can
+exceed a budget by what they spend between two reads.
 """
 
 import logging
@@ -17,15 +17,15 @@ from peagle.economics.report.figures import format_usd
 from peagle.economics.request_work import RequestTotalsReader
 from peagle.economics.shared_budgets import (
     BUDGETS_NAME,
-    ByDay,
-    RunSpending,
     SharedBudget,
+    TagSpending,
+    UsdByDay,
     period_of,
     read_budgets,
-    read_run_spending,
-    sum_run_spending,
+    read_tag_spending,
+    sum_tag_spending,
     tag_accounts,
-    write_run_spending,
+    write_tag_spending,
 )
 from peagle.economics.spending import day_number, today
 from peagle.errors import ConfigError, PeagleError
@@ -34,12 +34,10 @@ _POLL_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class TagDraw:
-    """A run's spending from tag budgets in an endpoint's ledger.
+class TagBudgets:
+    """The budgets of a run's tags in an endpoint's ledger.
 
-    `run` and `tags` (JSON) are the same for all attempts of the run.
-
-    Raises ConfigError if there is no such ledger.
+    `run` (an id) and `tags` (JSON) are the same for all attempts of the run. Raises ConfigError if there is no ledger.
     """
 
     def __init__(
@@ -56,12 +54,12 @@ class TagDraw:
                 f"--draw-on {ledger.parent}: no ledger found", hint="use the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
-        previous = next((spending for spending in read_run_spending(ledger) if spending.run == run), None)
-        self._spending = replace(previous or RunSpending(run=run, tags=tags), tags=tags)
+        recorded = (spending for spending in read_tag_spending(ledger) if spending.run == run)
+        self._spending = replace(next(recorded, TagSpending(run=run, tags=tags)), tags=tags)
         self._accounts = set(tag_accounts(tags))
         self._reader = RequestTotalsReader(ledger)
-        self._spent_by_requests: ByDay = {account: defaultdict(float) for account in self._accounts}
-        self._spent_by_other_runs: ByDay = {}
+        self._spent_by_requests: UsdByDay = {account: defaultdict(float) for account in self._accounts}
+        self._spent_by_other_runs: UsdByDay = {}
         self._held: dict[str, float] = {}
         self._budgets: list[SharedBudget] = []
         self._polled_at = -math.inf
@@ -92,8 +90,8 @@ class TagDraw:
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
                 self._spent_by_requests[account][group.day] += work.usd
-        self._spent_by_other_runs, self._held = sum_run_spending(
-            spending for spending in read_run_spending(self._ledger) if spending.run != self._spending.run
+        self._spent_by_other_runs, self._held = sum_tag_spending(
+            spending for spending in read_tag_spending(self._ledger) if spending.run != self._spending.run
         )
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
@@ -104,7 +102,7 @@ class TagDraw:
         day = day_number(self._day())
         days[day] = days.get(day, 0.0) + max(0.0, spent_usd - sum(days.values()))
         self._spending = replace(self._spending, usd_by_day=days, held_usd=held_usd, at=time.time())
-        write_run_spending(self._ledger, self._spending)
+        write_tag_spending(self._ledger, self._spending)
 
     def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None

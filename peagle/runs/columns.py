@@ -1,9 +1,9 @@
 """The columns of a unit's file: those of the input, then those of the output.
 
 In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
-are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. Inside peagle it is the other way round:
-output columns have the names of `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. The
-files of older runs have these internal names.
+are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. In memory, output columns have the names
+in `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. These are the internal names. The
+files of older runs have internal names, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ OUTPUT_SCHEMA = pa.schema(
 
 _TOOL_CALL = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
 _PARSED_SCHEMA = pa.schema([*OUTPUT_SCHEMA, ("reasoning", pa.string()), ("tool_calls", pa.list_(_TOOL_CALL))])
-_IS_PARSED = {b"peagle.parsed": b"1"}  # in the metadata of a file
+_IS_PARSED = {b"peagle.parsed": b"1"}  # in the metadata of a file with parsed responses
 
 
 def output_schema(*, is_parsed: bool) -> pa.Schema:
@@ -81,9 +81,9 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
 
 
 def internal_names(file: pa.Schema) -> list[str]:
-    """Return the internal names of a file's columns. A file that is not a unit's keeps its names.
+    """Return the internal names of a file's columns. If a file has fewer columns than a unit, they keep their names.
 
-    Example: the file's columns `id`, `row_id`, `response`, ... are `input_id`, `id`, `response`, ... inside peagle.
+    Example: the internal names of the file's columns `id`, `row_id` and `response` are `input_id`, `id` and `response`.
     """
     outputs = output_schema(is_parsed=_IS_PARSED.items() <= (file.metadata or {}).items())
     if len(file) < len(outputs):

@@ -8,7 +8,7 @@
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
-    suspects/                     rows that may have crashed an engine (`suspects.py`); empty in a finished run
+    suspects/                     rows that might have crashed an engine (`suspects.py`); empty in a finished run
     .lease/                       the current driver (`lease.py`), and the stop signal to its workers (`stopping.py`)
 
 A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT. So
@@ -79,7 +79,7 @@ class RunDirectory:
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
         self.root = storage_path(root)
         self.driver = driver
-        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # by which the driver stops its workers
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # with which the driver stops its workers
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
@@ -140,7 +140,7 @@ class RunDirectory:
         names -= {path.name for path in self.root.glob(f".*{TEMPORARY_SUFFIX}")}
         foreign = {name for name in names if not PLAN_FILE.fullmatch(name)}
         if foreign:
-            message = f"output {self}: the folder has other files ({min(foreign)}, ...)"
+            message = f"output {self}: the folder has other files, such as {min(foreign)}"
             raise ConfigError(message, hint="use a new folder")
 
     def open(self) -> None:
@@ -317,8 +317,8 @@ class RunDirectory:
     def remove_leftovers(self) -> int:
         """Delete leftovers of killed or slower attempts, and return their number.
 
-        These are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes of
-        committed units, whose engine was killed between the commit and the deletion, are deleted but not counted.
+        Leftovers are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes
+        of committed units are also deleted, but not counted.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
@@ -383,9 +383,10 @@ def read_rows(
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             stored = parquet.schema_arrow.names
             names = dict(zip(stored, stored if as_stored else internal_names(parquet.schema_arrow), strict=True))
-            read = [name for name in stored if columns is None or names[name] in columns]
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
-                yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns([names[name] for name in read])
+            selected = [name for name in stored if columns is None or names[name] in columns]
+            new_names = [names[name] for name in selected]
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=selected, use_threads=False):
+                yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns(new_names)
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
 

@@ -250,8 +250,8 @@ def _batches(
         yield from batches
     elif merged := list(batches):
         ids = [batch for unit in family for batch in read_rows(run.unit_path(unit), frozenset({"id"}))]
-        order = pc.sort_indices(pa.Table.from_batches(ids)["id"])
-        yield from pa.Table.from_batches(merged).take(order).to_batches(BATCH_ROWS)
+        indices = pc.sort_indices(pa.Table.from_batches(ids)["id"])
+        yield from pa.Table.from_batches(merged).take(indices).to_batches(BATCH_ROWS)
 
 
 def batches_in_order(

@@ -162,19 +162,19 @@ def hold_lease(
     cannot be written. `heartbeat_s` is the interval of the engines' heartbeats, for `peagle status`.
     """
     try:
-        holding = HeldLease(root, _acquire(root, expiry_s, heartbeat_s, command, announce))
+        held_lease = HeldLease(root, _acquire(root, expiry_s, heartbeat_s, command, announce))
     except OSError as error:
         raise ConfigError(f"output {root}: cannot be written: {error}") from error
     try:
-        yield holding
+        yield held_lease
     except BaseException as error:
         kind, message = type(error).__name__, getattr(error, "message", error)
-        holding.outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind}: {message}"
-        if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and holding.is_lost():
+        held_lease.outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind}: {message}"
+        if isinstance(error, PeagleError) and not isinstance(error, RunInUse) and held_lease.is_lost():
             raise taken_over_error(root) from error
         raise
     finally:
-        holding.end()
+        held_lease.end()
 
 
 def taken_over_error(root: StoragePath) -> RunInUse:
@@ -239,18 +239,23 @@ def _acquire(
             raise _in_use_error(root, current)
 
 
-def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], None]) -> None:
+def _wait_until_free(root: StoragePath, lease_before: Lease, announce: Callable[[str], None]) -> None:
     """Wait until the lease is free; raise RunInUse as soon as it is renewed."""
-    if seen.outcome is not None or seen.is_gone():
+    if lease_before.outcome is not None or lease_before.is_gone():
         return
-    announce(f"{root} is held by {seen.describe()}; waiting {seen.expiry_s:g} s to see whether that driver is alive")
-    give_up_at = time.monotonic() + seen.expiry_s
+    announce(
+        f"{root} is held by {lease_before.describe()}; waiting {lease_before.expiry_s:g} s to see whether that driver "
+        "is alive"
+    )
+    give_up_at = time.monotonic() + lease_before.expiry_s
     while time.monotonic() < give_up_at:
         time.sleep(_POLL_S)
-        now = read_lease(root) or seen
-        if now.number != seen.number or (now.beat != seen.beat and now.outcome is None):
-            raise _in_use_error(root, now)
-        if now.outcome is not None or now.is_gone():
+        lease_now = read_lease(root) or lease_before
+        if lease_now.number != lease_before.number or (
+            lease_now.beat != lease_before.beat and lease_now.outcome is None
+        ):
+            raise _in_use_error(root, lease_now)
+        if lease_now.outcome is not None or lease_now.is_gone():
             return
 
 

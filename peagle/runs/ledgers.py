@@ -44,23 +44,22 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         ConfigError: a source is missing, or is neither a run nor an endpoint's state.
         PeagleError: a file is damaged.
     """
-    runs, states, others = _find_folders(sources)
-    endpoints = [_endpoint_ledger(name, folder) for name, folder in states.items()]
+    runs, state_folders, other_names = _find_folders(sources)
+    endpoints = [_endpoint_ledger(name, folder) for name, folder in state_folders.items()]
     billed = {group.session_id for ledger in endpoints for group in ledger.work}
     unbilled = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
     if num_billed := len(runs) - len(unbilled):
         notes.append(f"{_count(num_billed, 'batch run')} counted in an endpoint's ledger.")
-    if others:
-        notes.append(
-            f"{_count(len(others), 'folder')} without a run or an endpoint's state: {_shorten(sorted(others))}"
-        )
+    if other_names:
+        names = _shorten(sorted(other_names))
+        notes.append(f"{_count(len(other_names), 'folder')} without a run or an endpoint's state: {names}")
     incomparable = []
     if benchmark:
         for name, run in unbilled.items():
-            about = run.manifest()["run"]
-            hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
-            if (hardware, about.get("precision")) != (benchmark.hardware, benchmark.precision):
+            run_info = run.manifest()["run"]
+            hardware = Hardware.from_dict(run_info["hardware"]).describe() if "hardware" in run_info else ""
+            if (hardware, run_info.get("precision")) != (benchmark.hardware, benchmark.precision):
                 incomparable.append(name)
     if incomparable:
         runs_text = _count(len(incomparable), "run")
@@ -90,9 +89,11 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
-    """Return the ledger folder of each source, by name. Raises like `find_ledgers`."""
-    runs, states, _ = _find_folders(sources)
-    return {name: run.ledger for name, run in runs.items()} | {name: state / "ledger" for name, state in states.items()}
+    """Return the ledger folder of each source, by name; raises as `find_ledgers`."""
+    runs, state_folders, _ = _find_folders(sources)
+    return {name: run.ledger for name, run in runs.items()} | {
+        name: state / "ledger" for name, state in state_folders.items()
+    }
 
 
 def _find_folders(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
@@ -136,11 +137,11 @@ def _is_glob(source: str) -> bool:
 
 def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
-    runs, states, others = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
+    runs, state_folders, other_names = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     response_runs = {name: _response_runs(name, folder) for name, folder in folders.items()}
-    everything = [*folders.items(), *(item for runs_of in response_runs.values() for item in runs_of.items())]
+    named_folders = [*folders.items(), *(item for runs_of in response_runs.values() for item in runs_of.items())]
     by_location = {}
-    for name, folder in reversed(everything):
+    for name, folder in reversed(named_folders):
         location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
         by_location[location] = (name, folder)
     for name, folder in by_location.values():
@@ -148,10 +149,10 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
         if run.exists and "plan" in run.manifest():  # the run.json of a training has no plan
             runs[name] = run
         elif _is_state(folder):
-            states[name] = folder
+            state_folders[name] = folder
         elif not response_runs.get(name):
-            others.append(name)
-    return dict(sorted(runs.items())), dict(sorted(states.items())), others
+            other_names.append(name)
+    return dict(sorted(runs.items())), dict(sorted(state_folders.items())), other_names
 
 
 def _response_runs(name: str, folder: StoragePath) -> dict[str, StoragePath]:
@@ -193,8 +194,8 @@ def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
 
 def _run_ledger(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
-    price, about = Price.from_dict(manifest["price"]), manifest["run"]
-    concurrency = about.get("concurrency") or 0  # units do not record their own
+    price, run_info = Price.from_dict(manifest["price"]), manifest["run"]
+    concurrency = run_info.get("concurrency") or 0  # units do not record their own
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     # Usage of borrowed engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
@@ -204,13 +205,13 @@ def _run_ledger(name: str, run: RunDirectory) -> Ledger:
             continue
         facts = EngineFacts.priced(
             price,
-            model=about["model"],
-            drafter=about["drafter"],
+            model=run_info["model"],
+            drafter=run_info["drafter"],
             num_devices=session.num_devices,
             device=session.device,
             tags=tags,
-            num_speculative_tokens=about.get("num_speculative_tokens"),
-            baseline=recorded_baseline(about),
+            num_speculative_tokens=run_info.get("num_speculative_tokens"),
+            baseline=recorded_baseline(run_info),
             is_stand_in=uses_fake_engine(manifest),
         )
         sessions.append(replace(session, **asdict(facts)))
@@ -219,7 +220,9 @@ def _run_ledger(name: str, run: RunDirectory) -> Ledger:
     usd_per_s = {session.session_id: session.num_devices * session.usd_per_device_s for session in sessions}
     work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for usage in usages:
-        group = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
+        group = SpendingGroup(
+            day_of(usage.finished_at), usage.session_id, "", run_info["model"], run_info["drafter"], tags
+        )
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[group] += Work.of(usage, usd, request_s=usage.busy_s * concurrency)
     return Ledger(

@@ -109,8 +109,8 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
         time_of_day = datetime.time.fromisoformat(text.zfill(5 if text.count(":") == 1 else 8))
         today = datetime.datetime.combine(now.date(), time_of_day, now.tzinfo)
-        days_on = (today + datetime.timedelta(days=day) for day in range(3))
-        return next(moment for day in days_on for moment in _moments(day) if moment > now.timestamp())
+        next_days = (today + datetime.timedelta(days=day) for day in range(3))
+        return next(moment for day in next_days for moment in _moments(day) if moment > now.timestamp())
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:

@@ -10,16 +10,16 @@ _DEAD_AFTER_BEATS = 2.0  # missed heartbeats
 
 def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
     """Return the total output tokens per second of these engines; None before the first engine has loaded."""
-    at_work = engines_at_work(alive)
-    return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
+    loaded = loaded_engines(alive)
+    return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in loaded) if loaded else None
 
 
-def engines_at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
+def loaded_engines(alive: Iterable[EngineSession]) -> list[EngineSession]:
     """Return the live engines that have loaded."""
     return [session for session in alive if session.busy_s + session.idle_s > 0]
 
 
-def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_s: float) -> list[EngineSession]:
+def live_sessions(sessions: Iterable[EngineSession], *, since: float, silent_after_s: float) -> list[EngineSession]:
     """Return the latest session for each host and engine number, if it is alive.
 
     A session is dead if it has ended, or if its last heartbeat is `silent_after_s` older than the start of the driver
@@ -33,7 +33,7 @@ def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_
 
 
 class Heartbeats:
-    """The engines' heartbeats, as observed by the driver. `before` are the sessions of earlier attempts: all are dead.
+    """The engines' heartbeats, as observed by the driver. `before` are the ids of earlier attempts' sessions, all dead.
 
     Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
     (`peagle status` only reads once, so it must trust the engines' clocks.)
@@ -65,7 +65,7 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """Return how long an engine has run. A silent one is assumed to have run for two more heartbeats."""
+        """Return how long an engine has run. A silent engine is assumed to have run for two more heartbeats."""
         silence_s = 0.0 if session.ended else min(self._silence_s(session), self._silent_after_s)
         return _life_s(session) + silence_s
 

@@ -63,7 +63,7 @@ def new_session_id(*, is_lent: bool = False) -> str:
 
 
 def is_lent(session_id: str) -> bool:
-    """Whether a session used a borrowed engine. Its seconds are billed in the ledger of the endpoint that lends it."""
+    """Return whether a session used a borrowed engine, whose seconds are billed in the ledger of the endpoint."""
     return session_id.endswith(_LENT)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from peagle.corpus.cutting import Cut, auto_cut, enough_rows
+from peagle.corpus.cutting import Cut, auto_cut, max_rows_affecting_cut
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find_files, scan
@@ -94,9 +94,13 @@ class Plan:
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
-            before = units[retry.supersedes]
+            failed_unit = units[retry.supersedes]
             units[retry.unit] = replace(
-                before, unit=retry.unit, rows=retry.rows, supersedes=before.unit, attempt=before.attempt + 1
+                failed_unit,
+                unit=retry.unit,
+                rows=retry.rows,
+                supersedes=failed_unit.unit,
+                attempt=failed_unit.attempt + 1,
             )
         return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
@@ -125,8 +129,8 @@ class Plan:
         A unit has such rows if its file was deleted after the retry was planned.
         """
         retried = self.retried_rows()
-        left = (unit for unit in self.units if unit.unit not in committed)
-        return [unit.without(retried[unit.unit]) if unit.unit in retried else unit for unit in left]
+        remaining = (unit for unit in self.units if unit.unit not in committed)
+        return [unit.without(retried[unit.unit]) if unit.unit in retried else unit for unit in remaining]
 
 
 class CorpusConfig(Protocol):
@@ -175,8 +179,8 @@ def make_plan(
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     if cut is None:
-        enough = enough_rows(config.max_engines)
-        num_rows = count_rows(files, min(config.limit or enough, enough))
+        max_rows_to_count = max_rows_affecting_cut(config.max_engines)
+        num_rows = count_rows(files, min(config.limit or max_rows_to_count, max_rows_to_count))
         cut = auto_cut(num_rows, config.max_engines, config.max_num_seqs or max_num_seqs)
     estimate = WorkEstimate(max_tokens=config.max_tokens, column=config.sampling_column or "sampling")
     spans, schema, fingerprint = scan(files, cut, config.limit, estimate, earlier_fingerprint=earlier_fingerprint)
@@ -254,7 +258,7 @@ def _to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-_NUM_SINGLE = 512  # the last units are submitted one by one
+_NUM_SINGLE_UNITS = 512  # the last units are submitted one by one
 _MAX_CHUNK = 256
 
 
@@ -275,7 +279,7 @@ def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
     """
     pieces, start = [], 0
     while start < len(units):
-        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _NUM_SINGLE))
+        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _NUM_SINGLE_UNITS))
         pieces.append(units[start : start + size])
         start += size
     return pieces

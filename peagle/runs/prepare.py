@@ -49,7 +49,7 @@ class CorpusSample:
     num_sampled: int
     num_failed: int  # sampled rows that would be dead letters
     prompt_tokens: float  # estimate for all rows
-    most_output_tokens: float  # estimate for all rows, if every answer has its maximum length
+    max_output_tokens: float  # estimate for all rows, if every answer has its maximum length
     example: str = ""  # the message of a dead letter; empty if there are none
 
     @property
@@ -81,6 +81,6 @@ def sample_corpus(plan: Plan, builder: RequestBuilder) -> CorpusSample:
         num_sampled=num_sampled,
         num_failed=len(letters),
         prompt_tokens=factor * num_prompt_tokens,
-        most_output_tokens=factor * num_output_tokens,
+        max_output_tokens=factor * num_output_tokens,
         example=letters[0]["message"] if letters else "",
     )

@@ -29,13 +29,13 @@ class Tally:
     seconds_left: float | None = None
     _rows_before: int = 0
 
-    def add(self, usage: UnitUsage, *, before: bool = False) -> None:
-        """Count a committed unit; `before` means that an earlier attempt committed it."""
+    def add(self, usage: UnitUsage, *, is_earlier: bool = False) -> None:
+        """Count a committed unit; `is_earlier` means that an earlier attempt committed it."""
         self.num_rows += usage.num_rows
         self.num_failed_rows += usage.num_failed_rows
         self.num_output_tokens += usage.num_output_tokens
         self.speculation += usage.speculation
-        if before:
+        if is_earlier:
             self._rows_before += usage.num_rows + usage.num_failed_rows
 
     def observe(self, usd: float, *, num_engines: int, tokens_per_s: float) -> None:

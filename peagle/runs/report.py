@@ -62,9 +62,9 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
     times, price = UnitTimes(), Price.from_dict(manifest["price"])
-    total = account(times.record(run.usages()), _read_late(run), price)
+    total = account(times.record(run.usages()), _sessions_read_last(run), price)
     sessions = run.sessions()
-    information = {
+    run_info = {
         **manifest["run"],
         "num_engines": max_concurrent_engines(sessions) or manifest["run"].get("num_engines") or 0,
         "path": str(run),
@@ -74,7 +74,7 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
         "complete": total.num_units == len(plan.units),
         "is_stand_in": uses_fake_engine(manifest),
     }
-    report = report_dict(total, information)
+    report = report_dict(total, run_info)
     report["timeline"] = times.timeline(sessions, price)
     report["self_checks"] = count_outcomes(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
@@ -92,8 +92,8 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
     return report
 
 
-def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
-    """Read the sessions after the units, so that the session of each unit is among them."""
+def _sessions_read_last(run: RunDirectory) -> Iterator[EngineSession]:
+    """Read the sessions only when they are first used: after the units, so that each unit's session is included."""
     yield from run.sessions()
 
 
@@ -180,13 +180,13 @@ def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) ->
         return next(batches, None)
 
 
-def _spread_evenly(units: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` units, evenly spread.
+def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
+    """Return at most `max_units` units, evenly spread.
 
     >>> _spread_evenly([0, 1, 2, 3, 4, 5], 3)
     [0, 2, 4]
     """
-    num = min(most, len(units))
+    num = min(max_units, len(units))
     return [units[index * len(units) // num] for index in range(num)]
 
 

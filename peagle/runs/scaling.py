@@ -37,7 +37,7 @@ class EngineRange:
         return self.smallest if self.smallest == self.largest else None
 
     def at_start(self, room: int, num_units: int, units_per_engine: int) -> int:
-        """Return the number of engines to start with. There is room for `room` engines."""
+        """Return the number of engines to start with. `room` is the number of engines that fit in the cluster."""
         return max(self.smallest, min(self.largest, room, num_units // units_per_engine))
 
     def __str__(self) -> str:
@@ -55,8 +55,8 @@ def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_don
     """Return whether another engine would work for longer than it takes to load.
 
     The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares the
-    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown. Work is estimated: the
-    number of units would mislead, because small units come last.
+    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown. `work_done` and
+    `work_left` are sums of `WorkUnit.work`, not numbers of units, because small units come last.
 
     Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
     160 s after 60 s of loading.

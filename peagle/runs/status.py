@@ -12,7 +12,7 @@ from peagle.economics.report.figures import FAKE_ENGINE, format_duration, format
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.lease import Lease, format_time, read_lease
-from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s
+from peagle.runs.liveness import Heartbeats, live_sessions, tokens_per_s
 from peagle.runs.plan import Plan
 from peagle.runs.progress import seconds_left
 
@@ -89,7 +89,7 @@ class StatusReader:
         state = _state(plan, committed, lease)
         alive: list[EngineSession] = []
         if state == "running" and lease is not None:
-            alive = seen_alive(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
+            alive = live_sessions(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
         # A unit that was committed since the sessions were read may belong to a new session.
         session_ids = {session.session_id for session in sessions}
         usages = [usage for usage in usages if usage.session_id in session_ids]
@@ -166,7 +166,7 @@ def _driver(state: State, lease: Lease | None) -> str:
 class Spending:
     """The cost of a run: exact for earlier attempts, and estimated up to now for this attempt.
 
-    `usages` and `sessions` are those in the run directory before this attempt started an engine.
+    `usages` and `sessions` are those of earlier attempts.
     """
 
     def __init__(

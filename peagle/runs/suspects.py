@@ -1,4 +1,4 @@
-"""Rows that may have crashed an engine.
+"""Rows that might have crashed an engine.
 
     OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 
@@ -8,8 +8,8 @@ is killed. What it means depends on what ended:
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
   each is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
-  The first time the unit is simply run again; from the second time on, all its rows are suspects. If a row was alone in
-  the engine, its loss counts as a crash of that row, and the other units, which were waiting for it, are not blamed.
+  The first time, the unit is simply run again; from the second time on, all its rows are suspects. If a row was alone
+  in the engine, this counts as a crash of that row, and other units, which were waiting for that row, are not blamed.
 - The driver was killed: this says nothing about the rows. `stale_notes` finds the notes that can be ignored.
 """
 
@@ -122,7 +122,7 @@ class RowsInEngine:
         return notes
 
     def end(self, unit: int) -> None:
-        """Forget a finished or abandoned unit. Does nothing if it is already forgotten, since a unit may run twice."""
+        """Forget a finished or abandoned unit. Does nothing for an unknown unit."""
         self._notes.pop(unit, None)
 
     @contextlib.contextmanager

@@ -160,54 +160,56 @@ class ObjectStore:
 
     # --- reading
 
-    def read(self, at: Address, etag: str | None = None) -> bytes:
+    def read(self, address: Address, etag: str | None = None) -> bytes:
         """Return the content of an object; FileNotFoundError if it does not exist.
 
         With the `etag` of a listing, the content may come from the cache.
         """
         with self._lock:
-            if etag is not None and (cached := self._cache.get((at, etag))) is not None:
+            if etag is not None and (cached := self._cache.get((address, etag))) is not None:
                 return cached
-        data, read_etag = self.request(f"{at}: cannot be read", at, lambda: self._get(at))
+        data, read_etag = self.request(f"{address}: cannot be read", address, lambda: self._get(address))
         if etag is not None and len(data) <= _MAX_CACHED_BYTES:
             with self._lock:
-                self._cache[at, read_etag] = data
+                self._cache[address, read_etag] = data
                 if len(self._cache) > _MAX_CACHED:
                     self._cache.popitem(last=False)
         return data
 
-    def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
+    def read_range(self, address: Address, first: int, last: int, etag: str) -> bytes:
         """Return bytes `first` to `last`, inclusive, of an object; StorageError if it no longer has this etag."""
 
         def piece() -> tuple[bytes, str]:
             try:
-                return self._get(at, Range=f"bytes={first}-{last}", IfMatch=etag)
+                return self._get(address, Range=f"bytes={first}-{last}", IfMatch=etag)
             except ClientError as error:
                 if status_of(error) != 412:
                     raise
-                raise StorageError(f"{at}: was replaced while it was read", hint="repeat the command") from error
+                raise StorageError(f"{address}: was replaced while it was read", hint="repeat the command") from error
 
-        data, _ = self.request(f"{at}: cannot be read", at, piece)
+        data, _ = self.request(f"{address}: cannot be read", address, piece)
         return data
 
-    def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int, str]:
+    def read_tail(self, address: Address, num_bytes: int) -> tuple[bytes, int, str]:
         """Return the last bytes of an object, its size and its etag; FileNotFoundError if it does not exist."""
 
         def tail() -> tuple[bytes, int, str]:
-            response = self.api.get_object(Bucket=at.bucket, Key=at.key, Range=f"bytes=-{num_bytes}")
+            response = self.api.get_object(Bucket=address.bucket, Key=address.key, Range=f"bytes=-{num_bytes}")
             data = response["Body"].read()
             return data, int(response.get("ContentRange", f"/{len(data)}").rpartition("/")[2]), response["ETag"]
 
         try:
-            return self.request(f"{at}: cannot be read", at, tail)
+            return self.request(f"{address}: cannot be read", address, tail)
         except StorageError as error:
             if error.__cause__ is not None and code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
                 return b"", 0, ""  # a range of an empty object is an error
             raise
 
-    def size(self, at: Address) -> int:
+    def size(self, address: Address) -> int:
         """Return the size of an object in bytes; FileNotFoundError if it does not exist."""
-        response = self.request(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
+        response = self.request(
+            f"{address}: cannot be read", address, lambda: self.api.head_object(Bucket=address.bucket, Key=address.key)
+        )
         return int(response["ContentLength"])
 
     def entries(self, folder: Address, prefix: str = "", *, page_size: int = 1000) -> Iterator[ListEntry]:
@@ -233,60 +235,62 @@ class ObjectStore:
                 return
             continuation = {"ContinuationToken": response["NextContinuationToken"]}
 
-    def presigned_url(self, at: Address, valid_s: int, **parameters: str) -> str:
+    def presigned_url(self, address: Address, valid_s: int, **parameters: str) -> str:
         """Return a URL for `get_object` that gives anyone temporary read access; the object need not exist."""
-        parameters = {"Bucket": at.bucket, "Key": at.key, **parameters}
+        parameters = {"Bucket": address.bucket, "Key": address.key, **parameters}
         try:
             return str(self.api.generate_presigned_url("get_object", Params=parameters, ExpiresIn=valid_s))
         except ERRORS as error:
-            raise permanent_error(f"{at}: cannot create a URL", error) from error
+            raise permanent_error(f"{address}: cannot create a URL", error) from error
 
     # --- writing
 
-    def write(self, at: Address, data: bytes) -> None:
+    def write(self, address: Address, data: bytes) -> None:
         """Create or replace an object atomically."""
-        put = functools.partial(self.api.put_object, Bucket=at.bucket, Key=at.key, Body=data)
-        self.request(f"{at}: cannot be written", at, put)
+        put = functools.partial(self.api.put_object, Bucket=address.bucket, Key=address.key, Body=data)
+        self.request(f"{address}: cannot be written", address, put)
 
-    def write_once(self, at: Address, data: bytes) -> bool:
+    def write_once(self, address: Address, data: bytes) -> bool:
         """Create an object unless it exists. Exactly one writer gets True, even if its response was lost."""
         writer = uuid.uuid4().hex
 
         def put() -> bool:
             try:
                 self.api.put_object(
-                    Bucket=at.bucket, Key=at.key, Body=data, IfNoneMatch="*", Metadata=writer_metadata(writer)
+                    Bucket=address.bucket, Key=address.key, Body=data, IfNoneMatch="*", Metadata=writer_metadata(writer)
                 )
             except ClientError as error:
                 if status_of(error) != 412:
                     raise
-                return self.writer_of(at, taken=error) == writer
+                return self.writer_of(address, conflict=error) == writer
             return True
 
-        return self.request(f"{at}: cannot be written", at, put)
+        return self.request(f"{address}: cannot be written", address, put)
 
-    def writer_of(self, at: Address, taken: ClientError) -> str | None:
-        """Return the id of the writer of an object, without retries; raise `taken` if the object no longer exists."""
+    def writer_of(self, address: Address, conflict: ClientError) -> str | None:
+        """Return the id of an object's writer, without retries; raise `conflict` if the object no longer exists."""
         try:
-            writer: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_WRITER_KEY)
+            writer: str | None = self.api.head_object(Bucket=address.bucket, Key=address.key)["Metadata"].get(
+                _WRITER_KEY
+            )
         except ClientError as error:
             if is_missing(error):
-                raise taken from error
+                raise conflict from error
             raise
         return writer
 
-    def delete(self, at: Address) -> None:
+    def delete(self, address: Address) -> None:
         """Delete an object, if it exists."""
-        delete = functools.partial(self.api.delete_object, Bucket=at.bucket, Key=at.key)
-        self.request(f"{at}: cannot be deleted", at, delete)
+        delete = functools.partial(self.api.delete_object, Bucket=address.bucket, Key=address.key)
+        self.request(f"{address}: cannot be deleted", address, delete)
 
     # --- requests
 
-    def _get(self, at: Address, **parameters: str) -> tuple[bytes, str]:
-        response = self.api.get_object(Bucket=at.bucket, Key=at.key, **parameters)
+    def _get(self, address: Address, **parameters: str) -> tuple[bytes, str]:
+        response = self.api.get_object(Bucket=address.bucket, Key=address.key, **parameters)
         return response["Body"].read(), response["ETag"]
 
-    def request(self, what: str, at: Address, call: Callable[[], _Result]) -> _Result:
+    def request(self, what: str, address: Address, call: Callable[[], _Result]) -> _Result:
         """Return the result of `call`. Transient errors are retried for a bounded time. Messages start with `what`.
 
         Raises FileNotFoundError if the object does not exist.
@@ -300,7 +304,7 @@ class ObjectStore:
                 return result
             except ERRORS as error:
                 if is_missing(error):
-                    raise FileNotFoundError(f"{at}: no such object") from error
+                    raise FileNotFoundError(f"{address}: no such object") from error
                 if not is_transient(error):
                     raise permanent_error(what, error) from error
                 pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(number - 1, 16)) * random.uniform(0.5, 1)

@@ -20,15 +20,15 @@ from peagle.storage.s3_client import Address, ObjectStore, code_of, writer_metad
 _TAIL_BYTES = 1 << 16  # enough for a Parquet footer, and usually for a whole unit
 
 
-def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
+def open_to_read(store: ObjectStore, address: Address, read_ahead: int) -> BinaryIO:
     """Open an object as a seekable file. Each request reads at least `read_ahead` bytes from the store."""
-    return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
+    return cast(BinaryIO, io.BufferedReader(_Reader(store, address, read_ahead), _TAIL_BYTES))
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, store: ObjectStore, at: Address, read_ahead: int) -> None:
-        self._store, self._at, self._read_ahead = store, at, read_ahead
-        self._tail, self._size, self._etag = store.read_tail(at, _TAIL_BYTES)
+    def __init__(self, store: ObjectStore, address: Address, read_ahead: int) -> None:
+        self._store, self._address, self._read_ahead = store, address, read_ahead
+        self._tail, self._size, self._etag = store.read_tail(address, _TAIL_BYTES)
         self._tail_at = self._size - len(self._tail)
         self._piece, self._piece_at = b"", 0
         self._position = 0
@@ -62,7 +62,7 @@ class _Reader(io.RawIOBase):
         start = self._position - self._piece_at
         if not 0 <= start < len(self._piece):
             last = min(self._position + max(num_bytes, self._read_ahead), self._tail_at) - 1
-            self._piece = self._store.read_range(self._at, self._position, last, self._etag)
+            self._piece = self._store.read_range(self._address, self._position, last, self._etag)
             self._piece_at = self._position
             start = 0
         return self._piece[start : start + num_bytes]
@@ -72,9 +72,9 @@ _PART_BYTES = 1 << 26  # S3 accepts 10,000 parts; some stores require parts of e
 
 
 @contextlib.contextmanager
-def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
+def open_to_write(store: ObjectStore, address: Address) -> Iterator[BinaryIO]:
     """Open a file that replaces an object when the block ends without an error."""
-    writer = _Writer(store, at)
+    writer = _Writer(store, address)
     try:
         yield cast(BinaryIO, writer)
         writer.finish()
@@ -98,14 +98,14 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
     return len(old)
 
 
-def _abort(store: ObjectStore, at: Address, upload: str) -> None:
-    abort = functools.partial(store.api.abort_multipart_upload, Bucket=at.bucket, Key=at.key, UploadId=upload)
-    store.request(f"{at}: cannot be written", at, abort)
+def _abort(store: ObjectStore, address: Address, upload: str) -> None:
+    abort = functools.partial(store.api.abort_multipart_upload, Bucket=address.bucket, Key=address.key, UploadId=upload)
+    store.request(f"{address}: cannot be written", address, abort)
 
 
 class _Writer(io.RawIOBase):
-    def __init__(self, store: ObjectStore, at: Address) -> None:
-        self._store, self._at = store, at
+    def __init__(self, store: ObjectStore, address: Address) -> None:
+        self._store, self._address = store, address
         self._writer_id = uuid.uuid4().hex
         self._pending = bytearray()
         self._position = 0
@@ -127,7 +127,7 @@ class _Writer(io.RawIOBase):
 
     def finish(self) -> None:
         if self._upload is None:
-            self._store.write(self._at, bytes(self._pending))
+            self._store.write(self._address, bytes(self._pending))
             return
         if self._pending:
             self._send(len(self._pending))
@@ -135,7 +135,7 @@ class _Writer(io.RawIOBase):
 
     def abort(self) -> None:
         if self._upload is not None:
-            _abort(self._store, self._at, self._upload)
+            _abort(self._store, self._address, self._upload)
 
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
@@ -154,15 +154,17 @@ class _Writer(io.RawIOBase):
         try:
             self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
-            # An earlier attempt may have succeeded, although its response was lost.
-            if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer_id:
+            # An earlier attempt might have succeeded, although its response was lost.
+            if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._address, error) != self._writer_id:
                 raise
 
     def _operation(self, name: str, **parameters: Any) -> Any:
-        return functools.partial(getattr(self._store.api, name), Bucket=self._at.bucket, Key=self._at.key, **parameters)
+        return functools.partial(
+            getattr(self._store.api, name), Bucket=self._address.bucket, Key=self._address.key, **parameters
+        )
 
     def _request(self, call: Any) -> Any:
-        return self._store.request(f"{self._at}: cannot be written", self._at, call)
+        return self._store.request(f"{self._address}: cannot be written", self._address, call)
 
 
 _NUM_TRIALS = 3
@@ -173,9 +175,9 @@ def require_conditional_writes(folder: Address) -> None:
     store = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
     try:
         for _ in range(_NUM_TRIALS):  # another driver may delete the trial object, so that the second PUT succeeds
-            at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
-            is_exclusive = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
-            store.delete(at)
+            address = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
+            is_exclusive = store.write_once(address, b"{}") and not store.write_once(address, b"{}")
+            store.delete(address)
             if is_exclusive:
                 return
     except StorageError as error:

@@ -60,7 +60,7 @@ def fetch_file(
     part = partial_path(file, to)
     with part.open("ab") as out:
         num_bytes = min(os.fstat(out.fileno()).st_size, file.num_bytes)
-        begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
+        begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut might have truncated the last piece
         out.truncate(begin)
         count(begin)
         for first in range(begin, file.num_bytes, _PIECE_BYTES):
@@ -76,11 +76,13 @@ def fetch_file(
 
 
 def _read(folder: S3Path, file: FolderFile, piece: range) -> bytes:
-    at = Address(folder.bucket, f"{folder.key}/{file.name}")
+    address = Address(folder.bucket, f"{folder.key}/{file.name}")
     try:
-        data = store().read_range(at, piece.start, piece.stop - 1, file.etag)
+        data = store().read_range(address, piece.start, piece.stop - 1, file.etag)
     except FileNotFoundError as error:
-        raise StorageError(f"{at}: was deleted while it was read", hint="repeat the command") from error
+        raise StorageError(f"{address}: was deleted while it was read", hint="repeat the command") from error
     if len(data) != len(piece):
-        raise StorageError(f"{at}: the store returned {len(data)} of {len(piece)} bytes", hint="repeat the command")
+        raise StorageError(
+            f"{address}: the store returned {len(data)} of {len(piece)} bytes", hint="repeat the command"
+        )
     return data

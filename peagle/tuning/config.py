@@ -79,6 +79,6 @@ def _parts(value: Any) -> list[Any]:
 
 def _words(value: Any, valid: tuple[str, ...]) -> list[str]:
     words = [word.strip() for part in _parts(value) for word in str(part).split(",")]
-    if wrong := [word for word in words if word not in valid]:
-        raise ValueError(f"{wrong[0]!r} is not one of {', '.join(valid)}")
+    if invalid := [word for word in words if word not in valid]:
+        raise ValueError(f"{invalid[0]!r} is not one of {', '.join(valid)}")
     return list(dict.fromkeys(words))

@@ -6,8 +6,8 @@
     logs/          output of the engines
 
 An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and also serves
-the smaller ones, so one start measures several configurations. Each repeat uses other prompts, but all engines use the
-same ones.
+smaller concurrencies, so several configurations are measured with one start. Each repeat uses other prompts; in the
+same repeat, all engines use the same prompts.
 """
 
 import time
@@ -54,7 +54,7 @@ def make_profile(
     summaries = {candidate: summarise(passes, usd_per_s=plan.usd_per_s) for candidate, passes in records.items()}
     best = search.best()
     if best is None:
-        raise _nothing_fits(config, setups, search, summaries)
+        raise _no_result_error(config, setups, search, summaries)
     ordered = [best, *(candidate for candidate in search.ranked() if candidate != best)]
     cells = [_cell(config, setups[candidate.engine], summaries[candidate]) for candidate in ordered]
     return Profile(
@@ -77,8 +77,8 @@ def make_profile(
 
 
 def text_table(profile: Profile) -> str:
-    columns = ("K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes")
-    rows = [["", *columns]]
+    speed_columns = ("output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms")
+    rows = [["", "K", "concurrency", *speed_columns, "acceptance", "passes"]]
     for cell in profile.measurements:
         rows.append(
             [
@@ -121,26 +121,26 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
-    others = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
-    other = next(others, None)
-    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{_limits(config)}"
+    alternatives = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
+    other = next(alternatives, None)
+    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits(config)}"
     if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
         if other is None:
             return f"{label}: {speed}."
         gain = chosen.output_tokens_per_s / other.output_tokens_per_s
-        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at {other.concurrency}."
+        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at concurrency {other.concurrency}."
     if other is not None:
         gain = other.output_tokens_per_s / chosen.output_tokens_per_s
-        against = (
-            f"the best with a drafter, {method_label(other.method, other.k)} at {other.concurrency}, has {gain:.2f} "
-            f"times that (a drafter must win by {MIN_GAIN:.0%})"
+        comparison = (
+            f"the best with a drafter, {method_label(other.method, other.k)} at concurrency {other.concurrency}, has "
+            f"{gain:.2f} times that (a drafter must win by {MIN_GAIN:.0%})"
         )
     elif any(cell.has_drafter for cell in cells):
-        against = "no drafter is within the limits"
+        comparison = "no drafter is within the limits"
     else:
-        against = "no drafter was measured"
-    return f"No speculation: {speed}; {against}."
+        comparison = "no drafter was measured"
+    return f"No speculation: {speed}; {comparison}."
 
 
 def _limits(config: TuneConfig) -> str:
@@ -152,7 +152,7 @@ def _limits(config: TuneConfig) -> str:
     return f", {' and '.join(sorted(limits))}" if limits else ""
 
 
-def _nothing_fits(
+def _no_result_error(
     config: TuneConfig, setups: Mapping[str, Setup], search: Search, summaries: Mapping[Candidate, Mapping[str, Any]]
 ) -> ConfigError:
     ranked = search.ranked()
@@ -169,7 +169,7 @@ def _nothing_fits(
     ]
     return ConfigError(
         f"no configuration is within the limits{_limits(config)}; the nearest is {engine.label} with "
-        f"{ranked[0].concurrency} at once: {' and '.join(exceeded)}",
+        f"concurrency {ranked[0].concurrency}: {' and '.join(exceeded)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",
     )
@@ -181,8 +181,8 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
         f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {why}"
         for name, why in search.failed.items()
     ]
-    left = [planned.candidate for planned in search.pending() if not planned.repeat]
-    engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
+    unmeasured = [planned.candidate for planned in search.pending() if not planned.repeat]
+    engines = dict.fromkeys(setups[candidate.engine].label for candidate in unmeasured)
     if engines:
         names = "; ".join(engines)
         notes.append(f"Not measured within the budget: {names}. Increase --time-budget-s to continue with them.")
@@ -211,8 +211,8 @@ def tune(
 def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
     """Return the engine with a fixed number of token slots. Its name contains precision and slots as requested."""
     precision = setup.spec.precision
-    fixed = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
-    spec = replace(setup.spec, max_num_batched_tokens=fixed)
+    num_slots = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
+    spec = replace(setup.spec, max_num_batched_tokens=num_slots)
     check_slots(spec)
     suffixes = ["" if precision == AUTO else f", {precision}", "" if slots == AUTO else f", {slots} slots"]
     return replace(setup, name=f"{setup.name}-{precision}-{slots}", label="".join([setup.label, *suffixes]), spec=spec)
@@ -229,10 +229,10 @@ class Tuning(Measurement):
         """Return a benchmark's engines for each precision and number of token slots, checked."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
-        sizes = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
+        concurrencies = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
         varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
         plans = [
-            make_plan(as_benchmark(config, **varied, concurrency=sizes, precision=precision), hardware, model)
+            make_plan(as_benchmark(config, **varied, concurrency=concurrencies, precision=precision), hardware, model)
             for precision in config.precision
         ]
         command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
@@ -305,11 +305,11 @@ class Tuning(Measurement):
         )
 
     def describe_pass(self, planned: Pass, record: PassRecord) -> str:
-        rest_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
+        remaining_s = min(self.search.pending_s(planned.setup.name), max(self._budget_s - self.spent_s, 0.0))
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
-            f"{spent}: {planned.setup.label}, {planned.concurrency} at once, pass {planned.repeat + 1}: "
-            f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(rest_s)} left"
+            f"{spent}: {planned.setup.label}, concurrency {planned.concurrency}, pass {planned.repeat + 1}: "
+            f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(remaining_s)} left"
         )
 
     def _pass(self, planned: CandidatePass) -> Pass:

@@ -15,7 +15,7 @@ from typing import Any
 
 from peagle.tuning.config import TuneConfig
 
-MIN_GAIN = 0.02  # by which a drafter must beat no speculation, because it is one more part that can fail
+MIN_GAIN = 0.02  # a drafter must be faster by this fraction, because it is one more component that can fail
 FINAL_PASSES = 3
 P95 = "p95"
 
@@ -51,7 +51,7 @@ class Score:
 
 
 class Durations:
-    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or 0."""
+    """Seconds of engine starts and passes. Unknown durations are estimated from similar starts or passes, or 0."""
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peagle.economics.price_options import machine_for, resolve_price_defaults
+from peagle.economics.price_options import configured_or_local_machine, resolve_price_defaults
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_count, format_duration, format_price, format_usd
 from peagle.engine.memory import Footprint, default_kv_cache_gib, gpu_need, read_footprint
@@ -31,7 +31,7 @@ UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this h
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """What `peagle generate` would do.
+    """A description of what `peagle generate` would do.
 
     Attributes:
         run: the resolved run, which has not been created.
@@ -63,8 +63,8 @@ class RunForecast:
         """Seconds of generation if every answer has the maximum length; None if the speed is unknown."""
         if self.speed is None:
             return None
-        left = self.num_rows_left / self.sample.num_rows
-        return left * self.sample.most_output_tokens / self.speed.tokens_per_s / self.num_engines
+        share_left = self.num_rows_left / self.sample.num_rows
+        return share_left * self.sample.max_output_tokens / self.speed.tokens_per_s / self.num_engines
 
     def lines(self) -> Lines:
         """Return the forecast as pairs of label and text."""
@@ -75,7 +75,7 @@ class RunForecast:
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
-            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in total"),
+            ("answers", f"at most {format_count(self.sample.max_output_tokens)} tokens in total"),
             ("model", f"{run.model.name}, {run.precision.describe()}, context {run.spec.max_model_len}"),
             (
                 "drafter",
@@ -103,7 +103,7 @@ class RunForecast:
             "notes": list(run.plan.notes),
             "rows_left": self.num_rows_left,
             "prompt_tokens": round(self.sample.prompt_tokens),
-            "most_output_tokens": round(self.sample.most_output_tokens),
+            "max_output_tokens": round(self.sample.max_output_tokens),
             "sampled_rows": self.sample.num_sampled,
             "sampled_dead_letters": self.sample.num_failed,
             "model": run.model.name,
@@ -149,12 +149,12 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     hardware, is_for_this_machine, num_nodes = _machines(config)
     plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
-    left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
+    units_left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
     return RunForecast(
         run=run,
         is_for_this_machine=is_for_this_machine,
         num_nodes=num_nodes,
-        num_rows_left=sum(unit.num_rows for unit in left),
+        num_rows_left=sum(unit.num_rows for unit in units_left),
         sample=sample_corpus(plan, run.request_builder()),
         speed=known_speed(run.engine, hardware, run.concurrency),
         memory=describe_engine_memory(run.engine, hardware, run.placement),
@@ -179,7 +179,9 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
     """Return the engines' hardware, whether it belongs to this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
-    hardware, is_for_this_machine = machine_for(config, config.accelerator_type, num_accelerators=per_node)
+    hardware, is_for_this_machine = configured_or_local_machine(
+        config, config.accelerator_type, num_accelerators=per_node
+    )
     num_nodes = num_engine_nodes(
         [],
         hardware,

@@ -80,7 +80,7 @@ class Followers:
         actors = _actors(run.placement.resources_per_node, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
-        # Without a reference to it, Ray would end an actor.
+        # Ray ends an actor that nothing references.
         self._followers = [actor.remote(run, session_id, number) for number, actor in enumerate(actors, 1)]
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()

@@ -42,9 +42,9 @@ from pipelines.cluster.placement import Placement, place
 # tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD
 # EPYC with AVX-512, 2026-11-28).
 _CPU_COMPILING_S, _CPU_SAVED_S = 60.0, 2.1e-3 / 0.27e9  # saved: per token and byte of weights
-# On a GPU it takes 68 s with the capture of CUDA graphs (H200, the shape of Qwen3-Coder-30B-A3B, no drafter). It saves
-# at most 0.6 ms per layer and step. That is the whole time of a step without it: 20 ms for the embedded target with 30
-# layers and its P-EAGLE head (same card, busy with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
+# On a GPU, compiling takes 68 s with the capture of CUDA graphs (H200, shape of Qwen3-Coder-30B-A3B, no drafter). It
+# saves at most the whole time of an uncompiled step: 20 ms for the embedded target with 30 layers and its P-EAGLE head,
+# which is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
 _GPU_COMPILING_S, _GPU_SAVED_S = 68.0, 0.6e-3
 
 

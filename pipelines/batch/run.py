@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from peagle import provenance
-from peagle.economics.price_options import machine_of, require_same_price
+from peagle.economics.price_options import billed_hardware, require_same_price
 from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
 from peagle.private import user_path
-from peagle.runs.budget_draws import TagDraw
+from peagle.runs.budget_draws import TagBudgets
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import Export, export
 from peagle.runs.lease import hold_lease
@@ -131,7 +131,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
             run.hardware,
             before=Price.from_dict(stored_manifest["price"]),
             recorded_options=stored_manifest["config"],
-            machine=machine_of(stored_manifest["run"]["hardware"]),
+            machine=billed_hardware(stored_manifest["run"]["hardware"]),
         )
     directory.open()
     return directory.with_retries(current_plan)  # the stored units, with the current paths of the corpus
@@ -194,7 +194,7 @@ def execute(
     directory = run.directory
     log = directory.logs / "driver.log"
     with contextlib.ExitStack() as stack:
-        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _tag_draw(run))))
+        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _tag_budgets(run))))
         supervisor.require_within_limits()
         stack.enter_context(copy_log(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
@@ -214,13 +214,13 @@ def execute(
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
-def _tag_draw(run: ResolvedRun) -> TagDraw | None:
-    """Return the run's draw on an endpoint's tag budgets, or None."""
+def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
+    """Return the budgets of the run's tags at an endpoint, or None without `draw_on`."""
     config = run.config
     if config.draw_on is None:
         return None
     ledger = user_path(config.draw_on) / "ledger"
-    return TagDraw(ledger, run.directory.manifest()["run_id"], tags_to_text(config.tags))
+    return TagBudgets(ledger, run.directory.manifest()["run_id"], tags_to_text(config.tags))
 
 
 # --- finish

@@ -77,7 +77,7 @@ def _watch(
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
             raise taken_over_error(run.directory.root)
-        observed_at, before = time.monotonic(), supervisor.ending
+        observed_at, was_ending = time.monotonic(), supervisor.ending is not None
         _observe(supervisor)
         metrics.update(supervisor.tally, supervisor.sessions)
         _show_warnings(supervisor, progress)
@@ -88,7 +88,7 @@ def _watch(
                 num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length
             ):
                 progress.say(note)
-        if supervisor.ending is not None and before is None:
+        if supervisor.ending is not None and not was_ending:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
             progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
         if supervisor.ending is not None and supervisor.should_give_up:

@@ -16,10 +16,10 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_usd
 from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
-from peagle.runs.budget_draws import TagDraw
+from peagle.runs.budget_draws import TagBudgets
 from peagle.runs.directory import RunDirectory
 from peagle.runs.limits import Limits, ReachedLimit, Situation, find_reached_limit, parse_deadline
-from peagle.runs.liveness import engines_at_work, tokens_per_s
+from peagle.runs.liveness import loaded_engines, tokens_per_s
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
 from peagle.runs.stopping import resume_command
@@ -83,7 +83,7 @@ class Supervisor:
 
     Args:
         request: the request of this attempt.
-        draw: the run's draw on tag budgets, or None.
+        tag_budgets: the budgets of the run's tags at an endpoint, or None.
 
     Attributes:
         tally: totals of the whole run directory.
@@ -91,8 +91,8 @@ class Supervisor:
         ending: why the run ends early; None while it continues.
     """
 
-    def __init__(self, request: RunRequest, run: ResolvedRun, draw: TagDraw | None = None) -> None:
-        self._request, self._run, self._draw = request, run, draw
+    def __init__(self, request: RunRequest, run: ResolvedRun, tag_budgets: TagBudgets | None = None) -> None:
+        self._request, self._run, self._tag_budgets = request, run, tag_budgets
         self._directory = directory = run.directory
         price = Price.from_dict(directory.manifest()["price"])
         self.tally = Tally(num_rows_planned=run.plan.num_rows)
@@ -114,7 +114,7 @@ class Supervisor:
     def _count_earlier_units(self) -> Iterator[UnitUsage]:
         """Yield the units of earlier attempts, adding each to the tally, without holding them in memory."""
         for usage in self._directory.usages():
-            self.tally.add(usage, before=True)
+            self.tally.add(usage, is_earlier=True)
             yield usage
 
     def require_within_limits(self) -> None:
@@ -133,7 +133,7 @@ class Supervisor:
         self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._directory.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
-        self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
+        self.tally.observe(usd, num_engines=len(loaded_engines(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._reason_to_end(sessions)):
@@ -144,9 +144,9 @@ class Supervisor:
 
     def close(self) -> None:
         """Charge the cost to the budgets of the run's tags, if their files can be written."""
-        if self._draw is not None:
+        if self._tag_budgets is not None:
             with contextlib.suppress(*WRITE_ERRORS):  # otherwise the next attempt charges the cost
-                self._draw.end(self._spending.usd)
+                self._tag_budgets.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
         """Return the start warnings of this attempt's engines that were not returned before."""
@@ -186,7 +186,7 @@ class Supervisor:
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
         if limit := find_reached_limit(self._limits, self._situation()):
             return self._ending_of(limit)
-        if self._draw and (message := self._draw.reached(self._spending.usd, self._limits.reserve_usd)):
+        if self._tag_budgets and (message := self._tag_budgets.reached(self._spending.usd, self._limits.reserve_usd)):
             return Ending(error=StoppedEarly, message=message, advice=_BUDGET_ADVICE)
         return None
 

@@ -21,7 +21,7 @@ large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
 _MAX_GAP_S = 5.0  # maximum silence that a gap between two observations counts as
-_MIN_BLOCKED_S = 10.0  # a loop on a busy machine may respond late
+_MIN_BLOCKED_S = 10.0  # even a working event loop may respond late on a busy machine
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
 _CHECKS_PER_LIMIT = 20  # so that a row's time limit is noticed at most 5 % late

@@ -87,8 +87,8 @@ def _inspect(config: ServeConfig) -> Hardware:
     deadline = time.monotonic() + (_MACHINES_WAIT_S if must_wait else 0.0)
     while True:
         hardware = inspect()
-        are_up = num_nodes(hardware) * hardware.num_accelerators >= num_accelerators(config)
-        if are_up or time.monotonic() >= deadline:
+        has_enough_accelerators = num_nodes(hardware) * hardware.num_accelerators >= num_accelerators(config)
+        if has_enough_accelerators or time.monotonic() >= deadline:
             return hardware
         time.sleep(_POLL_S)
 
@@ -102,15 +102,15 @@ def resolve(
     config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
 ) -> list[Served]:
     """Resolve all models, and check that their engines fit together."""
-    placed = placements(config, hardware, num_nodes=num_nodes)
+    placement_by_name = placements(config, hardware, num_nodes=num_nodes)
     served = []
     for options in config.served:
-        placement = placed[options.served_name]
+        placement = placement_by_name[options.served_name]
         if options.engine == "fake":
             engine = compose_fake_engine(options, hardware)
         else:
-            on_node = placement.num_engines_on_node
-            engine = resolve_engine(options, hardware, num_engines_on_node=on_node, announce=announce)
+            num_on_node = placement.num_engines_on_node
+            engine = resolve_engine(options, hardware, num_engines_on_node=num_on_node, announce=announce)
             if hardware.platform == "cpu" and may_skip_compiling(options, engine.spec):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
@@ -143,7 +143,7 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    return sum(options.max_replicas * size_of(options) for options in _with_vllm(config))
+    return sum(options.max_replicas * accelerators_per_engine_of(options) for options in _with_vllm(config))
 
 
 def _with_vllm(config: ServeConfig) -> list[ServedModelOptions]:
@@ -157,13 +157,13 @@ def _placement(
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
         return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
     if hardware.platform == "cuda":
-        return on_accelerators(size_of(options))
+        return on_accelerators(accelerators_per_engine_of(options))
     min_batch_engines, max_batch_engines = batch_engine_range(config)
     return place(
         hardware,
         num_engines=num_replicas + min_batch_engines,
         max_engines=num_replicas + max_batch_engines,
-        accelerators_per_engine=size_of(options),
+        accelerators_per_engine=accelerators_per_engine_of(options),
         num_nodes=num_nodes,
         fewer_engines_hint=_CAPACITY_HINT,
     )
@@ -175,26 +175,28 @@ def _check_accelerators(
     available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
     needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
-        each = ", ".join(
-            f"{options.served_name}: {options.max_replicas} x {size_of(options)}" for options in vllm_models
+        engines_by_model = ", ".join(
+            f"{options.served_name}: {options.max_replicas} x {accelerators_per_engine_of(options)}"
+            for options in vllm_models
         )
         raise CapacityError(
-            f"the models' engines need {needed} accelerators at once ({each}); {available}",
+            f"the models' engines need {needed} accelerators at once ({engines_by_model}); {available}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
         )
     if config.batches is None or config.lends_engines:
         return
     num_initial_engines = EngineRange.parse(config.batch_engines).smallest
     for options in vllm_models:
-        if num_initial_engines > num_nodes * (hardware.num_accelerators // size_of(options)):
+        if num_initial_engines > num_nodes * (hardware.num_accelerators // accelerators_per_engine_of(options)):
             raise CapacityError(
                 f"batch_engines {config.batch_engines}: a batch of {options.served_name} starts with"
-                f" {num_initial_engines} engine(s) of {size_of(options)} accelerator(s), which do not fit; {available}",
+                f" {num_initial_engines} engine(s) of {accelerators_per_engine_of(options)} accelerator(s), which"
+                f" do not fit; {available}",
                 hint="use a smaller --batch-engines",
             )
 
 
-def size_of(options: ServedModelOptions) -> int:
+def accelerators_per_engine_of(options: ServedModelOptions) -> int:
     return options.tensor_parallel_size * options.pipeline_parallel_size
 
 

@@ -100,7 +100,7 @@ class Endpoint:
             raise PeagleError(f"{folder / _RECORD} is damaged: {error}", hint="remove it") from error
 
 
-def record_up(state: Path, price: Price) -> None:
+def record_endpoint_up(state: Path, price: Price) -> None:
     """Record in the state folder that the endpoint is up, and the price of its machine."""
     write_json(state / _UP, {"up_at": time.time(), "price": price.to_dict()})
 
@@ -130,7 +130,7 @@ def find(name: str | None) -> Endpoint:
     return running[0]
 
 
-def bring_up(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
+def start_and_wait(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
     """Start an endpoint and wait until it is up; it is stopped if that fails or is interrupted.
 
     Raises:
@@ -186,7 +186,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
 
 
 def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
-    """Wait until the endpoint is up, and print its output. Raises EngineError if it exits instead."""
+    """Wait until the endpoint is up, and pass its output to `say`. Raises EngineError if it exits instead."""
     lines = _new_lines(endpoint.log)
     while (status := endpoint.status()) == "starting":
         for line in next(lines):

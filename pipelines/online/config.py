@@ -265,5 +265,5 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
             return self.models
         values = {name: getattr(self, name) for name in ServedModelOptions.model_fields}
         defaults = {name: field.default for name, field in ServedModelOptions.model_fields.items()}
-        given = {name for name, value in values.items() if name in self.model_fields_set or value != defaults[name]}
-        return (ServedModelOptions(**{name: values[name] for name in given}),)
+        changed = {name for name, value in values.items() if name in self.model_fields_set or value != defaults[name]}
+        return (ServedModelOptions(**{name: values[name] for name in changed}),)

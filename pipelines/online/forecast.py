@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.economics.price_options import machine_for, resolve_price_defaults
+from peagle.economics.price_options import configured_or_local_machine, resolve_price_defaults
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_price, format_usd
 from peagle.engine_options import ResolvedDefaults, resolve_defaults
@@ -18,13 +18,24 @@ from pipelines.batch.forecast import (
     describe_machine,
     price_warning,
 )
-from pipelines.online.app import Served, endpoint_price, gate_settings, num_accelerators, resolve, size_of
+from pipelines.online.app import (
+    Served,
+    accelerators_per_engine_of,
+    endpoint_price,
+    gate_settings,
+    num_accelerators,
+    resolve,
+)
 from pipelines.online.config import ServeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """What `peagle serve` would start. `is_for_this_machine` says whether its engines would run on this machine."""
+    """A description of what `peagle serve` would start.
+
+    Attributes:
+        is_for_this_machine: whether the engines would run on this machine.
+    """
 
     config: ServeConfig
     hardware: Hardware
@@ -80,7 +91,7 @@ class EndpointForecast:
         speed = known_speed(model.engine, self.hardware, concurrency)
         return [
             ("model", model.describe()),
-            ("engine", f"{describe_devices(model.placement)}, {concurrency} requests at once"),
+            ("engine", f"{describe_devices(model.placement)}, {concurrency} concurrent requests"),
             ("memory", describe_engine_memory(model.engine, self.hardware, model.placement)),
             ("expected", speed.describe() if speed else UNKNOWN_SPEED),
         ]
@@ -91,7 +102,9 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
     Uses the hardware of the configured machine, or else of this machine.
     """
-    hardware, is_for_this_machine = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
+    hardware, is_for_this_machine = configured_or_local_machine(
+        config, None, num_accelerators=max(map(accelerators_per_engine_of, config.served))
+    )
     num_nodes = 1 if is_for_this_machine else max(1, -(-num_accelerators(config) // hardware.num_accelerators))
     served = resolve(config, hardware, num_nodes=num_nodes, announce=announce)
     return EndpointForecast(

@@ -36,13 +36,13 @@ class IdleWatch:
         self._has_batches = has_batches
         self._monotonic = monotonic
         self._worked_s = self._read()
-        self._since = monotonic()
+        self._idle_since = monotonic()
 
     def idle_s(self) -> float:
         worked_s = self._read()
         if worked_s != self._worked_s or self._has_batches():
-            self._worked_s, self._since = worked_s, self._monotonic()
-        return self._monotonic() - self._since
+            self._worked_s, self._idle_since = worked_s, self._monotonic()
+        return self._monotonic() - self._idle_since
 
     def _read(self) -> float:
         return sum(session.load_s + session.compile_s + session.busy_s for session in self._sessions.all())
@@ -61,21 +61,21 @@ def stop_when_idle(
     watch = IdleWatch(ledger, has_batches=lambda: batches is not None and bool(batches.unfinished()))
     is_idle = threading.Event()
     args = (watch, config.idle_timeout, stopped, is_idle, say)
-    thread = threading.Thread(target=_watch, args=args, daemon=True)
+    thread = threading.Thread(target=_stop_if_idle, args=args, daemon=True)
     thread.start()
     yield
     stopped.set()
     thread.join()
     if is_idle.is_set():
-        began_at = psutil.Process().create_time()
-        say(f"its engines cost {format_usd(engines_usd(ledger, price, since=began_at))}")
+        started_at = psutil.Process().create_time()
+        say(f"its engines cost {format_usd(engines_usd(ledger, price, since=started_at))}")
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
     return account((), SessionReader(ledger).since(since), price).total_usd
 
 
-def _watch(
+def _stop_if_idle(
     watch: IdleWatch,
     timeout_s: float,
     stopped: threading.Event,

@@ -1,7 +1,8 @@
 """The HTTP routes: Ray's `OpenAiIngress` behind the gate, plus `/health`, `/v1/cost`, `/v1/live` and the web page.
 
-Ray's own FastAPI application sends internal exceptions to clients and allows every web page with credentials, so only
-its handlers are used. Embeddings, scores and transcriptions are omitted: no supported model offers them.
+Ray's own FastAPI application sends internal exceptions to clients and lets every web site send requests with
+credentials (CORS), so only its handlers are used. Embeddings, scores and transcriptions are omitted: no supported model
+offers them.
 """
 
 import asyncio
@@ -39,14 +40,14 @@ from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, gate_pass_of, get, guarded_app, key_of, post
 from pipelines.online.gateway.web_page import DOCS, FOLDER, get_docs, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
-from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling
+from pipelines.online.serve.calls import USAGE_RECORDER, Answered, CancellingHandle
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             api_error = from_validation(list(error.errors()))
         else:
@@ -54,8 +55,8 @@ def install_error_handlers(app: FastAPI) -> None:
         headers, body = error_response(api_error)
         return Response(body, api_error.status, headers)
 
-    app.add_exception_handler(RequestValidationError, answer)
-    app.add_exception_handler(HTTPException, answer)
+    app.add_exception_handler(RequestValidationError, respond)
+    app.add_exception_handler(HTTPException, respond)
 
 
 _MAX_DEAD_ENGINES = 3
@@ -91,7 +92,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         batches: BatchSettings | None = None,
     ) -> None:
         restrict_new_files()
-        super().__init__({model: Cancelling(handle) for model, handle in llm_deployments.items()}, model_cards)
+        super().__init__({model: CancellingHandle(handle) for model, handle in llm_deployments.items()}, model_cards)
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
@@ -114,9 +115,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Publish the metrics of budgets and break-even lengths, if there are any."""
-        used = create_metric("peagle_budget_used_ratio")
+        used_ratio = create_metric("peagle_budget_used_ratio")
         watch = BudgetWatch(
-            self._ring, self._shared, self._cost.totals, on_used=lambda name, share: used.set(share, {"key": name})
+            self._ring,
+            self._shared,
+            self._cost.totals,
+            on_used=lambda name, share: used_ratio.set(share, {"key": name}),
         )
         threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:

@@ -26,7 +26,7 @@ from pipelines.online.totals import Sums, Totals
 STEP_S = 2
 NUM_POINTS = 30  # of a time series, for any window
 MAX_WINDOW_S = 900
-_FRESH_S = 1.0
+_MAX_REPORT_AGE_S = 1.0
 _BREAK_EVEN_WINDOW_S = 300
 
 
@@ -72,7 +72,7 @@ class LiveView:
         With a key, cover only its requests, and omit the costs of the engines (`account`).
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
-        if not 0 <= self._now() - made_at < _FRESH_S:
+        if not 0 <= self._now() - made_at < _MAX_REPORT_AGE_S:
             account = self._cost.report(key, window_s).get("account")  # calls `on_ledger_record`
             with self._lock:
                 report = self._report(key, window_s)

@@ -268,7 +268,7 @@ CHECKPOINT_NAME = "totals.jsonl"
 # after one record for every four cells, so that writing takes about as long as reading.
 _MIN_UNSAVED = 20_000
 _CELLS_PER_RECORD = 4
-_SOON_S = 2.0
+_MAX_WAIT_S = 2.0
 
 
 class LedgerFollower(Protocol):
@@ -297,18 +297,18 @@ class Totals:
         self._lock = threading.RLock()
         self._followers: list[LedgerFollower] = []
         # Followers to attach. They are separate, so that `add_follower` never waits for a long read.
-        self._joining: list[LedgerFollower] = []
+        self._new_followers: list[LedgerFollower] = []
         self._is_restored = False
         self._thread: threading.Thread | None = None
 
     @property
     def is_loaded(self) -> bool:
         """Whether the ledger was read to its end once, and all followers are attached."""
-        return self._is_read and not self._joining
+        return self._is_read and not self._new_followers
 
     def add_follower(self, follower: LedgerFollower) -> None:
         """Add a follower, which is attached when the ledger is read next."""
-        self._joining.append(follower)
+        self._new_followers.append(follower)
 
     def catch_up(self) -> None:
         with self._lock:
@@ -338,7 +338,7 @@ class Totals:
 
     async def wait_until_loaded(self) -> bool:
         """Wait up to two seconds for the first read. Returns whether it is complete."""
-        give_up_at = time.monotonic() + _SOON_S
+        give_up_at = time.monotonic() + _MAX_WAIT_S
         while not self.is_loaded and time.monotonic() < give_up_at:
             self.read_in_background()
             await asyncio.sleep(0.02)
@@ -391,8 +391,8 @@ class Totals:
             _log.error("%s: cannot be written; the next start takes longer: %s", self._checkpoint, error)
 
     def _attach_followers(self) -> None:
-        while self._joining:
-            follower = self._joining.pop(0)
+        while self._new_followers:
+            follower = self._new_followers.pop(0)
             follower.on_attach(self)
             self._followers.append(follower)
 

@@ -2,8 +2,8 @@
 
 usage                           prompt, cached and output tokens, at the end of a stream; if requested, also in each
                                 event, for that event's choice and its prompt only
-metrics.speculative_decoding    drafts of the request; next to the last usage
-peagle                          peagle's summary with the request's cost; next to the last usage
+metrics.speculative_decoding    drafts of the request; in the object with the final usage
+peagle                          peagle's summary with the request's cost; in the object with the final usage
 """
 
 import json
@@ -144,7 +144,7 @@ class AnswerTally:
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:
-    """Yield the events of a text: JSON objects parsed, everything else (such as [DONE]) as text."""
+    """Yield the events of a stream's text: JSON objects are parsed, everything else (such as [DONE]) stays text."""
     for event in text.split(_END):
         if not event:
             continue

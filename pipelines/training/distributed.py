@@ -123,7 +123,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             )
             prepared = prepare(config, listener, extract=spending.recording(on_actors))
             spending.start()
-            with _Follower(prepared.folder.resolve(), listener, spending):
+            with _ProgressFollower(prepared.folder.resolve(), listener, spending):
                 diverged = _run(prepared)
         if diverged is not None:
             spending.record_lost()
@@ -138,9 +138,9 @@ def _run(prepared: Prepared) -> DivergedError | None:
 
     config = prepared.config
     trainer = TorchTrainer(
-        _work,
+        _train_worker,
         train_loop_config={
-            "settings": _for_workers(config).model_dump(mode="json"),
+            "settings": _worker_config(config).model_dump(mode="json"),
             "fingerprint": prepared.fingerprint,
         },
         scaling_config=ScalingConfig(
@@ -153,7 +153,7 @@ def _run(prepared: Prepared) -> DivergedError | None:
         ),
     )
     try:
-        result = _outside_the_main_thread(trainer.fit)
+        result = _run_in_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
             f"the workers failed: {_reason(error)}",
@@ -163,7 +163,7 @@ def _run(prepared: Prepared) -> DivergedError | None:
     return diverged
 
 
-def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
+def _run_in_thread(fit: Callable[[], Any]) -> Any:
     """Call `fit` in a thread and return its result.
 
     In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) replaces the handler of SIGINT
@@ -189,7 +189,7 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
             abandon()
 
 
-def _for_workers(config: TrainConfig) -> TrainConfig:
+def _worker_config(config: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths, because workers have other working directories."""
     return config.model_copy(
         update={
@@ -213,7 +213,7 @@ def _target_for_workers(config: TrainConfig) -> str:
     return str(folder.resolve()) if is_folder else config.model
 
 
-def _work(loop_config: dict[str, Any]) -> DivergedError | None:
+def _train_worker(loop_config: dict[str, Any]) -> DivergedError | None:
     """Train as one worker, with the inputs that the driver prepared.
 
     The fingerprint is the driver's, with paths as typed, so that a training run with one worker can be resumed with
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 @dataclass
-class _Follower:
+class _ProgressFollower:
     """Reports steps and records checkpoints of the first worker, by polling its files in `folder`."""
 
     folder: Path
@@ -250,7 +250,7 @@ class _Follower:
 
     def __enter__(self) -> None:
         self._metrics = Metrics(self.folder)
-        self._seen, self._checkpoint_mtime_ns = self._metrics.num_bytes, checkpoint_mtime_ns(self.folder)
+        self._num_bytes_read, self._checkpoint_mtime_ns = self._metrics.num_bytes, checkpoint_mtime_ns(self.folder)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -265,12 +265,12 @@ class _Follower:
 
     def _report(self) -> None:
         """Report new steps. After a restart, the steps since the checkpoint are reported again."""
-        before, self._checkpoint_mtime_ns = self._checkpoint_mtime_ns, checkpoint_mtime_ns(self.folder)
-        if self._metrics.num_bytes < self._seen:
+        previous_mtime_ns, self._checkpoint_mtime_ns = self._checkpoint_mtime_ns, checkpoint_mtime_ns(self.folder)
+        if self._metrics.num_bytes < self._num_bytes_read:
             self.spending.record_lost()  # workers crashed, and new ones resume from the checkpoint
-        elif self._checkpoint_mtime_ns != before:
+        elif self._checkpoint_mtime_ns != previous_mtime_ns:
             self.spending.record_saved()
         self.spending.beat()
-        steps, self._seen = self._metrics.read(self._seen)
+        steps, self._num_bytes_read = self._metrics.read(self._num_bytes_read)
         for step in steps:
             self.listener.step(step)

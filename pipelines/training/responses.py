@@ -26,7 +26,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
-_COPIED = ("engines", "max_num_seqs", "tags", *PRICE_OPTIONS)
+_COPIED_OPTIONS = ("engines", "max_num_seqs", "tags", *PRICE_OPTIONS)
 
 
 def regenerate(
@@ -47,10 +47,10 @@ def regenerate(
             dead_letters += list(RunDirectory(config.responses_folder(mode)).dead_letters())
     if dead_letters:
         first_error = dead_letters[0]["message"]
-        progress.say(f"{len(dead_letters)} of {len(rows):,} prompts have no response; the first error: {first_error}")
+        progress.say(f"{len(dead_letters)} of {len(rows):,} prompts have no response; first error: {first_error}")
     if len(dead_letters) == len(rows):
         raise InputError(
-            f"{config.output / 'responses'}: none of {len(rows):,} prompts has a response; the first error:"
+            f"{config.output / 'responses'}: none of {len(rows):,} prompts has a response; first error:"
             f" {dead_letters[0]['message']}",
             hint="the failed/ folders of the runs contain the reason for each row",
         )
@@ -67,7 +67,7 @@ def _run_config(
         "max_tokens": config.max_response_tokens,
         "max_model_len": min(config.max_document_tokens, context_tokens(target.model)),
         "engine": engine,
-        **{name: getattr(config, name) for name in _COPIED},
+        **{name: getattr(config, name) for name in _COPIED_OPTIONS},
     }
     if "enforce_eager" in config.model_fields_set:  # else, the run compiles if that saves time
         values["enforce_eager"] = config.enforce_eager

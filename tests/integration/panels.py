@@ -1,4 +1,4 @@
-"""Draw the panels of a Grafana dashboard as SVG, from the query results of a Prometheus server."""
+"""TagSpending the panels of a Grafana dashboard as SVG, from the query results of a Prometheus server."""
 
 import math
 import re

@@ -41,7 +41,7 @@ class Endpoint:
             model=MODEL, config=config, neighbours=Neighbours(slot_group="test", hardware=HARDWARE, placement=placement)
         )
         self.settings = BatchSettings(
-            folder=str(folder / "batches"), models={"m": batch_model}, at_once=1, max_output_tokens=None,
+            folder=str(folder / "batches"), models={"m": batch_model}, max_concurrent=1, max_output_tokens=None,
             ledger=folder / "ledger",
         )  # fmt: skip
         routes = BatchRoutes()

@@ -8,7 +8,7 @@ import yaml
 
 from jobs import cli
 from jobs.configurations import read_configuration
-from peagle.economics.price_options import machine_for, resolve_price
+from peagle.economics.price_options import configured_or_local_machine, resolve_price
 from pipelines.batch.request import max_shutdown_s
 from pipelines.cluster.placement import num_parts_on, on_accelerators
 
@@ -41,7 +41,7 @@ def test_gpu_workers_are_autoscaled(cluster):
 
 
 def test_price_of_the_job_is_that_of_the_machines(cluster, job):
-    hardware, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
+    hardware, _ = configured_or_local_machine(job, job.accelerator_type, num_accelerators=1)
     price = resolve_price(job, hardware)
     node = cluster["available_node_types"]["engines"]
     assert (price.instance_type, price.market) == (

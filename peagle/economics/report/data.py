@@ -1,7 +1,6 @@
 """The report of a run, or of several side by side, as data.
 
-The terminal summary, report.json and report.html are made from the same data, the result of
-`report_dict`.
+The terminal summary, report.json and report.html are all made from the result of `report_dict`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,7 +144,7 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
     return [note for note in notes if note]
 
 
-# Runs that differ only in their drafter have the same values of all of these.
+# All of these are equal in runs that differ only in their drafter.
 _CONDITIONS = ("model", "precision", "concurrency", "num_engines", "sampling", "hardware", "num_input_rows")
 
 

@@ -19,7 +19,7 @@ UNKNOWN = "-"
 
 
 def format_usd(usd: float) -> str:
-    """Return dollars with three significant digits, or cents from one dollar up.
+    """Return dollars and cents, or three significant digits for amounts below one dollar.
 
     >>> format_usd(1234.5), format_usd(0.0053161), format_usd(1.7e-8), format_usd(0)
     ('$1,234.50', '$0.00532', '<$0.000001', '$0')
@@ -183,42 +183,42 @@ def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _speculation(savings: Mapping[str, Any]) -> str:
-    known = ""
+    known_text = ""
     if savings["usd"] is not None:
         error = "(error unknown)" if savings["error_usd"] is None else f"± {format_usd(savings['error_usd'])}"
         cost, plain_cost = format_usd(savings["with_usd"]), format_usd(savings["without_usd"])
-        known = (
+        known_text = (
             f"{format_usd(abs(savings['usd']))} {error} {_saved_or_lost(savings['usd'])}: "
             f"generation cost {cost}, without a drafter {plain_cost}; "
             f"acceptance length {savings['acceptance_length']:.2f}, "
             f"break-even {savings['break_even_acceptance_length']:.2f}"
         )
     reason = "its step times were not measured, or its drafts were not counted"
-    return _with_unknown(known, savings["unknown_usd"], reason)
+    return _with_unknown(known_text, savings["unknown_usd"], reason)
 
 
 def _spot(savings: Mapping[str, Any]) -> str:
-    known = ""
+    known_text = ""
     if savings["usd"] is not None:
-        known = (
+        known_text = (
             f"{format_usd(abs(savings['usd']))} {_saved_or_lost(savings['usd'])}, net of lost work: "
             f"spot {format_usd(savings['spot_usd'])}, on demand {format_usd(savings['on_demand_usd'])}"
         )
-    return _with_unknown(known, savings["unknown_usd"], "there is no on-demand price")
+    return _with_unknown(known_text, savings["unknown_usd"], "there is no on-demand price")
 
 
 def _prompt_and_generation(saved: Mapping[str, Any]) -> str:
-    known = ""
+    known_text = ""
     if saved["prompt_usd"] is not None:
-        known = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"
-    return _with_unknown(known, saved["unsplit_usd"], "no step times were measured")
+        known_text = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"
+    return _with_unknown(known_text, saved["unsplit_usd"], "no step times were measured")
 
 
 def _saved_or_lost(usd: float) -> str:
     return "saved" if usd >= 0 else "lost"
 
 
-def _with_unknown(known: str, unknown_usd: float, reason: str) -> str:
+def _with_unknown(known_text: str, unknown_usd: float, reason: str) -> str:
     if not unknown_usd:
-        return known
-    return f"{known}; unknown for {format_usd(unknown_usd)}" if known else f"unknown: {reason}"
+        return known_text
+    return f"{known_text}; unknown for {format_usd(unknown_usd)}" if known_text else f"unknown: {reason}"

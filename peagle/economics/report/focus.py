@@ -50,14 +50,14 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
             "some engines have no price in their ledger, and FOCUS does not allow unknown costs",
             hint="remove these sources; --format table --by run,instance shows them",
         )
-    units = round_to_last_digit(
+    amounts = round_to_last_digit(
         [[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS
     )
     sink = io.StringIO()
     writer = csv.DictWriter(sink, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for (group, spend), group_units in zip(groups, units, strict=True):
-        costs = [unit / 10**DIGITS for unit in group_units]
+    for (group, spend), group_amounts in zip(groups, amounts, strict=True):
+        costs = [amount / 10**DIGITS for amount in group_amounts]
         rows = [_row(group, spend, kind, cost, per_usd) for kind, cost in zip(KINDS, costs, strict=True) if cost]
         writer.writerows({**row, "BillingCurrency": currency} for row in rows)
     return sink.getvalue().rstrip("\n")

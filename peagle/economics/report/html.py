@@ -59,8 +59,8 @@ def headline_panel(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) 
     lead = "Includes the cost of loading, compiling, idle time and lost work."
     has_drafter_and_output = reports[0]["run"]["drafter"] is not None and reports[0]["account"]["tokens_per_usd"]
     if len(reports) == 1 and has_drafter_and_output:
-        without, lead = _without_drafter(reports[0])
-        bars += without
+        estimated_bars, lead = _without_drafter(reports[0])
+        bars += estimated_bars
     plot = bars_svg(bars, "Output tokens per dollar: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars))
     return Panel(heading="Output tokens per dollar", lead=lead, plots=[("", plot)], shows_dollars=True)
 
@@ -147,8 +147,8 @@ def row_panels(report: Mapping[str, Any]) -> list[Panel]:
         plots.append((f"Finish reasons of {read:,} rows", _bars("Finish reasons", reasons)))
     if failed:
         reasons = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failed]
-        first = f"Failures by reason. Example of {failed[0]['reason']}: {failed[0]['example']}"
-        plots.append((first, _bars("Failures by reason", reasons)))
+        caption = f"Failures by reason. Example of {failed[0]['reason']}: {failed[0]['example']}"
+        plots.append((caption, _bars("Failures by reason", reasons)))
     if plots:
         lead = "Each row has an answer, or a dead letter in failed/."
         panels.append(Panel(heading="How rows ended", lead=lead, plots=plots))
@@ -184,10 +184,10 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     compared = compare(reports)
     labels = compared["labels"]
     all_rates = [report["account"]["speculation"]["acceptance_rates"] for report in reports]
-    drafting = [(index, rates) for index, rates in enumerate(all_rates) if rates]
+    drafted_runs = [(index, rates) for index, rates in enumerate(all_rates) if rates]
     curves = [
         Rates(label=labels[index], rates=rates, series=number % MAX_SERIES)
-        for number, (index, rates) in enumerate(drafting)
+        for number, (index, rates) in enumerate(drafted_runs)
     ]
     is_single = len(reports) == 1
     first = reports[0]
@@ -221,7 +221,7 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "length": FIGURES["acceptance_length"].text(reports[index]),
                 "rates": [format_share(rate) for rate in curve.rates],
             }
-            for curve, (index, _) in zip(curves, drafting, strict=True)
+            for curve, (index, _) in zip(curves, drafted_runs, strict=True)
         ],
         "num_unplotted": max(len(curves) - MAX_SERIES, 0),
         "money_svg": shares_svg([(label, report["shares"]) for label, report in zip(labels, reports, strict=True)]),

@@ -59,8 +59,8 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
     num_positions = max(len(run.rates) for run in runs)
     ceiling = next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if max(max(run.rates) for run in runs) <= ceiling)
     plot_height = HEIGHT - TOP - BOTTOM
-    group = (WIDTH - LEFT - RIGHT) / num_positions
-    bar = min(group * 0.76 / len(runs), 46)
+    group_width = (WIDTH - LEFT - RIGHT) / num_positions
+    bar_width = min(group_width * 0.76 / len(runs), 46)
 
     def y(share: float) -> float:
         return TOP + plot_height * (1 - share / ceiling)
@@ -68,16 +68,16 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
     shares = [ceiling * step / 4 for step in range(5)]
     parts = [grid_line(y(share), f"{100 * share:.3g}%" if share else "0") for share in shares]
     for position in range(num_positions):
-        centre = LEFT + group * (position + 0.5)
+        centre = LEFT + group_width * (position + 0.5)
         parts.append(text(centre, HEIGHT - BOTTOM + 16, str(position + 1), "tick", "middle"))
         for index, run in enumerate(runs):
             if position < len(run.rates):
-                x, rate = centre + bar * (index - len(runs) / 2), run.rates[position]
+                x, rate = centre + bar_width * (index - len(runs) / 2), run.rates[position]
                 tooltip = f"{run.label}, position {position + 1}: {rate:.1%}"
-                parts.append(_column(x, bar, y(rate), y(0), run.series, tooltip))
-                if bar >= 18:  # labels of narrower bars would overlap
-                    label = format_share(rate) if bar >= 26 else format_share(rate).rstrip("%")
-                    parts.append(text(x + bar / 2, y(rate) - 5, label, "value", "middle"))
+                parts.append(_column(x, bar_width, y(rate), y(0), run.series, tooltip))
+                if bar_width >= 18:  # labels of narrower bars would overlap
+                    label = format_share(rate) if bar_width >= 26 else format_share(rate).rstrip("%")
+                    parts.append(text(x + bar_width / 2, y(rate) - 5, label, "value", "middle"))
     parts += [x_axis_name("position in the draft"), y_axis_name("share of drafts", at_right=True)]
     return drawing(HEIGHT, "Acceptance by position", parts)
 
@@ -144,24 +144,24 @@ def plain_bar(label: str, value: float, value_text: str, kind: str = "series-0")
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
-    most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
-    drawn, y = [], 2.0
+    max_value = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
+    elements, y = [], 2.0
     for bar in bars:
-        drawn.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
+        elements.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
         x = 0.0
         for kind, amount, tooltip in bar.parts:
-            width = _MAX_BAR_WIDTH * amount / most
+            width = _MAX_BAR_WIDTH * amount / max_value
             if amount > 0:
-                drawn.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
+                elements.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
             x += width
         if bar.low is not None and bar.high is not None:
-            low, high = (_MAX_BAR_WIDTH * max(value, 0.0) / most for value in (bar.low, bar.high))
+            low, high = (_MAX_BAR_WIDTH * max(value, 0.0) / max_value for value in (bar.low, bar.high))
             middle, x = y + 17 + _BAR_HEIGHT / 2, max(x, high)
             tips = "".join(f"M{tip:.1f},{middle - 5:g}v10" for tip in (low, high))
-            drawn.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
-        drawn.append(text(x + 8, y + 30.5, bar.value_text, "value", "start"))
+            elements.append(f'<path class="whisker" d="M{low:.1f},{middle:g}H{high:.1f}{tips}"/>')
+        elements.append(text(x + 8, y + 30.5, bar.value_text, "value", "start"))
         y += _ROW_HEIGHT
-    return drawing(round(y - 6), name, drawn)
+    return drawing(round(y - 6), name, elements)
 
 
 def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
@@ -199,28 +199,28 @@ def _columns(
     format_value: Callable[[float], str],
 ) -> list[str]:
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
-    width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
-    drawn = [grid_line(y(value), format_value(value)) for value in ticks]
+    width, label_interval = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
+    elements = [grid_line(y(value), format_value(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
         middle, below = LEFT + (index + 0.5) * width, 0.0
         for kind, amount, tooltip in parts:
             if amount > 0:
                 height = max(y(below) - y(below + amount), 1.0)
-                drawn.append(
+                elements.append(
                     _rect(
                         kind, middle - width * width_share / 2, y(below) - height, width * width_share, height, tooltip
                     )
                 )
             below += amount
-        if index % every == 0:
-            drawn.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
-    return drawn
+        if index % label_interval == 0:
+            elements.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
+    return elements
 
 
-def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
-    """Return grid lines up to `most`, and a function from amount to y."""
-    step = grid_step(most, finest=-12)
-    num_steps = max(1, math.ceil(most / step))
+def vertical_axis(max_value: float) -> tuple[list[float], Callable[[float], float]]:
+    """Return grid lines up to `max_value`, and a function from amount to y."""
+    step = grid_step(max_value, finest=-12)
+    num_steps = max(1, math.ceil(max_value / step))
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / (step * num_steps))
@@ -246,7 +246,7 @@ def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: s
     return f'<rect class="{kind}" {geometry} rx="1.5">{title(tooltip)}</rect>'
 
 
-# Seconds in a unit, its name, and how many units may lie between two ticks.
+# Units of time: seconds, name, and the allowed tick intervals in that unit.
 _UNITS = (
     (86_400, "d", (1, 2, 7, 14)),
     (3600, "h", (1, 2, 4, 8)),
@@ -276,32 +276,32 @@ def series_svg(
         points += [*begin, (x((index + 1) * step_s), y(value))]
     line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
-    drawn = [
+    elements = [
         *(grid_line(y(value), format_value(value)) for value in ticks),
         f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
         f'<polyline class="line-0" points="{line}"/>',
         *_time_axis(timeline, x, TOP, bottom),
     ]
-    return drawing(HEIGHT - 14, name, drawn)
+    return drawing(HEIGHT - 14, name, elements)
 
 
 def engines_svg(timeline: Mapping[str, Any]) -> str:
-    x, y, drawn, labels = _time_scale(timeline, 0), 2.0, [], []
+    x, y, elements, labels = _time_scale(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
         starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
         life_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
         shares = {state: format_share(engine["seconds"][state] / life_s) for state in ("busy", "idle", "lost")}
         states = ", ".join(f"{state} {share}" for state, share in shares.items())
         labels.append(f"engine {engine['engine']}{starts}: {states}")
-        drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
-        drawn += _lane(engine, x, y + 17)
+        elements.append(text(0, y + 11, labels[-1], "lane", "start"))
+        elements += _lane(engine, x, y + 17)
         y += _LANE_PITCH
-    drawn += _time_axis(timeline, x, 0, y - 4)
-    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
+    elements += _time_axis(timeline, x, 0, y - 4)
+    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", elements)
 
 
 def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
-    drawn = []
+    elements = []
     for state in SHARES:
         path = "".join(
             f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), 1.5):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
@@ -310,8 +310,8 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
         )
         if path:
             tooltip = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
-            drawn.append(f'<path class="share-{state}" d="{path}">{tooltip}</path>')
-    return drawn
+            elements.append(f'<path class="share-{state}" d="{path}">{tooltip}</path>')
+    return elements
 
 
 def _time_scale(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
@@ -324,12 +324,12 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
     step_s = next((step for step in _TICKS_S if total_s <= _MAX_TICKS * step), total_s / _MAX_TICKS)
     unit_s, unit, _ = next(unit for unit in _UNITS if step_s >= unit[0])
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
-    drawn = [
+    elements = [
         text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
         tooltip = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
         at = f"{x(pause['at_s']):.1f}"
-        drawn.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
-    return drawn
+        elements.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
+    return elements

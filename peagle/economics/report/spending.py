@@ -58,8 +58,8 @@ def decimal(usd: float | None) -> str:
 
 def round_for_display(statement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
-    known = statement["total"]["usd"]["total"] or statement["total"]["usd"]["attributed"]
-    digits = 2 if known >= 1 else 6
+    known_usd = statement["total"]["usd"]["total"] or statement["total"]["usd"]["attributed"]
+    digits = 2 if known_usd >= 1 else 6
     for code in _other_currencies(statement):
         statement = convert_currency(statement, code, statement["per_usd"], digits)
     return {**round_amounts(statement, digits), "digits": digits}
@@ -74,12 +74,12 @@ def format_period(statement: Mapping[str, Any]) -> str:
 
 def statement_table(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the header, a row per group and the total. `statement` is a result of `round_for_display`."""
-    heads = [_LABELS.get(name, name) for name in statement["by"]] or [""]
+    headers = [_LABELS.get(name, name) for name in statement["by"]] or [""]
     converted = [f"total, {code}" for code in _other_currencies(statement)]
-    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
+    rows: list[tuple[str, ...]] = [(*headers, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
     for row in statement["rows"] if statement["by"] else []:
         rows.append(_line([row[name] or "-" for name in statement["by"]], row, statement["digits"]))
-    return [*rows, _line(["total", *[""] * (len(heads) - 1)], statement["total"], statement["digits"])]
+    return [*rows, _line(["total", *[""] * (len(headers) - 1)], statement["total"], statement["digits"])]
 
 
 def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _amount(amount: float | None, digits: int) -> str:
 MAX_COLUMNS = 62  # days; with more days, each column is a month
 MAX_BARS = 12
 _OTHERS = "all others"
-# Each kind, and the share whose colour it has.
+# Each kind of cost, and the engine state whose colour it shares.
 _KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))
 _STYLE = (
     ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
@@ -163,8 +163,8 @@ def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> st
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         f'{note_list}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
-        f"{_table(statement_table(rounded), has_head=True)}\n{_table(summary_rows(rounded), has_head=False)}\n"
-        f"{_table([('saved', ''), *saved_rows(rounded)], has_head=True, kind='words')}\n"
+        f"{_table(statement_table(rounded), has_header=True)}\n{_table(summary_rows(rounded), has_header=False)}\n"
+        f"{_table([('saved', ''), *saved_rows(rounded)], has_header=True, kind='words')}\n"
         "</main></body></html>"
     )
 
@@ -175,26 +175,26 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     usd_by_name: defaultdict[str, float] = defaultdict(float)
     for row in daily["rows"]:
         usd_by_name[row[dimension]] += row["usd"]["attributed"] or 0.0
-    largest = sorted(
+    most_expensive = sorted(
         (name for name in usd_by_name if usd_by_name[name] > 0), key=lambda name: (-usd_by_name[name], name)
     )
-    named = largest if len(largest) <= MAX_SERIES else largest[: MAX_SERIES - 1]
+    named = most_expensive if len(most_expensive) <= MAX_SERIES else most_expensive[: MAX_SERIES - 1]
     for row in daily["rows"]:
         name = row[dimension] if row[dimension] in named else _OTHERS
-        day, usd = usd_by_day[row["day"]], row["usd"]
-        day[f"of {name}"] += usd["attributed"] or 0.0
-        day["overhead"] += usd["overhead"] or 0.0
-        day["lost"] += usd["lost"] or 0.0
+        sums, usd = usd_by_day[row["day"]], row["usd"]
+        sums[f"of {name}"] += usd["attributed"] or 0.0
+        sums["overhead"] += usd["overhead"] or 0.0
+        sums["lost"] += usd["lost"] or 0.0
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(named)]
-    layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(largest) else []
+    layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(most_expensive) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
     if not any(usd > 0 for sums in usd_by_day.values() for usd in sums.values()):
         return ""
     columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(usd_by_day)]
     legend = [(label, kind) for _, label, kind in layers]
     totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
-    sums = ", ".join(f"{label} {format_usd(usd)}" for (label, _), usd in zip(legend, totals, strict=True))
-    plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {sums}")
+    total_texts = ", ".join(f"{label} {format_usd(usd)}" for (label, _), usd in zip(legend, totals, strict=True))
+    plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {total_texts}")
     return _figure(f"By day and {dimension}", plot, legend)
 
 
@@ -242,9 +242,9 @@ def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
     return f'<section><h2>{html.escape(heading)}</h2>{plot}<ul class="legend">{items}</ul></section>'
 
 
-def _table(rows: Sequence[Sequence[str]], *, has_head: bool, kind: str = "sums") -> str:
+def _table(rows: Sequence[Sequence[str]], *, has_header: bool, kind: str = "sums") -> str:
     lines = []
     for index, row in enumerate(rows):
-        cell = "th" if has_head and index == 0 else "td"
+        cell = "th" if has_header and index == 0 else "td"
         lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
     return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>'

@@ -39,7 +39,8 @@ def short_summary(report: Mapping[str, Any]) -> str:
         cost = f"{cost}: {FIGURES['tokens_per_usd'].text(report)} output tokens per dollar"
     lines.append(("cost", cost))
     notes = report["notes"]
-    more = [f"  {len(notes) - _MAX_NOTES} more notes: peagle report {run['path']}"] if len(notes) > _MAX_NOTES else []
+    num_more = len(notes) - _MAX_NOTES
+    more = [f"  {num_more} more note{'s' if num_more > 1 else ''}: peagle report {run['path']}"] if num_more > 0 else []
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines), *_wrapped_notes(notes[:_MAX_NOTES]), *more])
 
 
@@ -81,8 +82,8 @@ def text_summary(report: Mapping[str, Any]) -> str:
 def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
     """Return the figures of several runs in columns, with ratios to the baseline."""
     compared = compare(reports)
-    heads = [f"[{number}]" for number in range(1, len(reports) + 1)]
-    rows = [("", *heads)]
+    column_names = [f"[{number}]" for number in range(1, len(reports) + 1)]
+    rows = [("", *column_names)]
     for figure in compared["figures"]:
         cells = []
         for index, (report, ratio) in enumerate(zip(reports, figure["ratios"], strict=True)):
@@ -92,8 +93,10 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
             cells.append(text)
         rows.append((figure["label"], *cells))
     names = [
-        _labelled(f"{head} {label}{' (baseline)' if index == compared['baseline'] else ''}", report)
-        for index, (head, label, report) in enumerate(zip(heads, compared["labels"], reports, strict=True))
+        _labelled(f"{column_name} {label}{' (baseline)' if index == compared['baseline'] else ''}", report)
+        for index, (column_name, label, report) in enumerate(
+            zip(column_names, compared["labels"], reports, strict=True)
+        )
     ]
     return "\n".join([*names, *(f"  {line}" for line in aligned(rows)), *_wrapped_notes(compared["notes"])])
 

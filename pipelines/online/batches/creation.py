@@ -118,11 +118,11 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
     name = "".join(char if char.isprintable() else "_" for char in name)
     name = name[-255:].strip() or _DEFAULT_NAME
-    given = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
-    if not given:
+    expires_after = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
+    if not expires_after:
         return upload, name, None
     try:
-        return upload, name, ExpiresAfter.model_validate(given).seconds
+        return upload, name, ExpiresAfter.model_validate(expires_after).seconds
     except ValidationError as error:
         first = error.errors()[0]
         param = f"expires_after[{first['loc'][0]}]"
@@ -162,14 +162,14 @@ class BatchCreator:
     def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
         self._store, self._quota, self._limits = store, quota, limits
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by key name
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._creation_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
         """Create a batch in a thread; one at a time per key."""
-        async with self._turns[key.name]:
-            return await in_thread(self.create_now, body, key, idempotency_key)
+        async with self._creation_locks[key.name]:
+            return await in_thread(self.create_blocking, body, key, idempotency_key)
 
-    def create_now(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
+    def create_blocking(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
         """Create a batch, or return the batch of the first request with this idempotency key.
 
         Raises:
@@ -206,7 +206,7 @@ class BatchCreator:
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if len(batches) >= limit.max_stored_files and not self._store.forget_oldest(batches):
+        if len(batches) >= limit.max_stored_files and not self._store.delete_oldest_record(batches):
             message = (
                 f"this key has {len(batches)} batches, but may have {limit.max_stored_files}: delete the files of the "
                 "oldest batches"

@@ -69,10 +69,10 @@ class Download(Response):
         self._file, self._open_source = file, open_source
         self._transfers, self._read_ahead_bytes = transfers, read_ahead_bytes
         etag = f'"{file.id}-{file.num_bytes}"'  # contents are immutable
-        wanted = headers.get("range") if headers.get("if-range") in (None, etag) else None
-        self._span = span_of(wanted, file.num_bytes)
+        range_header = headers.get("range") if headers.get("if-range") in (None, etag) else None
+        self._span = span_of(range_header, file.num_bytes)
         is_part = len(self._span) < file.num_bytes
-        head = {
+        response_headers = {
             "content-type": "application/octet-stream",
             "content-length": str(len(self._span)),
             "content-disposition": attachment(file.filename),
@@ -81,8 +81,8 @@ class Download(Response):
             "etag": etag,
         }
         if is_part:
-            head["content-range"] = f"bytes {self._span.start}-{self._span.stop - 1}/{file.num_bytes}"
-        super().__init__(status_code=206 if is_part else 200, headers=head)
+            response_headers["content-range"] = f"bytes {self._span.start}-{self._span.stop - 1}/{file.num_bytes}"
+        super().__init__(status_code=206 if is_part else 200, headers=response_headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         window = DownloadWindow(receive)

@@ -72,12 +72,12 @@ def final_progress(
     errors: Errors = (),
 ) -> BatchProgress:
     """Return the final progress of a batch with the ids of its output and error files."""
-    before, status = batch.progress, _STATUS[reason]
+    old_progress, status = batch.progress, _STATUS[reason]
     time_of_end: dict[str, Any] = {f"{status}_at": now}
     if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
         errors = batch_error(reason, UNEXECUTED[reason])
     progress = replace(
-        before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
+        old_progress, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
     )
     if result is None:
         return progress
@@ -95,7 +95,7 @@ def final_progress(
         progress,
         num_completed=result.num_completed,
         num_failed=result.num_failed,
-        finalizing_at=before.finalizing_at or now,
+        finalizing_at=old_progress.finalizing_at or now,
         usage=usage,
     )
 
@@ -141,7 +141,9 @@ def make_task(
     )
 
 
-def scheduling_order(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
+def scheduling_order(
+    batches: Sequence[Batch], running: Container[str], start_numbers: Mapping[str, int]
+) -> list[Batch]:
     """Return the batches in the order in which the scheduler handles them.
 
     Running batches come first, since they may free capacity. The others are sorted by how many batches of the same key
@@ -150,7 +152,7 @@ def scheduling_order(batches: Sequence[Batch], running: Container[str], began: M
     Args:
         batches: the batches, oldest first.
         running: ids of the running batches.
-        began: sequence number of the latest start, by key name.
+        start_numbers: sequence number of the latest start, by key name.
     """
     ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
     ranks: dict[str, int] = {}
@@ -161,7 +163,7 @@ def scheduling_order(batches: Sequence[Batch], running: Container[str], began: M
             ahead[owner] += 1
     return sorted(
         batches,
-        key=lambda batch: (batch.id not in running, ranks[batch.id], began.get(batch.request.key.name, 0)),
+        key=lambda batch: (batch.id not in running, ranks[batch.id], start_numbers.get(batch.request.key.name, 0)),
     )
 
 
@@ -199,19 +201,19 @@ def estimate(
     tokens_usd = price and price.expected_usd(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
     )
-    started = [
+    started_sessions = [
         session for session in sessions if session.model == progress.model and (session.busy_s or session.idle_s)
     ]
-    if not tokens_usd or not started:
+    if not tokens_usd or not started_sessions:
         return None
-    ending = max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
+    shutdown_s = max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
     must_load = not batch_model.lent_slots
-    each_usd = max(
-        (must_load * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s
-        for session in started
+    usd_per_engine = max(
+        (must_load * (session.load_s + session.compile_s) + shutdown_s) * session.num_devices * session.usd_per_device_s
+        for session in started_sessions
     )
     return BatchEstimate(
-        tokens_usd=tokens_usd, overhead_usd=EngineRange.parse(batch_model.config["engines"]).largest * each_usd
+        tokens_usd=tokens_usd, overhead_usd=EngineRange.parse(batch_model.config["engines"]).largest * usd_per_engine
     )
 
 
@@ -229,8 +231,8 @@ class BatchMoney:
     def payers(self, batch: Batch) -> list[Payer]:
         """Return the budgets that the batch is charged to: of its key, of its tags and of the endpoint."""
         key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
-        own: list[Payer] = [key] if key.budget_usd is not None else []
-        return [*own, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
+        key_payers: list[Payer] = [key] if key.budget_usd is not None else []
+        return [*key_payers, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
 
     def left_usd(self, payers: Sequence[Payer]) -> list[float] | None:
         """Return what is left of each budget, ignoring reservations. None if the spend is still unknown."""
@@ -248,13 +250,13 @@ class BatchMoney:
 
         If a budget has nothing left, the previous reservation stays and 0 is returned.
         """
-        before = {payer.account: self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers}
+        previous_usd = {payer.account: self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers}
         held_usd = wanted_usd
         for _ in range(2):  # the second pass reserves the smallest amount everywhere
             for payer, left in zip(payers, left_usd, strict=True):
                 held_usd = min(held_usd, self._budgets.reserve_batch(batch_id, payer.account, left, held_usd))
             if held_usd <= 0:
-                for account, usd in before.items():
+                for account, usd in previous_usd.items():
                     self._budgets.restore_batch_reservation(batch_id, account, usd)
                 return 0.0
         return held_usd
@@ -268,7 +270,7 @@ class BatchMoney:
         self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)
 
 
-_MAX_LIGHT = 2  # concurrent processes without engines, which validate or collect
+_MAX_WITHOUT_ENGINES = 2  # concurrent processes without engines, which validate or collect
 _ATTEMPTS = 3
 _COLLECT_ATTEMPTS = 10  # over 7.5 minutes; many, since the results already exist
 _RETRY_S = 10.0
@@ -281,7 +283,7 @@ class _Work:
     """Running work for a batch."""
 
     handle: Handle[Any]
-    has_engines: bool = False  # whether the work counts toward `at_once`
+    has_engines: bool = False  # whether the work counts toward `max_concurrent`
     estimate: BatchEstimate | None = None  # set if the run reserves its expected cost rather than the rest of a budget
     reason: Reason | None = None  # why the run was stopped, or why its results are only collected
     errors: Errors = ()
@@ -379,19 +381,19 @@ class Scheduler:
             self._running[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
 
     def _begin_run(self, batch: Batch) -> None:
-        if sum(work.has_engines for work in self._running.values()) >= self._settings.at_once:
+        if sum(work.has_engines for work in self._running.values()) >= self._settings.max_concurrent:
             return
         if batch.progress.model not in self._settings.models:
             message = f"the model {batch.progress.model!r} is no longer served"
             self._collect(batch, "batch_failed", batch_error("model_not_found", message))
             return
-        budget_usd, estimated = None, None
+        budget_usd, batch_estimate = None, None
         if payers := self._money.payers(batch):
-            budget_usd, estimated = self._hold(batch, payers)
+            budget_usd, batch_estimate = self._hold(batch, payers)
             if not budget_usd:
                 return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
-        self._running[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
+        self._running[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=batch_estimate)
 
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
         """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
@@ -403,9 +405,9 @@ class Scheduler:
         if min(left_usd) <= 0:
             self._collect(batch, BUDGET)
             return 0.0, None
-        estimated = self._estimate(batch)
-        wanted_usd = estimated.wanted_usd(0.0) if estimated else math.inf
-        return self._money.hold(batch.id, payers, left_usd, wanted_usd), estimated
+        batch_estimate = self._estimate(batch)
+        wanted_usd = batch_estimate.wanted_usd(0.0) if batch_estimate else math.inf
+        return self._money.hold(batch.id, payers, left_usd, wanted_usd), batch_estimate
 
     def _estimate(self, batch: Batch) -> BatchEstimate | None:
         """Return the estimated cost of a new batch, or None for a resumed one, whose previous cost is unknown."""
@@ -423,8 +425,8 @@ class Scheduler:
         wanted_usd, held_usd = work.estimate.wanted_usd(spent_usd) - billed_usd, self._money.held_by(batch.id, payers)
         if (wanted_usd <= held_usd and not billed_usd) or (left_usd := self._money.left_usd(payers)) is None:
             return
-        if now_usd := self._money.hold(batch.id, payers, left_usd, wanted_usd):
-            work.handle.allow(billed_usd + now_usd)
+        if new_held_usd := self._money.hold(batch.id, payers, left_usd, wanted_usd):
+            work.handle.allow(billed_usd + new_held_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
         if batch.id not in self._to_collect:
@@ -436,7 +438,7 @@ class Scheduler:
 
     def _has_room(self) -> bool:
         """Return whether another process without engines may start."""
-        return sum(not work.has_engines for work in self._running.values()) < _MAX_LIGHT
+        return sum(not work.has_engines for work in self._running.values()) < _MAX_WITHOUT_ENGINES
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
         """Return whether no other batch that shares a budget has started.
@@ -444,16 +446,16 @@ class Scheduler:
         The cost of a batch is only known at its end, so two batches could each spend the rest of the budget.
         """
         # Lazy, oldest first: usually the first batch decides, and each check may be a network request.
-        begun = (other.id for other in self._unfinished if self._has_begun(other, payers))
-        return next(begun, batch.id) == batch.id
+        begun_ids = (other.id for other in self._unfinished if self._has_begun(other, payers))
+        return next(begun_ids, batch.id) == batch.id
 
     def _has_begun(self, batch: Batch, payers: Sequence[Payer]) -> bool:
         """Return whether a batch shares a budget with `payers` and has started, even if it waits for a retry."""
-        own = self._money.payers(batch)
-        names = {batch.request.key.name, *(payer.name for payer in own)}
+        own_payers = self._money.payers(batch)
+        names = {batch.request.key.name, *(payer.name for payer in own_payers)}
         if names.isdisjoint(payer.name for payer in payers):
             return False
-        return self._money.held_by(batch.id, own) > 0 or RunDirectory(self._store.run_path(batch.id)).exists
+        return self._money.held_by(batch.id, own_payers) > 0 or RunDirectory(self._store.run_path(batch.id)).exists
 
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
@@ -490,12 +492,12 @@ class Scheduler:
             return
         num_completed, num_failed, usd = counts
         self._raise_reservation(batch, work, usd)
-        before = batch.progress
-        if num_completed + num_failed <= before.num_completed + before.num_failed:
+        old_progress = batch.progress
+        if num_completed + num_failed <= old_progress.num_completed + old_progress.num_failed:
             return  # no progress, or a resumed run that has not counted its committed rows
         self._attempts.pop(batch.id, None)
-        progress = replace(before, num_completed=num_completed, num_failed=num_failed)
-        if num_completed + num_failed == before.num_requests and before.status == "in_progress":
+        progress = replace(old_progress, num_completed=num_completed, num_failed=num_failed)
+        if num_completed + num_failed == old_progress.num_requests and old_progress.status == "in_progress":
             progress = replace(progress, status="finalizing", finalizing_at=self._now())
         self._store.save(batch.id, progress)
 

@@ -30,13 +30,13 @@ class KeyQuota:
 
     def for_key(self, key: KeyRecord) -> "KeyQuota":
         """Return the limits of this key: its own, or these defaults."""
-        given = {name: getattr(key, name) for name in self.__slots__}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        key_limits = {name: getattr(key, name) for name in self.__slots__}
+        return replace(self, **{name: value for name, value in key_limits.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchModel:
-    """How a model's batches run."""
+    """The options of the batches of one model."""
 
     model: ServedModel
     config: Mapping[str, Any]  # configuration of the bulk run: engine, price and number of engines, as for the endpoint
@@ -49,11 +49,11 @@ class BatchModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Where batches are stored, and their limits."""
+    """The folder and limits of batches."""
 
     folder: str  # shared by all nodes, or `s3://`
     models: Mapping[str, BatchModel]  # by served name
-    at_once: int  # maximum number of batches with their own engines at the same time
+    max_concurrent: int  # maximum number of batches with their own engines at the same time
     max_output_tokens: int | None
     ledger: Path
     # max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together
@@ -82,18 +82,18 @@ class BatchSettings:
 _ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
 
 
-def _engine_keys(keys: ServedModelOptions) -> set[str]:
-    """Return the keys that a batch's engine shares with the endpoint's, without parsers for the fake engine's text."""
+def _engine_option_names(options: ServedModelOptions) -> set[str]:
+    """Return the options that a batch's engine shares with the endpoint's; for a fake engine without parsers."""
     shared = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
-    return shared.difference(PARSER_KEYS) if keys.engine == "fake" else shared
+    return shared.difference(PARSER_KEYS) if options.engine == "fake" else shared
 
 
 def batch_engine_range(config: ServeConfig) -> tuple[int, int]:
     """Return the minimum and maximum number of engines that all running batches start together."""
     if config.batches is None or config.lends_engines:
         return 0, 0
-    each = EngineRange.parse(config.batch_engines)
-    return config.batches_at_once * each.smallest, config.batches_at_once * each.largest
+    engine_range = EngineRange.parse(config.batch_engines)
+    return config.batches_at_once * engine_range.smallest, config.batches_at_once * engine_range.largest
 
 
 def batch_settings(
@@ -115,20 +115,24 @@ def batch_settings(
     }
     slot_group = f"{app_id}-lent" if config.lends_engines else app_id
     if config.lends_engines:  # the process of a batch only forwards rows to the endpoint's engines
-        placements = {name: replace(each, num_cpus=0.05, num_gpus=0) for name, each in placements.items()}
+        placements = {name: replace(placement, num_cpus=0.05, num_gpus=0) for name, placement in placements.items()}
     return BatchSettings(
         folder=str(config.batches),
         models={
-            keys.served_name: BatchModel(
-                model=models[keys.served_name],
-                config={**keys.model_dump(mode="json", include=_engine_keys(keys)), **shared},
-                neighbours=Neighbours(slot_group=slot_group, hardware=hardware, placement=placements[keys.served_name]),
-                commits=specs[keys.served_name].commits,
-                lent_slots=specs[keys.served_name].max_num_seqs * keys.max_replicas if config.lends_engines else 0,
+            options.served_name: BatchModel(
+                model=models[options.served_name],
+                config={**options.model_dump(mode="json", include=_engine_option_names(options)), **shared},
+                neighbours=Neighbours(
+                    slot_group=slot_group, hardware=hardware, placement=placements[options.served_name]
+                ),
+                commits=specs[options.served_name].commits,
+                lent_slots=specs[options.served_name].max_num_seqs * options.max_replicas
+                if config.lends_engines
+                else 0,
             )
-            for keys in config.served
+            for options in config.served
         },
-        at_once=config.batches_at_once,
+        max_concurrent=config.batches_at_once,
         max_output_tokens=config.max_output_tokens,
         ledger=gate.ledger,
         max_transfers_bytes=config.max_transfers_mib * MIB,

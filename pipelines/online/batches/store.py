@@ -188,8 +188,8 @@ class BatchStore:
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
-        mine = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
-        return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
+        own_files = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
+        return sorted(own_files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
         """Write the record of a file whose contents exist."""
@@ -197,7 +197,7 @@ class BatchStore:
         self._files[file.id] = file
 
     def contents_path(self, file: StoredFile) -> StoragePath:
-        return _descend(self.root, file.at)
+        return _path_below(self.root, file.at)
 
     def open(self, file: StoredFile) -> BinaryIO:
         """Open the file's contents. Raises FileNotFoundError if it was deleted."""
@@ -211,7 +211,7 @@ class BatchStore:
     def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
         """Yield the `at` of a new file's record, and a file object for its contents."""
         at = f"files/{file_id}.jsonl"
-        with atomic_file(_descend(self.root, at)) as target:
+        with atomic_file(_path_below(self.root, at)) as target:
             yield at, target
 
     def _delete(self, file: StoredFile) -> None:
@@ -287,14 +287,14 @@ class BatchStore:
                     _delete_prompts(self.run_path(batch.id))
         elif file.id.endswith("-errors"):
             run = self.run_path(file.batch_id)
-            _empty(run / "failed")
+            _delete_files(run / "failed")
             for name in (_EXPORT, *_OTHER_EXPORTS):
                 remove(run / "export" / name / _ERRORS)
         else:
             run = self.run_path(file.batch_id)
-            _empty(run / "data")
+            _delete_files(run / "data")
             for name in (_EXPORT, *_OTHER_EXPORTS):
-                _empty(run / "export" / name, but=_ERRORS)
+                _delete_files(run / "export" / name, keep=_ERRORS)
         self._delete(file)
 
     def sweep(self) -> None:
@@ -341,7 +341,7 @@ class BatchStore:
     def load_idempotent(self, name: str) -> dict[str, Any] | None:
         return read_json(self.root / "ordered" / f"{name}.json")
 
-    def forget_oldest(self, batches: Sequence[Batch]) -> bool:
+    def delete_oldest_record(self, batches: Sequence[Batch]) -> bool:
         """Delete the record of a key's oldest batch that ended a day ago and whose files are deleted, if any."""
         for batch in reversed(batches):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)
@@ -429,7 +429,7 @@ def read_json(path: StoragePath) -> dict[str, Any] | None:
     return values
 
 
-def _descend(root: StoragePath, at: str) -> StoragePath:
+def _path_below(root: StoragePath, at: str) -> StoragePath:
     for name in at.split("/"):
         root = root / name
     return root
@@ -438,12 +438,12 @@ def _descend(root: StoragePath, at: str) -> StoragePath:
 def _delete_prompts(run: StoragePath) -> None:
     """Delete a run's copies of its input. The API's output and error files stay."""
     for name in ("data", "failed", "suspects"):
-        _empty(run / name)
+        _delete_files(run / name)
     for name in _OTHER_EXPORTS:
-        _empty(run / "export" / name)
+        _delete_files(run / "export" / name)
 
 
-def _empty(folder: StoragePath, but: str | None = None) -> None:
+def _delete_files(folder: StoragePath, keep: str | None = None) -> None:
     for path in list(folder.glob("*")):
-        if path.name != but:
+        if path.name != keep:
             remove(path)

@@ -66,8 +66,8 @@ def check_input(path: str, rules: BatchRules) -> CheckedInput:
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
         reader.add_error(None, _LineError("invalid_file", message))
-    except _LineError as wrong:
-        reader.add_error(None, wrong)
+    except _LineError as error:
+        reader.add_error(None, error)
     if not reader.num_requests and not reader.errors:
         reader.add_error(None, _LineError("empty_file", "the file has no requests"))
     return CheckedInput(
@@ -83,7 +83,7 @@ class _Reader:
     def __init__(self, rules: BatchRules) -> None:
         self._rules = rules
         self._models = {model.name: model for model in rules.models}
-        self._line_of: dict[str, int] = {}
+        self._line_by_custom_id: dict[str, int] = {}
         self.num_requests = self.prompt_tokens = self.output_tokens = 0
         self.model: str | None = None
         self.errors: list[dict[str, Any]] = []
@@ -112,13 +112,13 @@ class _Reader:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
             raise _LineError("line_too_large", message)
         request = _parsed(line)
-        if wrong := envelope_error(request):
-            raise _LineError("invalid_request", wrong)
+        if error := envelope_error(request):
+            raise _LineError("invalid_request", error)
         custom_id, url = request["custom_id"], request["url"]
-        if custom_id in self._line_of:
-            message = f"custom_id {shown(custom_id)} is already used on line {self._line_of[custom_id]}"
+        if custom_id in self._line_by_custom_id:
+            message = f"custom_id {shown(custom_id)} is already used on line {self._line_by_custom_id[custom_id]}"
             raise _LineError("duplicate_custom_id", message, "custom_id")
-        self._line_of[custom_id] = number
+        self._line_by_custom_id[custom_id] = number
         if url != self._rules.endpoint:
             raise _LineError(
                 "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"

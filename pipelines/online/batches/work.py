@@ -90,7 +90,7 @@ class BatchResult:
     record: RequestUsage | None
 
 
-class Counts(progress.RunProgress):
+class RunCounts(progress.RunProgress):
     """Records the latest counts of a run, and prints nothing."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Counts(progress.RunProgress):
         self.num_completed, self.num_failed, self.usd = tally.num_rows, tally.num_failed_rows, tally.usd
 
 
-def run_batch(task: BatchTask, stop: "Stop", counts: Counts, allowance: Allowance) -> BatchResult:
+def run_batch(task: BatchTask, stop: "StopRequest", counts: RunCounts, allowance: Allowance) -> BatchResult:
     """Run or resume a batch, and collect its results. A requested stop is not an error."""
     directory = RunDirectory(task.run)
     # A resumed run keeps its configuration, even if the endpoint's has changed.
@@ -131,7 +131,7 @@ def run_batch(task: BatchTask, stop: "Stop", counts: Counts, allowance: Allowanc
     return collect(task, None)
 
 
-class Stop:
+class StopRequest:
     """A request to end a run early, with its reason."""
 
     def __init__(self) -> None:
@@ -165,20 +165,20 @@ def _write_errors(
     """Write the error file unless it would be empty. Returns the number of unexecuted requests and the size."""
     failed = storage_path(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
-    first = next(unexecuted, None)
-    if failed is None and first is None:
+    next_id = next(unexecuted, None)
+    if failed is None and next_id is None:
         return 0, 0
     target, num_unexecuted = storage_path(task.errors), 0
     with atomic_file(target) as file:
         if failed is not None:
             with open_to_read(failed) as lines:
                 shutil.copyfileobj(lines, file)
-        while first is not None and reason is not None:
-            dead_letter = {"id": first, "reason": reason, "message": UNEXECUTED[reason]}
-            line = error_line(dead_letter, custom_id=first, run_id=task.batch_id)
+        while next_id is not None and reason is not None:
+            dead_letter = {"id": next_id, "reason": reason, "message": UNEXECUTED[reason]}
+            line = error_line(dead_letter, custom_id=next_id, run_id=task.batch_id)
             file.write(json.dumps(line).encode() + b"\n")
             num_unexecuted += 1
-            first = next(unexecuted, None)
+            next_id = next(unexecuted, None)
     return num_unexecuted, target.stat().st_size
 
 
@@ -218,23 +218,23 @@ def _record(task: BatchTask, directory: RunDirectory, reason: Reason | None) -> 
         outcome="cut" if reason else "ok",
         ttft_s=None,
         usd=_usd(directory, lent=False),
-        usage=_usage(task, _of_sessions(directory.usages(), lent=False)),
+        usage=_usage(task, _in_sessions(directory.usages(), lent=False)),
     )
 
 
 def _usage(task: BatchTask, usages: Iterable[UnitUsage]) -> UnitUsage:
     now = time.time()
-    nothing = UnitUsage.empty(task.batch_id, started_at=now, finished_at=now)
-    return sum((replace(usage, session_id=task.batch_id) for usage in usages), start=nothing)
+    no_usage = UnitUsage.empty(task.batch_id, started_at=now, finished_at=now)
+    return sum((replace(usage, session_id=task.batch_id) for usage in usages), start=no_usage)
 
 
 def _usd(directory: RunDirectory, *, lent: bool) -> float:
     """Return the run's cost in borrowed engines (`lent`) or in its own engines."""
-    usages, sessions = _of_sessions(directory.usages(), lent=lent), _of_sessions(directory.sessions(), lent=lent)
+    usages, sessions = _in_sessions(directory.usages(), lent=lent), _in_sessions(directory.sessions(), lent=lent)
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 
 
-def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
+def _in_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
     return (record for record in records if is_lent(record.session_id) is lent)
 
 
@@ -276,7 +276,7 @@ class BatchActor:
     def __init__(self, niceness: int) -> None:
         os.nice(niceness)
         restrict_new_files()
-        self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
+        self._stop, self._counts, self._allowance = StopRequest(), RunCounts(), Allowance(usd=None)
 
     def check(self, path: str, rules: BatchRules) -> CheckedInput:
         return check_input(path, rules)

@@ -12,8 +12,8 @@ from peagle.economics.shared_budgets import (
     SharedBudget,
     engines_usd,
     period_of,
-    read_run_spending,
-    sum_run_spending,
+    read_tag_spending,
+    sum_tag_spending,
 )
 from peagle.economics.spending import today
 from pipelines.online.budgets import Budgets
@@ -50,7 +50,7 @@ def budget_status(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
     """Update the budgets with the cost of the endpoint's engines, and with what bulk runs have spent and reserved."""
-    spent, reserved = sum_run_spending(read_run_spending(totals.folder))
+    spent, reserved = sum_tag_spending(read_tag_spending(totals.folder))
     totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, reserved)
 
 

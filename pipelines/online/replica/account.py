@@ -21,7 +21,8 @@ from pipelines.online.wire import PEAGLE_KEY, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # maximum wait for a record to reach the disk
-_KEPT_EVERY_S = 60.0  # the first heartbeat of each minute is kept, since cost windows start on minutes (`cost.py`)
+# The first heartbeat of each minute stays in the ledger's history, since cost windows start on minutes (`cost.py`).
+_HISTORY_INTERVAL_S = 60.0
 
 
 class EngineAccount:
@@ -54,10 +55,10 @@ class EngineAccount:
         self._started_at = time.time()
         self._numbers = count()
         self._heartbeat_s = heartbeat_s
-        self._next_kept_at = 0.0
+        self._next_history_at = 0.0
         self._ended = threading.Event()
         self.heartbeat()
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._heartbeat_until_end, daemon=True).start()
 
     def ready(self, compile_s: float = 0.0) -> None:
         """Mark the end of the engine's start, of which `compile_s` were spent on compiling."""
@@ -94,13 +95,13 @@ class EngineAccount:
             start_warnings="\n".join(self.start_warnings),
         )
         write_session(self._folder, session)
-        if session.last_seen_at >= self._next_kept_at or session.ended:
-            self._next_kept_at = (session.last_seen_at // _KEPT_EVERY_S + 1) * _KEPT_EVERY_S
+        if session.last_seen_at >= self._next_history_at or session.ended:
+            self._next_history_at = (session.last_seen_at // _HISTORY_INTERVAL_S + 1) * _HISTORY_INTERVAL_S
             append_beat(self._folder, session)
         if self._listener:
             self._listener.record_heartbeat(session)
 
-    def _beat(self) -> None:
+    def _heartbeat_until_end(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             with contextlib.suppress(OSError):  # the next heartbeat includes it
                 self.heartbeat()
@@ -116,12 +117,12 @@ class EngineAccount:
             self._listener.record_request(record)
         return True
 
-    async def _reach_disk(self) -> None:
+    async def _wait_until_on_disk(self) -> None:
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
         except OSError as error:  # includes timeouts
-            why = str(error) or f"the disk did not respond within {_DISK_S:g} s"
-            _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
+            reason = str(error) or f"the disk did not respond within {_DISK_S:g} s"
+            _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, reason)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine, context = request.tally, self._engine, request.context
@@ -174,7 +175,7 @@ class RequestAccount:
         self.tally = tally
         self.sequences = Sequences()
         self._account = account
-        self._began = account._monotonic()
+        self._started = account._monotonic()
         self._is_row = is_row
         self._record: RequestUsage | None = None
         self._is_written = False
@@ -182,7 +183,7 @@ class RequestAccount:
     def first_token(self) -> None:
         """Record the time of the first token. Later calls have no effect."""
         if self.ttft_s is None:
-            self.ttft_s = self._account._monotonic() - self._began
+            self.ttft_s = self._account._monotonic() - self._started
 
     def finish(self, outcome: Outcome) -> RequestUsage:
         """Stop metering the request. Only the first outcome is kept."""
@@ -197,10 +198,10 @@ class RequestAccount:
             record = replace(record, outcome=outcome)
         self._is_written = self._account._write(record, first_asked_at=self.context.first_asked_at, is_row=self._is_row)
 
-    async def reach_disk(self) -> None:
+    async def wait_until_on_disk(self) -> None:
         """Wait until the written record survives a power cut, with one `fdatasync` for requests that end together."""
         if self._is_written:
-            await self._account._reach_disk()
+            await self._account._wait_until_on_disk()
 
 
 def usage_of(record: RequestUsage) -> dict[str, Any]:

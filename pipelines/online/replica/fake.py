@@ -25,7 +25,7 @@ class FakeServeEngine:
     """The engine interface that Ray's `LLMServer` calls."""
 
     def __init__(self, options: ServedModelOptions, llm_config: Any) -> None:
-        self._traits, self._num_speculative_tokens = options.fake, options.num_speculative_tokens or 0
+        self._fake_options, self._num_speculative_tokens = options.fake, options.num_speculative_tokens or 0
         self._model: str = llm_config.model_id
         self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]
         prompts = PromptSpec(body_column="body", chat=True)
@@ -33,20 +33,20 @@ class FakeServeEngine:
         self._engine: FakeEngine | None = None
 
     async def start(self) -> None:
-        await asyncio.sleep(self._traits.start_s)
+        await asyncio.sleep(self._fake_options.start_s)
         k, length = self._num_speculative_tokens, self._max_model_len
-        self._engine = FakeEngine(self._traits, num_speculative_tokens=k, max_model_len=length)
+        self._engine = FakeEngine(self._fake_options, num_speculative_tokens=k, max_model_len=length)
 
     @property
     def checkable(self) -> Checkable:
-        return self._live().checkable
+        return self._running_engine().checkable
 
     async def check_health(self) -> None:
         """Raise vLLM's exception if the engine is dead, so that Serve starts another replica."""
         try:
-            self._live().check_alive()
+            self._running_engine().check_alive()
         except EngineError as error:
-            raise _dead() from error
+            raise _dead_engine_error() from error
 
     def routing_stats(self) -> dict[str, Any]:
         return {}
@@ -66,7 +66,7 @@ class FakeServeEngine:
         return self._answer(COMPLETIONS_URL, request, CompletionResponse)
 
     async def row(self, row: BorrowedRequest) -> Generation:
-        return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
+        return await self._running_engine().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
         values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
@@ -76,22 +76,22 @@ class FakeServeEngine:
             return
         try:
             if values.get("stream"):
-                self._live().check_alive()  # like vLLM, check only before a stream starts
+                self._running_engine().check_alive()  # like vLLM, check only before a stream starts
                 try:
                     async for text in self._events(url, request.request_id, *prompt):
                         yield text
                 except EngineError:  # vLLM reports a crash as an event, too
-                    yield to_text(openai.error_body(str(_dead()), kind="InternalServerError", code=500))
+                    yield to_text(openai.error_body(str(_dead_engine_error()), kind="InternalServerError", code=500))
                 yield "data: [DONE]\n\n"
             else:
-                whole = await self._live().generate(request.request_id, *prompt)
-                yield response.model_validate(self._body(url, request.request_id, whole))
+                generation = await self._running_engine().generate(request.request_id, *prompt)
+                yield response.model_validate(self._body(url, request.request_id, generation))
         except RequestRefused as error:
             yield _refusal(str(error))
         except EngineError as error:
-            raise _dead() from error
+            raise _dead_engine_error() from error
 
-    def _live(self) -> FakeEngine:
+    def _running_engine(self) -> FakeEngine:
         assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
@@ -107,50 +107,52 @@ class FakeServeEngine:
         sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": max_tokens, **body.sampling}
         return conflict(sampling, SamplingLimits(max_model_len=self._max_model_len)) or (token_ids, sampling)
 
-    def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
+    def _body(self, url: str, request_id: str, generation: Generation) -> dict[str, Any]:
         row = {
             "model": self._model,
-            "response": whole.text,
-            "finish_reason": whole.finish_reason,
-            "num_prompt_tokens": whole.num_prompt_tokens,
-            "num_cached_tokens": whole.num_cached_tokens,
-            "num_output_tokens": whole.num_output_tokens,
-            "completions": list(map(completion_row, whole.completions)) or None,
+            "response": generation.text,
+            "finish_reason": generation.finish_reason,
+            "num_prompt_tokens": generation.num_prompt_tokens,
+            "num_cached_tokens": generation.num_cached_tokens,
+            "num_output_tokens": generation.num_output_tokens,
+            "completions": list(map(completion_row, generation.completions)) or None,
         }
         body = openai.answer(row, request_id, is_chat=url == CHAT_URL, created=int(time.time()))
-        return body | {"metrics": self._metrics(whole)}
+        return body | {"metrics": self._metrics(generation)}
 
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
         """Yield the event of each token with its choice's usage so far, and finally the usage of the request."""
         sent, num_sent = [""] * sampling.get("n", 1), [0] * sampling.get("n", 1)
-        async for completions, whole in self._live().stream(request_id, token_ids, sampling):
+        async for completions, generation in self._running_engine().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
                 added, offset, num_before = completion.text.removeprefix(sent[index]), len(sent[index]), num_sent[index]
                 sent[index], num_sent[index] = completion.text, completion.num_output_tokens
-                if added or whole:
+                if added or generation:
                     logprobs = completion_row(completion)["logprobs"]
                     choice = openai.chunk_choice(
                         index,
                         added,
-                        completion.finish_reason if whole else None,
+                        completion.finish_reason if generation else None,
                         is_chat=url == CHAT_URL,
                         logprobs=logprobs and logprobs[num_before:],
                         offset=offset,
                     )
                     yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
-            if whole:
-                yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))
+            if generation:
+                yield self._event(
+                    url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(generation)
+                )
 
     def _event(self, url: str, request_id: str, choices: list[Any], usage: dict[str, Any], **more: Any) -> str:
         created, is_chat = int(time.time()), url == CHAT_URL
         event = openai.chunk(choices, request_id, is_chat=is_chat, created=created, model=self._model)
         return to_text({**event, "usage": usage, **more})
 
-    def _metrics(self, whole: Generation) -> dict[str, Any] | None:
+    def _metrics(self, generation: Generation) -> dict[str, Any] | None:
         """Return a request's acceptance in vLLM's format. Each draft has one accepted token."""
-        drafts = whole.speculation
+        drafts = generation.speculation
         if drafts is None:
             return None
         k = self._num_speculative_tokens
@@ -178,6 +180,6 @@ def _refusal(message: str) -> Any:
     return ErrorResponse.model_validate(openai.error_body(message, kind="BadRequestError", code=400))
 
 
-def _dead() -> Exception:
+def _dead_engine_error() -> Exception:
     """Return vLLM's exception for requests of a dead engine."""
     return engine_dead_error()()

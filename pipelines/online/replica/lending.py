@@ -18,7 +18,7 @@ from pipelines.online.replica.account import EngineAccount
 from pipelines.online.wire import BorrowedReply, BorrowedRequest
 
 T = TypeVar("T")
-_SIGN_S = 60.0  # interval of the replies that say that a row is still running
+_REPLY_INTERVAL_S = 60.0  # interval of the replies that say that a row is still running
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ async def lend(
     with slots.lending(work, num_slots):
         try:
             yield BorrowedReply(state="taken")
-            while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:
+            while not (await asyncio.wait([work], timeout=_REPLY_INTERVAL_S))[0]:
                 yield BorrowedReply(state="taken")
             if not work.cancelled():
                 generation, tally = work.result(), request.tally
@@ -126,5 +126,5 @@ async def lend(
         finally:
             if not is_dead:
                 request.write(outcome)
-    await request.reach_disk()
+    await request.wait_until_on_disk()
     yield replace(answer, engine_s=request.finish(outcome).usage.busy_s)

@@ -56,28 +56,28 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
     Closing this generator closes the source.
     """
     arrived: list[T] = []
-    has_news = asyncio.Event()  # an item arrived, or the source ended
+    has_changed = asyncio.Event()  # an item arrived, or the source ended
 
     async def read() -> None:
         try:
             async with contextlib.aclosing(source):
                 async for item in source:
                     arrived.append(item)
-                    has_news.set()
+                    has_changed.set()
         finally:
-            has_news.set()
+            has_changed.set()
 
     reader = asyncio.create_task(read())
     clock = asyncio.get_running_loop().time
     next_at = clock()
     try:
-        await has_news.wait()
+        await has_changed.wait()
         with pace.stream():  # answers without output do not count yet
             while True:
-                await has_news.wait()
+                await has_changed.wait()
                 if (wait_s := next_at - clock()) > 0:
                     await asyncio.wait([reader], timeout=wait_s)
-                has_news.clear()
+                has_changed.clear()
                 if arrived:
                     items, arrived[:] = arrived.copy(), []
                     next_at = clock() + pace.interval_s
@@ -173,7 +173,7 @@ async def relay(
     finally:
         if outcome:
             request.write(outcome)
-            await request.reach_disk()  # the answer ends after its record is safe
+            await request.wait_until_on_disk()  # the answer ends after its record is safe
 
 
 def _end_without_answer(request: RequestAccount) -> StreamEnd:

@@ -47,8 +47,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         restrict_new_files()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
-        here = hardware.detect()
-        self._idle_slots = IdleSlots(decode_slots(job.spec, here), job.counts.target)
+        detected = hardware.detect()
+        self._idle_slots = IdleSlots(decode_slots(job.spec, detected), job.counts.target)
         self._is_fake = job.options.engine == "fake"
         self._pace = Pace(
             job.options.stream_interval_ms / 1000, job.options.stream_pieces_per_s or pieces_per_s(job.placement)

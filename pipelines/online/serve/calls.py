@@ -46,17 +46,17 @@ class ServeResponse(Protocol):
         """Cancel the call, whether it is running or queued."""
 
 
-class Cancelling:
+class CancellingHandle:
     """A `DeploymentHandle`, or one of its methods, whose calls are cancelled with their callers."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def options(self, **options: Any) -> "Cancelling":
-        return Cancelling(self._handle.options(**options))
+    def options(self, **options: Any) -> "CancellingHandle":
+        return CancellingHandle(self._handle.options(**options))
 
-    def __getattr__(self, method: str) -> "Cancelling":
-        return Cancelling(getattr(self._handle, method))
+    def __getattr__(self, method: str) -> "CancellingHandle":
+        return CancellingHandle(getattr(self._handle, method))
 
     def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Call the deployment. Requires `options(stream=True)`."""

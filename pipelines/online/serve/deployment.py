@@ -152,6 +152,6 @@ def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
         config["request_router_config"] = {
             # A name, not a class, since only routing processes need to import Ray Serve.
             "request_router_class": "pipelines.online.serve.routing.PrefixRouter",
-            "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": 32_768},
+            "request_router_kwargs": {"max_ahead": max(1, counts.admitted // 4), "max_blocks": 32_768},
         }
     return config

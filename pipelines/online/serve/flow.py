@@ -64,10 +64,10 @@ class DownloadAckSender:
 
 
 class UploadThrottle:
-    """The proxy's end of an upload: forwards at most one window more than was acknowledged.
+    """The proxy's end of an upload: forwards at most one window (2 MiB) more than was acknowledged.
 
-    The rest stays with the client, since the server stops reading when the application does. Applications other than
-    the ingress send no acknowledgements and get one window per second.
+    The client keeps the rest, since the server stops reading when the application does. Applications other than the
+    ingress send no acknowledgements, so they get one window per second.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:

@@ -111,17 +111,17 @@ class _Answer:
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
         self._send = send
         self._is_for_api = is_for_api
-        self._held_head: Message | None = None
+        self._held_start: Message | None = None
         self._is_started = self._is_stream = self._is_ended = False
 
     async def send(self, message: Message) -> None:
         if self._is_ended:
             return
         if message["type"] == "http.response.start":
-            await self._read_head(message)
+            await self._read_start(message)
             return
         if message["type"] == "http.response.body":
-            if self._held_head is not None and message.get("body", b"").endswith(_NO_ROUTE):
+            if self._held_start is not None and message.get("body", b"").endswith(_NO_ROUTE):
                 await self.refuse(overloaded("the endpoint is starting or stopping; try again"))
                 return
             await self._begin()
@@ -143,24 +143,24 @@ class _Answer:
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded(headers)})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _read_head(self, head: Message) -> None:
-        headers = dict(head.get("headers", []))
+    async def _read_start(self, start: Message) -> None:
+        headers = dict(start.get("headers", []))
         is_from_gate = _GATE_HEADER in headers
-        if head["status"] >= 500 and self._is_for_api and not is_from_gate:
+        if start["status"] >= 500 and self._is_for_api and not is_from_gate:
             await self.refuse(overloaded(_RESTARTING))
             return
-        self._held_head = head
+        self._held_start = start
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         self._is_stream = is_stream and (is_from_gate or self._is_for_api)
-        if is_from_gate or head["status"] != _NOT_FOUND or not self._is_for_api:
+        if is_from_gate or start["status"] != _NOT_FOUND or not self._is_for_api:
             await self._begin()
 
     async def _begin(self) -> None:
-        """Send the head if it was delayed until its body was seen."""
-        if self._held_head is not None:
-            head, self._held_head = self._held_head, None
+        """Send the status and headers if they were delayed until the body was seen."""
+        if self._held_start is not None:
+            start, self._held_start = self._held_start, None
             self._is_started = True
-            await self._send(head)
+            await self._send(start)
 
 
 def _refusal(scope: Scope) -> ApiError | None:

@@ -14,7 +14,7 @@ _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
 _SERVE_KINDS = {"ServeController": "controller", "ProxyActor": "proxy"}
 _POLL_S = 2.0
-_TOO_LONG_S = 60.0
+_MAX_RESTART_S = 60.0
 _CONSEQUENCES = {
     "controller": "requests continue, only scaling is delayed; Ray restarts it",
     "proxy": "its connections were cut, and new connections are refused until Serve has restarted it",
@@ -80,7 +80,7 @@ class ProcessWatch:
         self._processes, self._report, self._monotonic = processes, report, monotonic
         self._known = dict(processes())
         self._died_at: dict[str, float] = {}
-        self._is_reported: set[str] = set()
+        self._reported_kinds: set[str] = set()
 
     def check(self) -> None:
         """Report processes that ended or came back since the previous check."""
@@ -93,14 +93,14 @@ class ProcessWatch:
             self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. No action is needed")
         for kind in new:
             if (died_at := self._died_at.pop(kind, None)) is not None:
-                self._is_reported.discard(kind)
+                self._reported_kinds.discard(kind)
                 self._report(f"Serve's {kind} is back after {now - died_at:.0f} s")
         for kind, died_at in self._died_at.items():
-            if now - died_at >= _TOO_LONG_S and kind not in self._is_reported:
-                self._is_reported.add(kind)
+            if now - died_at >= _MAX_RESTART_S and kind not in self._reported_kinds:
+                self._reported_kinds.add(kind)
                 self._report(
-                    f"Serve's {kind} is not back after {_TOO_LONG_S:g} s: stop this command and start it again; usage, "
-                    "files and batches are saved"
+                    f"Serve's {kind} is not back after {_MAX_RESTART_S:g} s: stop this command and start it again; "
+                    "usage, files and batches are saved"
                 )
 
 
@@ -115,11 +115,11 @@ def watch_processes(stopped: threading.Event, report: Callable[[str], None]) -> 
 
 
 def count_states(states: Mapping[Any, int]) -> dict[str, int]:
-    numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
+    count_by_state = {str(getattr(state, "value", state)): number for state, number in states.items()}
     return {
-        "num_running_replicas": numbers.get("RUNNING", 0),
-        "num_starting_replicas": sum(numbers.get(state, 0) for state in _STARTING),
-        "num_stopping_replicas": sum(numbers.get(state, 0) for state in _STOPPING),
+        "num_running_replicas": count_by_state.get("RUNNING", 0),
+        "num_starting_replicas": sum(count_by_state.get(state, 0) for state in _STARTING),
+        "num_stopping_replicas": sum(count_by_state.get(state, 0) for state in _STOPPING),
     }
 
 

@@ -19,14 +19,14 @@ _MIN_SHARE = 0.1  # of a prompt's blocks that an engine must have cached to be p
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
     """Route requests with the same prefix to one engine, and others to the less busy of two random engines."""
 
-    def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
+    def initialize_state(self, *, max_ahead: int, max_blocks: int) -> None:
         """Set the deployment's options. Called by Serve.
 
         Args:
-            most_ahead: how many more requests an engine with the prefix may have than the least busy engine.
+            max_ahead: how many more requests an engine with the prefix may have than the least busy engine.
             max_blocks: number of prompt blocks to remember per engine.
         """
-        self._most_ahead = most_ahead
+        self._max_ahead = max_ahead
         self._max_blocks = max_blocks
         self._seen: dict[ReplicaID, OrderedDict[int, None]] = {}
 
@@ -53,7 +53,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
             return []
         # An engine's queue length is unknown if it had no request for ten seconds.
         lengths = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidates]
-        ceiling = min(lengths) + self._most_ahead
+        ceiling = min(lengths) + self._max_ahead
         return [
             replica
             for replica, num_matched, length in zip(candidates, matched, lengths, strict=True)

@@ -62,7 +62,7 @@ class Sequences:
     def first_token_at(self) -> float | None:
         """Unix time of the first token of any sequence, or None."""
         stats = [state.stats for state in self._states if state.stats is not None and state.stats.first_token_ts]
-        times = [each.arrival_time + each.first_token_latency for each in stats]
+        times = [stat.arrival_time + stat.first_token_latency for stat in stats]
         return min(times if self._first_token_at is None else [*times, self._first_token_at], default=None)
 
 

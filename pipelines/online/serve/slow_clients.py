@@ -82,12 +82,12 @@ class SlowReaders(asyncio.Protocol):
             self._check_timer.cancel()
         self._check_timer = self.loop.call_later(READER_LIMIT_S, self._check, self.transport.get_write_buffer_size())
 
-    def _check(self, before: int) -> None:
-        """Close the connection if the client read too little of the `before` bytes in the buffer.
+    def _check(self, previous_bytes: int) -> None:
+        """Close the connection if the client read too little of the `previous_bytes` bytes in the buffer.
 
         Nothing was added to the buffer in the meantime, since uvicorn waits while it is full.
         """
-        if before - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
+        if previous_bytes - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.abort()
         else:
             self._schedule_check()

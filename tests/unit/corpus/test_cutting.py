@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, concurrent_units, enough_rows
+from peagle.corpus.cutting import Cut, auto_cut, auto_rows_per_unit, concurrent_units, max_rows_affecting_cut
 from peagle.corpus.rows import RawRow, WorkEstimate
 
 
@@ -41,7 +41,7 @@ def test_small_units_keep_an_engine_full():
 
 
 def test_more_than_enough_rows_do_not_change_the_cut():
-    assert auto_cut(enough_rows(3), 3, 8) == auto_cut(10**9, 3, 8)
+    assert auto_cut(max_rows_affecting_cut(3), 3, 8) == auto_cut(10**9, 3, 8)
 
 
 def test_no_small_units_for_high_concurrency():

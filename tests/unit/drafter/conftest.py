@@ -29,14 +29,14 @@ def model(target):
 @pytest.fixture(scope="session")
 def samples():
     rng = random.Random(0)
-    lengths = [(3, 9), (5, 20), (2, 14), (7, 8), (1, 25), (4, 12), (6, 18), (2, 2)]
+    lengths = [(3, 9), (5, 20), (2, 14), (7, 8), (1, 25), (4, 12), (6, 18), (2, 2)]  # tokens of prompt and response
     return [
         Sample(
             id=str(i),
-            token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt + response)),
-            num_prompt_tokens=prompt,
+            token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(num_prompt_tokens + num_response_tokens)),
+            num_prompt_tokens=num_prompt_tokens,
         )
-        for i, (prompt, response) in enumerate(lengths)
+        for i, (num_prompt_tokens, num_response_tokens) in enumerate(lengths)
     ]
 
 

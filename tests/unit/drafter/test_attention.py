@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 
 @pytest.fixture(scope="module")
 def documents():
-    """Four documents: one with several blocks at every depth, one token, one with a prompt, one without chains."""
+    """The rows of four documents: with several blocks at every depth, with one token, with a prompt, without chains."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
@@ -39,9 +39,9 @@ def _gradients(output, tensors):
     return torch.autograd.grad((output * weight).sum(), tensors)
 
 
-def _tensors(rows):
-    query = torch.randn(1, HEADS, rows, HEAD_DIM, dtype=torch.float64)
-    return query, *(torch.randn(1, KV_HEADS, rows, HEAD_DIM, dtype=torch.float64) for _ in range(2))
+def _query_key_value(num_rows):
+    query = torch.randn(1, HEADS, num_rows, HEAD_DIM, dtype=torch.float64)
+    return query, *(torch.randn(1, KV_HEADS, num_rows, HEAD_DIM, dtype=torch.float64) for _ in range(2))
 
 
 @pytest.fixture(params=["blocks", "padded"])
@@ -51,17 +51,17 @@ def to_form(request):
 
 
 def test_parallel_attention_equals_one_full_mask(documents, to_form):
-    total = sum(map(len, documents))
-    query, key, value = _tensors(total + PADDING)
+    num_rows = sum(map(len, documents))
+    query, key, value = _query_key_value(num_rows + PADDING)
     output, _ = document_attention(None, query, key, value, to_form(parallel_attention_plan(documents)))
-    torch.testing.assert_close(output[:, :total], _full_mask_attention(documents, query, key, value))
-    assert output.shape[1] == total + PADDING
-    assert not output[:, total:].any()
+    torch.testing.assert_close(output[:, :num_rows], _full_mask_attention(documents, query, key, value))
+    assert output.shape[1] == num_rows + PADDING
+    assert not output[:, num_rows:].any()
 
 
 def test_parallel_gradients_equal_one_full_mask(documents, to_form):
-    total = sum(map(len, documents))
-    tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
+    num_rows = sum(map(len, documents))
+    tensors = [tensor.requires_grad_() for tensor in _query_key_value(num_rows)]
     output, _ = document_attention(None, *tensors, to_form(parallel_attention_plan(documents)))
     torch.testing.assert_close(
         _gradients(output, tensors), _gradients(_full_mask_attention(documents, *tensors).contiguous(), tensors)
@@ -69,18 +69,21 @@ def test_parallel_gradients_equal_one_full_mask(documents, to_form):
 
 
 def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
-    narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
-    wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
+    bf16_tensors = [tensor.bfloat16().requires_grad_() for tensor in _query_key_value(sum(map(len, documents)))]
+    float32_tensors = [tensor.detach().float().requires_grad_() for tensor in bf16_tensors]
     plan = to_form(parallel_attention_plan(documents))
     bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # the form for CPUs computes gradients in float32
-    gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
-    for gradient, other in zip(gradients, exact, strict=True):
+    gradients, expected = (
+        _gradients(document_attention(None, *tensors, plan)[0].float(), tensors)
+        for tensors in (bf16_tensors, float32_tensors)
+    )
+    for gradient, exact in zip(gradients, expected, strict=True):
         assert gradient.dtype == torch.bfloat16
-        assert float((gradient.float() - other).norm() / other.norm()) < bound
+        assert float((gradient.float() - exact).norm() / exact.norm()) < bound
 
 
-def test_sequential_gradients_reach_earlier_depths(documents, to_form):
-    tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
+def test_sequential_gradients_equal_one_full_mask(documents, to_form):
+    tensors = [tensor.requires_grad_() for tensor in _query_key_value(sum(map(len, documents)))]
     depth_S = torch.cat([rows.depth_S for rows in documents])
     rows = torch.nonzero(depth_S == 2).flatten()
     cached = torch.cat([torch.nonzero(depth_S == depth).flatten() for depth in range(3)])
@@ -91,9 +94,9 @@ def test_sequential_gradients_reach_earlier_depths(documents, to_form):
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
 
 
-def test_no_block_is_saved_for_the_gradient():
+def test_only_query_key_and_value_are_saved_for_the_gradient():
     rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
-    query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
+    query, key, value = (tensor.requires_grad_() for tensor in _query_key_value(len(rows)))
     saved_sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         document_attention(None, query, key, value, parallel_attention_plan([rows]))
@@ -101,7 +104,7 @@ def test_no_block_is_saved_for_the_gradient():
 
 
 def test_sequential_attention_equals_one_full_mask(documents, to_form):
-    query, key, value = _tensors(sum(map(len, documents)))
+    query, key, value = _query_key_value(sum(map(len, documents)))
     expected = _full_mask_attention(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
     by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
@@ -115,7 +118,7 @@ def test_sequential_attention_equals_one_full_mask(documents, to_form):
 @pytest.mark.parametrize(("num_tokens", "plan_type"), [(400, PaddedPlan), (40_000, AttentionPlan)])
 def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, plan_type):
     rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
-    assert type(parallel_attention_plan([rows]).to("meta")) is plan_type
+    assert type(parallel_attention_plan([rows]).to("meta")) is plan_type  # "meta" stands for a GPU
     assert type(parallel_attention_plan([rows]).to("cpu")) is AttentionPlan
 
 

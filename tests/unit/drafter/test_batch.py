@@ -2,7 +2,7 @@ import torch
 
 from peagle.drafter.batch import attention_mask, sample_blocks, sample_rows
 
-MASK = torch.tensor([False] * 10 + [True] * 50)
+MASK = torch.tensor([False] * 10 + [True] * 50)  # a prompt of 10 tokens and a response of 50
 
 
 def test_docstring_example_of_sample_rows():
@@ -31,7 +31,7 @@ def test_attention_mask_equals_that_of_speculators():
     assert torch.equal(attention_mask(rows, rows), expected)
 
 
-def test_rows_attend_only_to_tokens_known_to_an_engine():
+def test_rows_attend_only_to_their_chain_and_known_tokens_up_to_its_anchor():
     rows = sample_rows(MASK, num_depths=4, ratio=1.0)
     mask = attention_mask(rows, rows)
     query, key = torch.nonzero(mask, as_tuple=True)

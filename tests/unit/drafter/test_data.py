@@ -19,24 +19,24 @@ class Tokenizer:
 ROW = {"id": "a", "prompt": "hi", "response": "yo", "finish_reason": "stop"}
 
 
-def _build_sample(**changes):
+def _sample_or_reason(**changes):
     samples, rejected = build_samples([{**ROW, **changes}], Tokenizer(), max_tokens=12)
     return samples[0] if samples else rejected[0].reason
 
 
 def test_the_loss_is_on_the_response_and_its_end_of_turn():
-    sample = _build_sample()
+    sample = _sample_or_reason()
     assert sample.token_ids == (*map(ord, "<hi>yo"), 0)
     assert sample.loss_mask == [False] * 4 + [True] * 3
 
 
 def test_a_response_cut_by_its_length_has_no_end_of_turn():
-    assert _build_sample(finish_reason="length").token_ids == tuple(map(ord, "<hi>yo"))
+    assert _sample_or_reason(finish_reason="length").token_ids == tuple(map(ord, "<hi>yo"))
 
 
 def test_messages_have_priority_over_the_prompt():
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
-    assert _build_sample(messages=messages).num_prompt_tokens == len("<x><y>")
+    assert _sample_or_reason(messages=messages).num_prompt_tokens == len("<x><y>")
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_messages_have_priority_over_the_prompt():
         '[{"role": "user", "content": "x\\ny"}]',
     ],
 )
-def test_messages_in_parts_and_as_json_text(messages):
-    sample = _build_sample(messages=messages)
+def test_messages_are_read_from_content_parts_and_json_text(messages):
+    sample = _sample_or_reason(messages=messages)
     assert sample.token_ids == (*map(ord, "<x\ny>yo"), 0)
     assert row_text({"messages": messages, "response": "r"}, "prompt") == "x\ny\n\nr"
 
@@ -70,7 +70,7 @@ def test_messages_in_parts_and_as_json_text(messages):
     ],
 )
 def test_rejected_rows_have_a_reason(changes, reason):
-    assert _build_sample(**changes) == reason
+    assert _sample_or_reason(**changes) == reason
 
 
 def test_null_values_are_ignored():

@@ -50,17 +50,17 @@ TEXT = "one two three four five six seven eight nine ten"
         {"body": {"messages": [{"role": "assistant", "content": TEXT}]}},
     ],
 )
-def test_all_text_of_a_row_is_excluded(row, write_jsonl):
+def test_all_text_of_an_evaluation_row_is_indexed(row, write_jsonl):
     file = str(write_jsonl([row]))
     index = build_index(["humaneval", file])
     assert index.overlap(f"zero {TEXT} eleven") == TEXT
     assert index.evaluation_set_of(TEXT) == file
 
 
-def test_system_messages_are_not_excluded(write_jsonl):
+def test_system_messages_are_not_indexed(write_jsonl):
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT.upper() + " more"}]
     assert build_index([str(write_jsonl([{"messages": messages[1:]}]))]).overlap(TEXT) == TEXT
-    messages[1]["content"] = "another question of ten words than the system message has"
+    messages[1]["content"] = "a user message of ten or more words without any overlap"
     assert build_index([str(write_jsonl([{"messages": messages}]))]).overlap(TEXT) is None
 
 

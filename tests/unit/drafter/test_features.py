@@ -29,15 +29,15 @@ def _reference_states(model, token_ids, layers):
     rotary = decoder.rotary_emb(hidden, positions)
     length = len(token_ids)
     causal = torch.full((1, 1, length, length), float("-inf")).triu(1)
-    entering = []
+    layer_inputs = []
     for layer in decoder.layers:
-        entering.append(hidden[0])
+        layer_inputs.append(hidden[0])
         hidden = layer(hidden, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
-    return torch.cat([entering[i] for i in layers], dim=-1), hidden[0]
+    return torch.cat([layer_inputs[i] for i in layers], dim=-1), hidden[0]
 
 
 @torch.no_grad()
-def test_states_are_the_inputs_of_the_layers(model, store, samples):
+def test_features_are_the_aux_layers_inputs_and_the_last_layers_output(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
@@ -49,7 +49,7 @@ def test_states_are_the_inputs_of_the_layers(model, store, samples):
 
 
 def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypatch):
-    monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))
+    monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))  # tokens per shard
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path / "whole")
 
@@ -65,10 +65,10 @@ def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monke
     with pytest.raises(InputError, match="not finished"):
         FeatureStore(tmp_path / "cut")
     written = sorted((tmp_path / "cut").glob("shard-*"))
-    times = [file.stat().st_mtime_ns for file in written]
+    modified_at = [file.stat().st_mtime_ns for file in written]
     extract_features(samples, lambda: reader, spec, tmp_path / "cut")
 
-    assert [file.stat().st_mtime_ns for file in written] == times
+    assert [file.stat().st_mtime_ns for file in written] == modified_at
     index = [json.loads((tmp_path / name / "index.json").read_text()) for name in ("whole", "cut")]
     assert index[0]["shards"] == index[1]["shards"]
 
@@ -135,31 +135,31 @@ def test_computed_documents_equal_stored_ones_under_autocast(bf16_model, samples
     assert [computed.num_tokens(i) for i in all_indices] == [stored.num_tokens(i) for i in all_indices]
 
 
-def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
+def test_read_ahead_computes_documents_in_one_batch(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
     separate = computed.documents([0, 1, 2])
-    shapes: list[int] = []
+    batch_sizes: list[int] = []
 
     def read(token_ids_BT):
-        shapes.append(len(token_ids_BT))
+        batch_sizes.append(len(token_ids_BT))
         return HiddenStateReader.read(reader, token_ids_BT)
 
     monkeypatch.setattr(reader, "read", read)
     computed.read_ahead([0, 1, 2])
-    ahead = [*computed.documents([2]), *computed.documents([1, 0])]
-    assert shapes == [3]
-    for index, document in zip((2, 1, 0), ahead, strict=True):
+    read_ahead_documents = [*computed.documents([2]), *computed.documents([1, 0])]
+    assert batch_sizes == [3]
+    for index, document in zip((2, 1, 0), read_ahead_documents, strict=True):
         assert torch.equal(document.token_ids_T, separate[index].token_ids_T)
         assert torch.equal(document.aux_TAH, separate[index].aux_TAH)
-    computed.read_ahead([1, 1])
-    computed.documents([1, 0])
-    assert shapes == [3, 1, 1]
+    computed.read_ahead([1, 1])  # computes document 1 once
+    computed.documents([1, 0])  # computes only document 0
+    assert batch_sizes == [3, 1, 1]
 
 
-@pytest.mark.parametrize("steps_before", [1, 2, 3])
+@pytest.mark.parametrize("num_interruptions", [1, 2, 3])
 def test_a_resumed_training_run_reads_ahead_identically(
-    target, bf16_model, samples, spec, vocabulary, tmp_path, steps_before
+    target, bf16_model, samples, spec, vocabulary, tmp_path, num_interruptions
 ):
     def computed():
         reader = HiddenStateReader(bf16_model, spec.aux_layers)
@@ -167,7 +167,7 @@ def test_a_resumed_training_run_reads_ahead_identically(
 
     whole = _losses(target, vocabulary, computed(), tmp_path / "whole")
     head = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
-    for _ in range(steps_before):
+    for _ in range(num_interruptions):  # each call stops after one step
         train(head, computed(), range(len(samples)), CONFIG, tmp_path / "cut", fingerprint={}, time_budget_s=0)
     assert _losses(target, vocabulary, computed(), tmp_path / "cut") == whole
 

@@ -49,7 +49,7 @@ def _batch(documents):
     return make_batch(documents, [_all_rows(document.loss_mask_T[1:]) for document in documents])
 
 
-def _library_loss(head, document, monkeypatch, **options):
+def _speculators_loss(head, document, monkeypatch, **options):
     """Return the loss of `speculators`, with plain SDPA attention."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
@@ -90,7 +90,7 @@ def test_loss_and_gradients_equal_those_of_speculators(head, store, monkeypatch)
 
     rows = _all_rows(document.loss_mask_T[1:])
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
-    reference = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
+    reference = _speculators_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
     reference.backward()
 
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
@@ -106,7 +106,7 @@ def test_eagle3_loss_equals_that_of_speculators_at_every_depth(eagle3, store, mo
     outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
     by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
     for depth in range(NUM_DEPTHS):
-        reference = _library_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
+        reference = _speculators_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
         assert by_depth[depth].item() == pytest.approx(reference.item(), rel=1e-5), depth
 
 
@@ -199,7 +199,8 @@ def test_a_row_is_accepted_only_if_its_chain_is_correct_so_far(head, eagle3, sto
     for model in (head, eagle3):
         torch.manual_seed(1)
         with torch.no_grad():
-            for lm_head in (model.lm_head, model.verifier_lm_head):  # with two tokens, half of the rows are correct
+            # Head and target only choose between two tokens, so about half of the drafts are correct.
+            for lm_head in (model.lm_head, model.verifier_lm_head):
                 row = torch.randn_like(lm_head.weight[0])
                 lm_head.weight.zero_()[:2] = torch.stack([row, -row])
             drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
@@ -250,7 +251,7 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layer_head, store):
     implementation = two_layer_head.config.transformer_layer_config._attn_implementation
     for num_known in range(start, len(document.token_ids_T)):
         assert drafted[num_known - 1].tolist() == _draft_in_one_pass(two_layer_head, document, num_known, 4), num_known
-    assert implementation == "peagle_documents"
+    assert implementation == "peagle_documents"  # before the reference replaced it
 
 
 def _draft_sequentially(head, document, num_known, k):
@@ -273,7 +274,7 @@ def _draft_sequentially(head, document, num_known, k):
 
 
 @torch.no_grad()
-def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
+def test_eagle3_drafts_equal_sequential_drafting_without_a_cache(target, spec, vocabulary, store):
     shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
     head, document = build_head(target, shape, vocabulary).eval(), store[1]
     drafted = drafted_tokens(head, document, 4)
@@ -327,9 +328,9 @@ def test_docstring_example_of_count_accepted():
     assert count_accepted([4, 5, 6, 7, 8], drafted, start=1) == [2]
 
 
-def test_the_statistics_count_each_step_once(two_layer_head, store):
+def test_acceptance_statistics_have_one_draft_per_step(two_layer_head, store):
     stats = estimate_acceptance(two_layer_head, store, range(len(store)), num_speculative_tokens=3)
-    responses = sum(int(store[i].loss_mask_T.sum()) for i in range(len(store)))
-    assert 0 < stats.num_drafts <= responses - len(store)
+    num_response_tokens = sum(int(store[i].loss_mask_T.sum()) for i in range(len(store)))
+    assert 0 < stats.num_drafts <= num_response_tokens - len(store)
     assert stats.num_draft_tokens == 3 * stats.num_drafts
     assert len(stats.accepted_per_position) == 3

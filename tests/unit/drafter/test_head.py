@@ -38,14 +38,14 @@ def _logits(head, store):
     return logits
 
 
-def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(target, spec, vocabulary):
+def test_a_warm_start_copies_the_last_aux_state_and_the_targets_last_layers(target, spec, vocabulary):
     head = _head(target, spec, vocabulary)
     weights = load_file(target / "model.safetensors")
     states = torch.randn(5, 3 * spec.hidden_size)
     torch.testing.assert_close(head.fc(states), states[:, -spec.hidden_size :])
-    for own, index in enumerate((2, 3)):
+    for head_layer, target_layer in enumerate((2, 3)):
         torch.testing.assert_close(
-            head.layers[own].mlp.up_proj.weight, weights[f"model.layers.{index}.mlp.up_proj.weight"]
+            head.layers[head_layer].mlp.up_proj.weight, weights[f"model.layers.{target_layer}.mlp.up_proj.weight"]
         )
     hidden_half = head.layers[0].self_attn.q_proj.weight[:, spec.hidden_size :]
     torch.testing.assert_close(hidden_half, weights["model.layers.2.self_attn.q_proj.weight"])
@@ -53,14 +53,17 @@ def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(targe
 
 
 def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
-    few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
-    for head in (few, many):
+    default_head, doubled_head = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
+    for head in (default_head, doubled_head):
         with torch.no_grad():  # the half for embeddings starts with different noise
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
             head.mask_hidden.fill_(1)
-    assert many.layers[1].self_attn.k_proj.weight.shape[0] == 2 * few.layers[1].self_attn.k_proj.weight.shape[0]
-    torch.testing.assert_close(_logits(many, store), _logits(few, store))
+    assert (
+        doubled_head.layers[1].self_attn.k_proj.weight.shape[0]
+        == 2 * default_head.layers[1].self_attn.k_proj.weight.shape[0]
+    )
+    torch.testing.assert_close(_logits(doubled_head, store), _logits(default_head, store))
 
 
 def test_incompatible_kv_heads_require_a_random_start(target, spec, vocabulary):
@@ -106,7 +109,7 @@ def test_saved_heads_have_no_target_weights_or_paths(tmp_path, target, spec, voc
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"d2t", "lm_head.weight", "mask_hidden", "fc.weight"} <= set(names)
     assert not {name for name in names if "embed_tokens" in name or "verifier" in name}
-    assert {file.stat().st_mode & 0o044 for file in tmp_path.iterdir()} == {0o044}, "another user may serve it"
+    assert {file.stat().st_mode & 0o044 for file in tmp_path.iterdir()} == {0o044}, "other users can read the files"
     text = (tmp_path / "config.json").read_text()
     assert str(target) not in text
     config = json.loads(text)
@@ -133,9 +136,9 @@ def test_training_can_start_from_a_shipped_head(embedded_target, shipped_eagle3)
     vocabulary = vocabulary_of_head(shipped, [], target_size=49152)
     shape = HeadSpec(aux_layers=(2, 15, 29), algorithm="eagle3", num_layers=1, num_depths=1, init=str(shipped))
     head = build_head(embedded_target, shape, vocabulary)
-    whole = load_file(shipped_eagle3 / "model.safetensors")
+    full_weights = load_file(shipped_eagle3 / "model.safetensors")
     for name in ("lm_head.weight", "fc.weight"):
-        torch.testing.assert_close(head.get_parameter(name), whole[name].float(), rtol=0, atol=0)
+        torch.testing.assert_close(head.get_parameter(name), full_weights[name].float(), rtol=0, atol=0)
 
 
 def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabulary):
@@ -207,10 +210,13 @@ def test_invalid_frozen_layers_are_refused(tmp_path, target, spec, vocabulary, c
 
 def test_saved_kv_heads_are_repeated_if_the_head_has_more(tmp_path, target, spec, vocabulary, store):
     save_head(_head(target, spec, vocabulary, algorithm="eagle3"), tmp_path, verifier="org/target")
-    few = _head(target, spec, vocabulary, init=str(tmp_path))
-    many = _head(target, spec, vocabulary, init=str(tmp_path), num_key_value_heads=4)
-    assert many.layers[0].self_attn.v_proj.weight.shape[0] == 2 * few.layers[0].self_attn.v_proj.weight.shape[0]
-    torch.testing.assert_close(_logits(many, store), _logits(few, store))
+    default_head = _head(target, spec, vocabulary, init=str(tmp_path))
+    doubled_head = _head(target, spec, vocabulary, init=str(tmp_path), num_key_value_heads=4)
+    assert (
+        doubled_head.layers[0].self_attn.v_proj.weight.shape[0]
+        == 2 * default_head.layers[0].self_attn.v_proj.weight.shape[0]
+    )
+    torch.testing.assert_close(_logits(doubled_head, store), _logits(default_head, store))
 
 
 _SHAPE = HeadSpec(aux_layers=AUX_LAYERS, num_layers=2)

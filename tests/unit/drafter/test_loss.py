@@ -63,7 +63,7 @@ DPACE = Weighting(dpace=True)
 
 @pytest.fixture
 def anchor(store):
-    """The position of a token with a full chain of loss tokens after it."""
+    """The position of a token with a full chain of loss tokens after it: the fourth token of the response."""
     return int(store[1].loss_mask_T[1:].int().argmax()) + 3
 
 
@@ -88,10 +88,11 @@ def _chain_weights(batch, anchor, weighting):
     return weight[in_chain][batch.depth_S[rows][in_chain].argsort()]
 
 
-def test_a_weight_is_the_gradient_of_the_expected_length(store, anchor):
-    log_smooth = (0.5 * CONFIDENCES + 0.5).log().requires_grad_()
-    log_smooth.cumsum(0).exp().sum().backward()
-    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), log_smooth.grad)
+def test_dpace_weights_are_the_gradient_of_the_expected_acceptance_length(store, anchor):
+    # D-PACE smooths confidences with alpha=0.5, as speculators does.
+    log_confidences = (0.5 * CONFIDENCES + 0.5).log().requires_grad_()
+    log_confidences.cumsum(0).exp().sum().backward()
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), log_confidences.grad)
 
 
 def test_dpace_weights_equal_those_of_speculators(store, anchor):
@@ -107,12 +108,13 @@ def test_dpace_weights_equal_those_of_speculators(store, anchor):
     torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), reference[0])
 
 
-def test_dpace_weights_are_unbiased_under_cod(store, anchor):
+def test_dpace_weights_are_unbiased_with_shortened_chains(store, anchor):
     ratio = 0.6
     whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)
-    for num_depths in range(1, 5):  # the probability that a chain ends at this depth
-        share = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
-        cut = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
-        mean[:num_depths] += share * cut
+    for num_depths in range(1, 5):
+        # The probability that a chain ends at this depth.
+        probability = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
+        shortened = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
+        mean[:num_depths] += probability * shortened
     torch.testing.assert_close(mean, whole)

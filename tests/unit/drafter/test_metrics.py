@@ -22,33 +22,34 @@ def test_only_complete_lines_are_read(tmp_path):
     metrics = Metrics(tmp_path)
     assert metrics.read() == ([], 0)
     metrics.append(STEP)
-    _, seen = metrics.read()
+    _, offset = metrics.read()
     line = (tmp_path / METRICS).read_bytes()
     with (tmp_path / METRICS).open("ab") as stream:
         stream.write(line[:20])
-    assert metrics.read(seen) == ([], seen)
+    assert metrics.read(offset) == ([], offset)
     with (tmp_path / METRICS).open("ab") as stream:
         stream.write(line[20:])
-    assert metrics.read(seen) == ([STEP], 2 * seen)
+    assert metrics.read(offset) == ([STEP], 2 * offset)
 
 
 def test_metrics_reader_continues_after_a_truncation(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2, 3):
         metrics.append(replace(STEP, step=number))
-    _, seen = metrics.read()
-    metrics.truncate(seen // 3)
-    assert metrics.read(seen) == ([], seen // 3)
+    _, offset = metrics.read()
+    metrics.truncate(offset // 3)  # keeps the first of three lines
+    assert metrics.read(offset) == ([], offset // 3)
     repeated = replace(STEP, step=2)
     metrics.append(repeated)
-    assert metrics.read(seen // 3)[0] == [repeated]
+    assert metrics.read(offset // 3)[0] == [repeated]
 
 
 def test_metrics_reader_skips_a_partial_line(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
-    assert [step.step for step in metrics.read(metrics.num_bytes // 2 - 5)[0]] == [2]
+    within_first_line = metrics.num_bytes // 2 - 5
+    assert [step.step for step in metrics.read(within_first_line)[0]] == [2]
 
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -36,7 +36,7 @@ def responses(tmp_path):
 
 
 def _config(target, responses, output, **changes):
-    values = {
+    defaults = {
         "num_layers": 1,
         "num_depths": 3,
         "draft_vocab_size": 40,
@@ -47,7 +47,7 @@ def _config(target, responses, output, **changes):
         "num_speculative_tokens": 3,
     }
     return TrainConfig(
-        model=str(target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+        model=str(target), prompts=[responses], responses="given", output=output, **{**defaults, **changes}
     )
 
 
@@ -61,7 +61,7 @@ class RecordingListener:
         return Listener(say=self.messages.append, step=self.steps.append)
 
 
-def test_from_responses_to_a_head_with_its_card(chat_target, responses, tmp_path):
+def test_train_head_writes_a_head_and_its_model_card(chat_target, responses, tmp_path):
     recorder = RecordingListener()
     result = train_head(_config(chat_target, responses, tmp_path / "out"), recorder.listener)
 
@@ -89,15 +89,20 @@ def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monk
     recorder, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
     train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), recorder.listener)
     head = str(tmp_path / "out" / "head")
-    model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
+    model, tokenizer, speculative_config = maybe_override_with_speculators(head, None, trust_remote_code=False)
     assert (model, tokenizer) == (upstream, upstream)
-    assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
+    assert speculative_config == {
+        "method": "eagle3",
+        "model": head,
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
     assert not any("--verifier" in sentence for sentence in recorder.messages)
 
 
 def test_a_stopped_training_run_resumes_without_another_extraction(chat_target, responses, tmp_path):
     stopped = RecordingListener()
-    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)  # stops after one step
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
     written_at = shard.stat().st_mtime_ns
@@ -132,7 +137,7 @@ def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     assert total.attributed_usd + total.loading_usd == pytest.approx(lifetime_s * 3.6 / 3600, rel=1e-3)
 
 
-def _loss_that_is_not_finite(*arguments, **options):
+def _nan_loss(*arguments, **options):
     outcome = batch_loss(*arguments, **options)
     return replace(outcome, loss=outcome.loss * float("nan"))
 
@@ -140,7 +145,7 @@ def _loss_that_is_not_finite(*arguments, **options):
 def test_a_diverged_training_run_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
     config, head = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.drafter.training.batch_loss", _loss_that_is_not_finite)
+        patch.setattr("peagle.drafter.training.batch_loss", _nan_loss)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
             train_head(config, Listener())
         assert not head.exists()
@@ -148,7 +153,7 @@ def test_a_diverged_training_run_saves_its_last_checkpoint(chat_target, response
     last_weights = (head / "model.safetensors").read_bytes()
     shutil.rmtree(head)
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.drafter.training.batch_loss", _loss_that_is_not_finite)
+        patch.setattr("peagle.drafter.training.batch_loss", _nan_loss)
         with pytest.raises(DivergedError, match=rf"step 1: the loss is not finite; .*\n  .* --init {head}, lower"):
             train_head(config, Listener())
     assert (head / "model.safetensors").read_bytes() == last_weights

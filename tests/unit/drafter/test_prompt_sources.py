@@ -20,7 +20,7 @@ def _read(*sources, messages=None, **changes):
     return read_prompts(config, (messages if messages is not None else []).append)
 
 
-def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
+def test_prompts_are_read_from_files_and_runs(write_jsonl, tmp_path):
     rows = write_jsonl([{"id": 7, "prompt": "a", "response": "x", "finish_reason": "stop"}, {"prompt": "b"}])
     (tmp_path / "run" / "data").mkdir(parents=True)
     pq.write_table(
@@ -49,13 +49,13 @@ def test_shares_are_as_even_as_possible(limit, available, shares):
     assert divide_evenly(limit, available) == shares
 
 
-def test_prompts_of_text_files_and_batches(tmp_path):
+def test_prompts_are_read_from_text_files_and_batch_requests(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     assert [row["prompt"] for row in _read(tmp_path / "a.txt")] == ["one", "two"]
     chat = [{"role": "user", "content": "hi"}]
-    envelope = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
-    text = {**envelope, "url": "/v1/completions", "body": {"prompt": "go on"}}
-    requests = [{"custom_id": "a", **envelope}, {"custom_id": "b", **text}]
+    chat_request = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
+    text_request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "go on"}}
+    requests = [{"custom_id": "a", **chat_request}, {"custom_id": "b", **text_request}]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
     assert _read(tmp_path / "b.jsonl") == [
         {"id": "a", "messages": chat},
@@ -112,7 +112,7 @@ def test_a_source_without_prompts_is_refused(tmp_path, content, message):
         _read(tmp_path / "p.jsonl")
 
 
-def test_responses_of_runs_and_files_on_disk_and_s3(root):
+def test_responses_are_read_from_runs_and_files_on_disk_and_s3(root):
     (root / "data").mkdir(parents=True)
     for name, row_id in (("unit-00000001.parquet", "a"), ("unit-00000000.parquet", "b"), ("unit-copy.parquet", "c")):
         with atomic_file(root / "data" / name) as file:

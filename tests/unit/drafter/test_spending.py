@@ -10,6 +10,7 @@ from peagle.errors import PriceError
 from peagle.hardware import Hardware
 from peagle.runs.ledgers import find_ledgers
 
+# $1 per second: two devices at $0.50.
 FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5, tags='{"team": "x"}')
 CPU = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
 
@@ -88,11 +89,11 @@ def engine_facts(tmp_path, messages, **options):
     return training_spending(config, CPU, messages.append, on_gpu=False, num_devices=4)._facts
 
 
-def test_price_of_a_training_run(tmp_path):
+def test_price_of_a_training_run_is_stated_assumed_or_unknown(tmp_path):
     messages: list[str] = []
     with_price = engine_facts(tmp_path, messages, usd_per_hour=3.6, tags={"team": "x"})
     assert (with_price.usd_per_device_s, with_price.price_basis, with_price.tags) == (
-        0.00025,
+        0.00025,  # $3.60 per hour, for four vCPUs
         "stated",
         '{"team": "x"}',
     )

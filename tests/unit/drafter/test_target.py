@@ -47,10 +47,10 @@ def _without_tokenizer(folder):
         file.unlink()
 
 
-def _set_eos(folder, **ends):
-    for name, tokens in ends.items():
+def _set_eos(folder, **eos_by_file):
+    for name, eos_token_id in eos_by_file.items():
         file = folder / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": eos_token_id}))
 
 
 def _without_eos(folder):
@@ -82,7 +82,7 @@ def test_incomplete_targets_are_refused(chat_target, tmp_path, damage, message):
 
 
 @pytest.mark.parametrize("eos_tokens", [[7, 95], None])
-def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
+def test_the_tokenizers_eos_is_accepted_if_the_target_lists_it_or_has_none(chat_target, tmp_path, eos_tokens):
     folder = tmp_path / "target"
     shutil.copytree(chat_target, folder)
     _set_eos(folder, config=None, generation_config=eos_tokens)
@@ -90,7 +90,7 @@ def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
 
 
 def _split_weights(target, folder, prefix, *without):
-    """Save the target's weights in two files, with another prefix, except names that end with one of `without`."""
+    """Save the target's weights in two files with `prefix`, except weights whose names end with one of `without`."""
     weights = load_file(target / "model.safetensors")
     renamed = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
     renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)
@@ -155,7 +155,7 @@ def test_last_states_give_the_target_distribution(foreign_target, model_type, sa
     with torch.no_grad():
         after_norm = head.verifier_norm(last[0])
     targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
-    # Against a head whose logits are zero, the divergence is log V less the target's entropy.
+    # The divergence from a head with zero logits is log(vocabulary size) minus the entropy of the target.
     rows = torch.arange(len(after_norm))
     measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
     log_p = states.logits[0].log_softmax(-1)

@@ -90,18 +90,18 @@ def test_workers_start_with_the_first_workers_weights(head, make_head, store, tm
 
 @pytest.mark.parametrize("killed_after", [1, 5])
 def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after):
-    fresh, resumed = make_head(), make_head()
+    killed, resumed = make_head(), make_head()
     _train(head, store, tmp_path / "whole")
-    every_step = replace(CONFIG, checkpoint_every_s=1e-9)
+    with_checkpoints = replace(CONFIG, checkpoint_every_s=1e-9)
 
     def kill(progress):
         if progress.step > killed_after:
             raise KilledError
 
     with pytest.raises(KilledError):
-        _train(fresh, store, tmp_path / "cut", every_step, progress=kill)
+        _train(killed, store, tmp_path / "cut", with_checkpoints, progress=kill)
     assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step after the checkpoint, which is repeated
-    _train(resumed, store, tmp_path / "cut", every_step)
+    _train(resumed, store, tmp_path / "cut", with_checkpoints)
 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
     for name, parameter in resumed.named_parameters():
@@ -128,7 +128,7 @@ def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
     assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
 
 
-def test_micro_batches_repeat_the_curve(head, make_head, store, tmp_path):
+def test_micro_batches_do_not_change_the_losses(head, make_head, store, tmp_path):
     _train(head, store, tmp_path / "whole")
     _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))
     losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
@@ -152,7 +152,7 @@ def _keeps_denormals():
     return bool((torch.full((8,), 1e-40) * torch.ones(8)).any())
 
 
-def test_another_recipe_is_refused(head, store, tmp_path):
+def test_resuming_with_another_config_is_refused(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = replace(CONFIG, learning_rate=1e-4)
     with pytest.raises(ConfigError, match="a different learning_rate"):
@@ -161,23 +161,23 @@ def test_another_recipe_is_refused(head, store, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
-    good = (tmp_path / "checkpoint.pt").read_bytes()
+    checkpoint_before = (tmp_path / "checkpoint.pt").read_bytes()
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     damaged = (tmp_path / "checkpoint.pt").read_bytes()
     with pytest.raises(DivergedError, match=r"step 1: the loss is not finite; documents row \d, row \d"):
         _train(head, store, tmp_path, name_of="row {}".format)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == damaged != good
+    assert (tmp_path / "checkpoint.pt").read_bytes() == damaged != checkpoint_before
 
 
 def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
     _train(head, store, tmp_path, time_budget_s=1e-9)
-    good = (tmp_path / "checkpoint.pt").read_bytes()
+    checkpoint_before = (tmp_path / "checkpoint.pt").read_bytes()
     message = r"cannot be written: .*\n  free some space, then repeat the command to resume"
     with full_disk(), pytest.raises(CapacityError, match=message):
         _train(head, store, tmp_path, time_budget_s=1e-9)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == good
+    assert (tmp_path / "checkpoint.pt").read_bytes() == checkpoint_before
     assert _train(head, store, tmp_path).finished
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
 
@@ -232,8 +232,9 @@ def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
         parameters, make_optimizer(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0)
     )
     muon_update = moved.pop("layers.0.mlp.up_proj.weight")
+    # Muon makes the singular values of an update nearly equal.
     assert condition_number(muon_update) < 3 < condition_number(torch.randn(24, 16))
-    for name, delta in moved.items():  # AdamW's first step is the gradient's sign
+    for name, delta in moved.items():  # the first step of AdamW is the learning rate times the gradient's sign
         torch.testing.assert_close(delta.abs(), torch.full_like(delta, LEARNING_RATE), msg=name)
 
 
@@ -359,7 +360,7 @@ def test_micro_batch_limit(store):
     whole = list(micro_batches(store, documents, ONE_STEP, step=5))
     assert [batch.num_tokens for batch in whole] == [sum(map(store.num_tokens, documents))]
 
-    limit = 26
+    limit = 26  # tokens; the longest document has 26
     config = replace(ONE_STEP, micro_batch_tokens=limit)
     micro = list(micro_batches(store, documents, config, step=5))
     assert all(store.num_tokens(index) <= limit for index in documents)  # so no document is split

@@ -1,4 +1,4 @@
-"""Code in the folder or weights of a model or head never runs."""
+"""Check that code in the folder or weights of a model or head never runs."""
 
 import json
 import os
@@ -51,9 +51,9 @@ def target_with_pickle(chat_target, marker, tmp_path):
 
 
 @pytest.mark.parametrize("read", [load_tokenizer, read_architecture, lambda folder: load_reader(folder, (0, 1), "cpu")])
-@pytest.mark.parametrize("kind", ["target_with_code", "target_with_pickle"])
-def test_code_in_a_target_is_not_executed(request, marker, kind, read):
-    folder = request.getfixturevalue(kind)
+@pytest.mark.parametrize("fixture", ["target_with_code", "target_with_pickle"])
+def test_code_in_a_target_is_not_executed(request, marker, fixture, read):
+    folder = request.getfixturevalue(fixture)
     try:
         read(folder)
     except Exception as error:

@@ -5,7 +5,7 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 from peagle.errors import ConfigError
 
 
-def test_the_most_frequent_tokens_and_their_coverage():
+def test_vocabulary_has_the_most_frequent_tokens_and_their_coverage():
     vocabulary = frequent_vocabulary([7, 7, 7, 3, 3, 9], size=2, target_size=10)
     assert vocabulary.token_ids == (3, 7)
     assert vocabulary.coverage == pytest.approx(5 / 6)

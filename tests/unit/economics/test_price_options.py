@@ -5,9 +5,9 @@ import pytest
 
 from peagle.economics.price_options import (
     PriceOptions,
-    machine_for,
-    machine_of,
-    named_machine,
+    billed_hardware,
+    configured_machine,
+    configured_or_local_machine,
     require_price,
     require_same_price,
     resolve_price,
@@ -89,7 +89,7 @@ def require_price_before(options_before, hardware_before, options, hardware):
         hardware,
         before=resolve_price(options_before, hardware_before),
         recorded_options=options_before.model_dump(mode="json"),
-        machine=machine_of(hardware_before.to_dict()),
+        machine=billed_hardware(hardware_before.to_dict()),
     )
 
 
@@ -136,7 +136,7 @@ def test_run_continues_after_a_change_of_the_price_table():
 
 
 def hardware_of(accelerator=None, **options):
-    return named_machine(PriceOptions(**options), accelerator, num_accelerators=2)
+    return configured_machine(PriceOptions(**options), accelerator, num_accelerators=2)
 
 
 def test_instance_type_determines_hardware_and_price():
@@ -155,7 +155,7 @@ def test_instance_type_determines_hardware_and_price():
 def test_hardware_of_this_machine_is_the_default(options):
     assert hardware_of(**options) is None
     assert hardware_of("any", **options) is None
-    hardware, is_for_this_machine = machine_for(PriceOptions(**options), None, num_accelerators=1)
+    hardware, is_for_this_machine = configured_or_local_machine(PriceOptions(**options), None, num_accelerators=1)
     assert (hardware.num_cpus, is_for_this_machine) == (detect().num_cpus, True)
 
 

@@ -107,7 +107,7 @@ def test_reserved_prices_are_refused_in_tables_and_read_from_records(write_table
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,\n", "must contain a price"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,,1\n", "must be at least 1"),
         ("instance_type,vcpus,usd_per_hour_spot\n,2,1\n", "instance_type is empty"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x has two prices for everywhere"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x has two prices for all regions"),
     ],
 )
 def test_invalid_tables_are_refused_with_file_and_line(write_table, text, reason):

@@ -4,14 +4,14 @@ import pytest
 from usage_records import engine_session
 
 from peagle.economics.shared_budgets import (
-    RunSpending,
     SharedBudget,
+    TagSpending,
     edit_budgets,
     engines_usd,
     read_budgets,
-    read_run_spending,
-    sum_run_spending,
-    write_run_spending,
+    read_tag_spending,
+    sum_tag_spending,
+    write_tag_spending,
 )
 from peagle.errors import ConfigError
 from peagle.records import validate_record
@@ -45,13 +45,13 @@ def test_damaged_budgets_are_an_error(tmp_path, text):
 
 def test_spending_of_runs_adds_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
     project_and_team, team = '{"project": "x", "team": "search"}', '{"team": "search"}'
-    write_run_spending(
+    write_tag_spending(
         tmp_path,
-        RunSpending(run="a", tags=project_and_team, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0),
+        TagSpending(run="a", tags=project_and_team, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0),
     )
-    write_run_spending(tmp_path, RunSpending(run="b", tags=team, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
+    write_tag_spending(tmp_path, TagSpending(run="b", tags=team, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
     (tmp_path / "draw-c.json").write_text("{}")
-    spent_by_tag, reserved = sum_run_spending(read_run_spending(tmp_path), now=1000.0)
+    spent_by_tag, reserved = sum_tag_spending(read_tag_spending(tmp_path), now=1000.0)
     assert spent_by_tag == {"project=x": {DAY: 1.0, DAY + 1: 2.0}, "team=search": {DAY: 5.0, DAY + 1: 2.0}}
     assert reserved == {"project=x": 0.5, "team=search": 0.5}
     assert "draw-c.json" in caplog.text

@@ -5,14 +5,14 @@ import pytest
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.price_options import PriceOptions, named_machine
+from peagle.economics.price_options import PriceOptions, configured_machine
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.planning.expectation import known_speed
 
-B200 = named_machine(PriceOptions(instance_type="p6-b200.48xlarge"), None, num_accelerators=1)
-H100 = named_machine(PriceOptions(instance_type="p5.48xlarge"), None, num_accelerators=1)
+B200 = configured_machine(PriceOptions(instance_type="p6-b200.48xlarge"), None, num_accelerators=1)
+H100 = configured_machine(PriceOptions(instance_type="p5.48xlarge"), None, num_accelerators=1)
 FP8, BF16 = Precision(dtype="bfloat16", quantization="fp8"), Precision(dtype="bfloat16")
 
 

@@ -4,14 +4,14 @@ import pytest
 
 from peagle.economics.ledger import append_request
 from peagle.economics.shared_budgets import (
-    RunSpending,
     SharedBudget,
+    TagSpending,
     edit_budgets,
-    read_run_spending,
-    write_run_spending,
+    read_tag_spending,
+    write_tag_spending,
 )
 from peagle.errors import ConfigError
-from peagle.runs.budget_draws import TagDraw
+from peagle.runs.budget_draws import TagBudgets
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 SEARCH_TAGS = '{"team": "search"}'
@@ -37,7 +37,7 @@ def today():
 
 @pytest.fixture
 def make_run_budget(ledger, today, clock):
-    return lambda run="r", tags=SEARCH_TAGS: TagDraw(ledger, run, tags, monotonic=clock, day=lambda: today[0])
+    return lambda run="r", tags=SEARCH_TAGS: TagBudgets(ledger, run, tags, monotonic=clock, day=lambda: today[0])
 
 
 def record_request(ledger, usd, tags=SEARCH_TAGS, day=DAYS[0]):
@@ -79,14 +79,14 @@ def test_cost_of_each_attempt_counts_on_its_day(ledger, make_run_budget, today):
     second = make_run_budget()
     assert second.reached(3.5, 0.5) is None
     second.end(12.0)
-    (spending,) = read_run_spending(ledger)
+    (spending,) = read_tag_spending(ledger)
     assert (dict(spending.usd_by_day), spending.held_usd) == ({DAY_NUMBERS[0]: 3.0, DAY_NUMBERS[1]: 9.0}, 0.0)
     assert "is reached: $1.00 left" in make_run_budget().reached(12.0, 1.0), "the first $3 were spent last month"
 
 
 def test_reservation_of_a_killed_run_expires(ledger, make_run_budget):
-    write_run_spending(
-        ledger, RunSpending(run="killed", tags=SEARCH_TAGS, usd_by_day={DAY_NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0)
+    write_tag_spending(
+        ledger, TagSpending(run="killed", tags=SEARCH_TAGS, usd_by_day={DAY_NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0)
     )
     assert make_run_budget().reached(1.0, 0.5) is None
 
@@ -102,7 +102,7 @@ def test_budget_set_later_counts_earlier_cost(ledger, make_run_budget, clock):
 
 def test_missing_ledger_is_an_error_but_later_failures_are_logged(ledger, make_run_budget, clock, caplog):
     with pytest.raises(ConfigError, match="no ledger found"):
-        TagDraw(ledger / "no", "r", SEARCH_TAGS)
+        TagBudgets(ledger / "no", "r", SEARCH_TAGS)
     budget = make_run_budget()
     budget.reached(1.0, 0.5)
     (ledger / "budgets.json").write_text("{")

@@ -1,6 +1,6 @@
 from usage_records import engine_session
 
-from peagle.runs.liveness import Heartbeats, engines_at_work, seen_alive, tokens_per_s
+from peagle.runs.liveness import Heartbeats, live_sessions, loaded_engines, tokens_per_s
 
 
 def make_session(name="s", *, started_at=100.0, busy_s=8.0, ended=False, **values):
@@ -9,8 +9,8 @@ def make_session(name="s", *, started_at=100.0, busy_s=8.0, ended=False, **value
 
 def test_speed_is_known_once_an_engine_runs():
     loading, working = make_session(busy_s=0.0), make_session(num_output_tokens=800)
-    assert (engines_at_work([loading]), tokens_per_s([loading])) == ([], None)
-    assert engines_at_work([loading, working]) == [working]
+    assert (loaded_engines([loading]), tokens_per_s([loading])) == ([], None)
+    assert loaded_engines([loading, working]) == [working]
     assert tokens_per_s([loading, working, working]) == 200
 
 
@@ -19,9 +19,9 @@ def test_seen_alive_returns_the_latest_recent_session_per_engine():
     silent = make_session("silent", engine_index=1, started_at=50.0)
     ended = make_session("ended", engine_index=2, ended=True)
     sessions = [restarted, killed, silent, ended]
-    assert seen_alive(sessions, since=0.0, silent_after_s=60.0) == [silent, restarted]
-    assert seen_alive(sessions, since=0.0, silent_after_s=50.0) == [restarted]
-    assert seen_alive(sessions, since=200.0, silent_after_s=60.0) == []
+    assert live_sessions(sessions, since=0.0, silent_after_s=60.0) == [silent, restarted]
+    assert live_sessions(sessions, since=0.0, silent_after_s=50.0) == [restarted]
+    assert live_sessions(sessions, since=200.0, silent_after_s=60.0) == []
 
 
 def test_engine_is_dead_after_two_missed_heartbeats(clock):

@@ -89,7 +89,7 @@ def test_small_corpus_is_counted_completely(sample_rows):
     rows = [{"prompt": "x" * 7}, {"prompt": "x" * 5, "sampling": {"max_tokens": 4, "n": 3, "temperature": 1.0}}]
     sample = sample_rows(rows)
     assert (sample.num_rows, sample.is_whole, sample.num_failed) == (2, True, 0)
-    assert (sample.prompt_tokens, sample.most_output_tokens) == (7 + 5, 10 + 4 * 3)
+    assert (sample.prompt_tokens, sample.max_output_tokens) == (7 + 5, 10 + 4 * 3)
 
 
 def test_large_corpus_is_sampled_evenly(sample_rows):
@@ -97,7 +97,7 @@ def test_large_corpus_is_sampled_evenly(sample_rows):
     assert (sample.num_rows, sample.is_whole) == (2000, False)
     assert 200 <= sample.num_sampled <= 220
     assert sample.prompt_tokens == pytest.approx(2000 * 20, rel=0.1)
-    assert sample.most_output_tokens == pytest.approx(2000 * 10)
+    assert sample.max_output_tokens == pytest.approx(2000 * 10)
 
 
 def test_sampled_dead_letters_are_counted_with_an_example(sample_rows):

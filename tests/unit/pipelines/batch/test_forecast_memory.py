@@ -1,12 +1,12 @@
 from dataclasses import replace
 
-from peagle.economics.price_options import PriceOptions, named_machine
+from peagle.economics.price_options import PriceOptions, configured_machine
 from peagle.engine.memory import footprint_from_config
 from peagle.engine.spec import EngineSpec
 from peagle.hardware import Hardware
 from pipelines.batch.forecast import describe_memory
 
-GPU = named_machine(PriceOptions(), "H100", num_accelerators=1)
+GPU = configured_machine(PriceOptions(), "H100", num_accelerators=1)
 CPU = Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
 FOOTPRINT = footprint_from_config(
     {

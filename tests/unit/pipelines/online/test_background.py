@@ -11,7 +11,16 @@ import yaml
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, EngineError, PeagleError
 from pipelines.online import background
-from pipelines.online.background import Endpoint, end, endpoints, find, name_for, record_up, start, wait_until_up
+from pipelines.online.background import (
+    Endpoint,
+    end,
+    endpoints,
+    find,
+    name_for,
+    record_endpoint_up,
+    start,
+    wait_until_up,
+)
 from pipelines.online.config import ServeConfig
 
 PRICE = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
@@ -60,7 +69,7 @@ def test_status_of_an_endpoint(home, start_process):
     process = start_process()
     endpoint = write_endpoint(home, process)
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
-    record_up(endpoint.state, PRICE)
+    record_endpoint_up(endpoint.state, PRICE)
     assert (endpoint.status(), endpoint.usd()) == ("up", 0)
     process.kill()  # now a zombie
     while endpoint.process():
@@ -78,7 +87,7 @@ def test_reused_pid_is_detected(home, start_process):
 
 def test_up_record_from_before_the_start_is_ignored(home, start_process):
     endpoint = write_endpoint(home, start_process())
-    record_up(endpoint.state, PRICE)
+    record_endpoint_up(endpoint.state, PRICE)
     assert replace(endpoint, started_at=time.time() + 1).status() == "starting"
 
 
@@ -105,7 +114,7 @@ def test_output_is_printed_until_the_endpoint_is_up(home, start_process):
         messages.append(line)
         with endpoint.log.open("a") as log:
             log.write("f\n")
-        record_up(endpoint.state, PRICE)
+        record_endpoint_up(endpoint.state, PRICE)
 
     wait_until_up(endpoint, announce)
     assert messages[:2] == ["one", "half"]

@@ -24,10 +24,10 @@ from peagle.errors import CapacityError, DivergedError, PeagleError
 from peagle.hardware import detect
 from pipelines.training import distributed
 from pipelines.training.distributed import (
-    _Follower,
-    _for_workers,
-    _outside_the_main_thread,
+    _ProgressFollower,
     _reason,
+    _run_in_thread,
+    _worker_config,
     train_on_workers,
 )
 
@@ -43,11 +43,11 @@ def test_each_step_is_reported_once_when_a_resumed_training_truncates_the_file(t
     metrics, steps = Metrics(tmp_path), []
     listener = Listener(step=lambda progress: steps.append(progress.step))
     metrics.append(progress_at(1))
-    with _Follower(tmp_path, listener, FakeTrainingSession()):
+    with _ProgressFollower(tmp_path, listener, FakeTrainingSession()):
         metrics.append(progress_at(2))
     assert steps == [2]
 
-    with _Follower(tmp_path, listener, FakeTrainingSession()):
+    with _ProgressFollower(tmp_path, listener, FakeTrainingSession()):
         metrics.truncate(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(progress_at(number, train_s))
@@ -67,12 +67,12 @@ class FakeTrainingSession:
 
 def test_checkpoint_saves_work_and_truncation_loses_it(tmp_path):
     metrics, spending = Metrics(tmp_path), FakeTrainingSession()
-    with _Follower(tmp_path, Listener(), spending):
+    with _ProgressFollower(tmp_path, Listener(), spending):
         metrics.append(progress_at(1))
     assert spending.records == []
-    with _Follower(tmp_path, Listener(), spending):
+    with _ProgressFollower(tmp_path, Listener(), spending):
         (tmp_path / "checkpoint.pt").touch()
-    with _Follower(tmp_path, Listener(), spending):
+    with _ProgressFollower(tmp_path, Listener(), spending):
         metrics.truncate(0)
     assert spending.records == ["saved", "lost"]
 
@@ -116,7 +116,7 @@ def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            _outside_the_main_thread(fit)
+            _run_in_thread(fit)
     finally:
         may_end.set()
         signal.signal(signal.SIGINT, previous_handler)
@@ -124,7 +124,7 @@ def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver
 
 
 def test_ray_train_still_intercepts_interrupts():
-    """If this fails, Ray Train restores the SIGINT handler, and `_outside_the_main_thread` is obsolete."""
+    """If this fails, Ray Train restores the SIGINT handler, and `_run_in_thread` is obsolete."""
     from ray.train.torch import TorchTrainer
 
     previous_handler = signal.getsignal(signal.SIGINT)
@@ -143,7 +143,7 @@ def test_trainer_errors_reach_the_caller(monkeypatch):
         raise RuntimeError("no room")
 
     with pytest.raises(RuntimeError, match="no room"):
-        _outside_the_main_thread(fit)
+        _run_in_thread(fit)
 
 
 def make_config(write_jsonl, **values):
@@ -249,8 +249,8 @@ def test_names_that_are_not_paths_reach_workers_unchanged(tmp_path, monkeypatch)
     (tmp_path / "smollm2-135m").mkdir()
     sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
-    parameters = _for_workers(TrainConfig(model="smollm2-135m", prompts=sources, output="out", exclude=excluded))
+    parameters = _worker_config(TrainConfig(model="smollm2-135m", prompts=sources, output="out", exclude=excluded))
     assert (parameters.model, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
     assert parameters.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
     assert parameters.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
-    assert _for_workers(TrainConfig(model="org/name", prompts=sources, output="out")).model == "org/name"
+    assert _worker_config(TrainConfig(model="org/name", prompts=sources, output="out")).model == "org/name"

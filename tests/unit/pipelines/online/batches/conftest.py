@@ -75,7 +75,11 @@ def settings(tmp_path, store):
         commits={"org/model": "abc"},
     )
     return BatchSettings(
-        folder=str(store.root), models={"m": batch_model}, at_once=1, max_output_tokens=None, ledger=tmp_path / "ledger"
+        folder=str(store.root),
+        models={"m": batch_model},
+        max_concurrent=1,
+        max_output_tokens=None,
+        ledger=tmp_path / "ledger",
     )
 
 

@@ -140,7 +140,7 @@ def test_invalid_input_fails_the_batch(scheduler, runner, store, create_batch):
 
 
 def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, runner, create_batch):
-    scheduler = make_scheduler(at_once=2)
+    scheduler = make_scheduler(max_concurrent=2)
     for _ in range(5):
         create_batch()
     scheduler.tick()
@@ -458,7 +458,7 @@ def test_resumed_batch_reserves_the_whole_remaining_budget(
 
 
 def test_batches_with_the_same_budget_run_one_at_a_time(make_scheduler, runner, create_batch, make_key, spent_usd):
-    scheduler = make_scheduler(at_once=3)
+    scheduler = make_scheduler(max_concurrent=3)
     spent_usd["bob"] = 0.0
     for name in ("alice", "alice", "bob"):
         create_batch(key=make_key(name, budget_usd=2))
@@ -508,7 +508,7 @@ def test_batch_waits_for_reservations_of_requests(scheduler, runner, settings, c
 def test_batch_waits_while_another_with_the_same_budget_is_retried(
     make_scheduler, runner, create_batch, make_key, clock
 ):
-    scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
+    scheduler, poor = make_scheduler(max_concurrent=3), make_key(budget_usd=2)
     first, _ = create_batch(key=poor), create_batch(key=poor)
     accept_all_inputs(scheduler, runner)
     runner.handles[-1].answer = EngineError("the engine died")
@@ -525,7 +525,7 @@ def test_batch_with_an_existing_run_has_priority(make_scheduler, runner, store, 
     running = create_batch(key=poor)
     store.run_path(running).mkdir()
     (store.run_path(running) / "run.json").write_text("{}")
-    accept_all_inputs(make_scheduler(at_once=3), runner)
+    accept_all_inputs(make_scheduler(max_concurrent=3), runner)
     assert [handle.arguments[0].batch_id for handle in runner.handles if handle.kind == "run"] == [running]
 
 
@@ -541,7 +541,7 @@ def shared_budgets(settings, spent_usd):
 
 @pytest.mark.usefixtures("shared_budgets")
 def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, create_batch, make_key, make_result):
-    scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
+    scheduler, budgets = make_scheduler(max_concurrent=3), totals_of(settings.ledger).budgets
     first, _ = create_batch(key=make_key(budget_usd=10, tags={"team": "search"})), create_batch(key=make_key("bob"))
     accept_all_inputs(scheduler, runner)
     (run,) = (handle for handle in runner.handles if handle.kind == "run")

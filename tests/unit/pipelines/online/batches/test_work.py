@@ -10,7 +10,7 @@ from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.scheduler import make_task
-from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
+from pipelines.online.batches.work import UNEXECUTED, RunCounts, StopRequest, collect, run_batch
 
 PRICE = Price(
     instance_type="i", provider="p", region="r", market="fixed", usd_per_hour=36, device="vcpu", num_devices=1,
@@ -69,7 +69,7 @@ def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_ba
 def test_run_of_a_batch_has_the_served_name(task, monkeypatch):
     calls = []
     monkeypatch.setattr(work.run, "generate", lambda request, _: calls.append(request.served_name))
-    run_batch(task, Stop(), Counts(), Allowance(usd=None))
+    run_batch(task, StopRequest(), RunCounts(), Allowance(usd=None))
     assert calls == ["m"]
 
 
@@ -82,7 +82,7 @@ def test_cost_limit_of_a_run_can_change(task, monkeypatch):
         budgets_usd.append(request.budget_usd)
 
     monkeypatch.setattr(work.run, "generate", generate)
-    run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), allowance)
+    run_batch(replace(task, budget_usd=2.0), StopRequest(), RunCounts(), allowance)
     assert budgets_usd == [2.0, 5.0]
 
 
@@ -104,7 +104,7 @@ def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
     monkeypatch.setattr(work.run, "generate", lambda request, _: budgets_usd.append(request.budget_usd))
     monkeypatch.setattr(work, "collect", lambda *_: None)
     directory.manifest = lambda: {"config": task.config, "price": PRICE.to_dict()}
-    run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), Allowance(usd=None))
+    run_batch(replace(task, budget_usd=2.0), StopRequest(), RunCounts(), Allowance(usd=None))
     assert budgets_usd == [pytest.approx(2.0 + 10 * PRICE.usd_per_device_s)]
 
 

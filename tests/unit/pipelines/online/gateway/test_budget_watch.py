@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.shared_budgets import RunSpending, SharedBudget, edit_budgets, write_run_spending
+from peagle.economics.shared_budgets import SharedBudget, TagSpending, edit_budgets, write_tag_spending
 from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_status
 from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
@@ -106,8 +106,8 @@ def shared_budgets(tmp_path):
 def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, clock, caplog):
     now = clock.now.timestamp()
     append_request(tmp_path, make_request_usage(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
-    write_run_spending(
-        tmp_path, RunSpending(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now)
+    write_tag_spending(
+        tmp_path, TagSpending(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now)
     )
     seconds_by_use = {"load_s": 600.0, "compile_s": 0.0, "busy_s": 1000.0, "idle_s": 2000.0}
     session = EngineSession(

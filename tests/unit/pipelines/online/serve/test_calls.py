@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from pipelines.online.serve.calls import USAGE_RECORDER, Answered, Cancelling, stream_parts
+from pipelines.online.serve.calls import USAGE_RECORDER, Answered, CancellingHandle, stream_parts
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
@@ -51,7 +51,7 @@ def call(responses):
     calls = iter(responses)
     chat = SimpleNamespace(remote=lambda *_: next(calls))
     handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=chat))
-    return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
+    return CancellingHandle(handle).options(stream=True).chat.remote("body", "headers")
 
 
 async def test_cancelled_caller_cancels_the_call():

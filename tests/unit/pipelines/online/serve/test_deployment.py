@@ -81,7 +81,7 @@ def test_prefix_router_needs_several_engines():
     assert "request_router_config" not in deployment_options(3, enable_prefix_caching=False)
     router = deployment_options(3)["request_router_config"]
     assert RequestRouterConfig(**router).get_request_router_class() is PrefixRouter
-    assert router["request_router_kwargs"]["most_ahead"] == 2
+    assert router["request_router_kwargs"]["max_ahead"] == 2
 
 
 def test_cpu_engine_uses_only_its_bundle():

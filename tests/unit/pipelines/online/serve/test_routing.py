@@ -17,11 +17,11 @@ LONG_PROMPT = "def add(a, b):\n    return a + b\n" * 20
 class RouterWithFakeEngines(PrefixRouter):
     """The router with fake engines, which have a name and a number of queued requests."""
 
-    def __init__(self, most_ahead=2, max_blocks=100):
+    def __init__(self, max_ahead=2, max_blocks=100):
         super().__init__(
             deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
         )
-        self.initialize_state(most_ahead=most_ahead, max_blocks=max_blocks)
+        self.initialize_state(max_ahead=max_ahead, max_blocks=max_blocks)
 
     def set_engines(self, **lengths):
         self.update_replicas([replica(name) for name in lengths])
@@ -136,7 +136,7 @@ async def test_removed_engines_are_forgotten():
 
 async def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
     router = await make_router()
-    router.initialize_state(most_ahead=2, max_blocks=4)
+    router.initialize_state(max_ahead=2, max_blocks=4)
     router.on_request_routed(request(prompt=LONG_PROMPT), replica_id("b"), None)  # more than four blocks
     assert await first_group(router, request(prompt=LONG_PROMPT)) == {"b"}
     router.on_request_routed(request(prompt="y" * 600), replica_id("b"), None)
