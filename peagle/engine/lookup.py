@@ -1,7 +1,7 @@
 """Prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding) after a head's draft.
 
-The head drafts until the last tokens, which may be drafts, also occur earlier in the request. The remaining drafts are
-copied from that occurrence.
+The head drafts until the latest tokens, drafts included, match an earlier passage of the request. The remaining drafts
+are copied from there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ class PromptLookup:
             del tokens[num_tokens:]
 
     def _match(self) -> int | None:
-        """Return the position after the longest, then latest earlier occurrence of the last tokens, or None."""
+        """Return the position after the longest earlier match of the last tokens, the latest of equal ones, or None."""
         tokens = self._tokens
         end = len(tokens)
         candidate = self._latest.get(tuple(tokens[end - self._n :]), -1) if end >= self._n else -1

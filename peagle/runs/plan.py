@@ -115,10 +115,10 @@ class Plan:
     def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
         """Return the committed units whose dead letters are all retried in other units.
 
-        A unit whose file was deleted runs again without the rows that are retried, so all its dead letters are new.
+        A unit whose output file was deleted runs again without the retried rows, so all its dead letters are new.
 
         Args:
-            num_rows: for each committed unit, its number of rows and dead letters.
+            num_rows: for each committed unit, the sum of its output rows and dead letters.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
@@ -126,7 +126,7 @@ class Plan:
     def remaining_units(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed, without rows that are retried in another unit.
 
-        A unit has such rows if its file was deleted after the retry was planned.
+        A unit has such rows if its output file was deleted after the retry was planned.
         """
         retried = self.retried_rows()
         remaining = (unit for unit in self.units if unit.unit not in committed)
@@ -170,7 +170,7 @@ def make_plan(
     """Split a corpus into units.
 
     Args:
-        cut: the cut of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic cut.
+        cut: how an earlier plan was split; None for the configured `rows_per_unit`, or automatic sizes.
         max_num_seqs: used if the configuration does not set it.
         earlier_fingerprint: as in `peagle.corpus.scan.scan`.
     """

@@ -90,7 +90,7 @@ def find_runs(folder: StoragePath, *, max_depth: int = _MAX_DEPTH) -> Iterator[R
     """Yield the bulk runs in a folder and in its subfolders, by name."""
     run = RunDirectory(folder)
     if run.exists:
-        if "plan" in run.manifest():  # the run.json of a training has no plan
+        if "plan" in run.manifest():  # the run.json of a training run has no plan
             yield run
     elif max_depth and folder.is_dir():
         for child in sorted(folder.iterdir(), key=str):

@@ -113,7 +113,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The stored plan, which might be another driver's.
+        The plan with the stored units, which might be another driver's.
     """
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
@@ -123,7 +123,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     provenance.require_same_fingerprint(
         stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
     )
-    # A batch keeps its price, even if the endpoint's price has changed.
+    # A batch, which has a slot group, keeps its price even if the endpoint's price has changed.
     if run.slot_group is None:
         require_same_price(
             run.config,
@@ -189,7 +189,7 @@ def execute(
 
     Raises:
         CapacityError: the engines do not fit on the cluster.
-        PeagleError: for the reasons of `stream`.
+        PeagleError: see `stream`.
     """
     directory = run.directory
     log = directory.logs / "driver.log"

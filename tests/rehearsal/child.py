@@ -20,15 +20,15 @@ def main(name: str, cells_file: Path, results_file: Path) -> None:
     from tests.rehearsal.cell import Accepted, rehearse
 
     hub = Path(os.environ["HF_HUB_CACHE"])
-    folders = hub.parent / "heads"
-    shapes.write_all(hub, folders)
+    heads_folder = hub.parent / "heads"
+    shapes.write_all(hub, heads_folder)
     cells: list[dict[str, Any]] = []
     for cell in json.loads(cells_file.read_text()):
         if "queue" in cell:
             cells += queued.rehearse_queue(CARDS[name].hardware, hub.parent)
             continue
         drafter = cell["drafter"]
-        unpublished_head = shapes.head_folder(folders, cell["model"], drafter)
+        unpublished_head = shapes.head_folder(heads_folder, cell["model"], drafter)
         try:
             options = cell.get("options", {})
             head = str(unpublished_head) if unpublished_head.exists() else drafter

@@ -43,7 +43,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(write_jsonl, tmp_path):
     assert from_jsonl.fingerprint == from_parquet.fingerprint
 
 
-def test_rows_without_a_prompt_are_counted_by_reason(write_jsonl):
+def test_rejected_rows_are_counted_by_reason(write_jsonl):
     file = write_jsonl([{"prompt": "a"}, {"prompt": None}, {"prompt": "b" * 50}])
     dataset = load_dataset(dataset=str(file), max_model_len=30)
     assert len(dataset.prompts) == 1

@@ -143,7 +143,7 @@ def test_invalid_heads_are_refused(tmp_path, head, target):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
-def test_heads_without_an_fp8_class_in_vllm_are_refused(tmp_path, eagle3):
+def test_head_types_that_vllm_cannot_load_in_fp8_are_refused(tmp_path, eagle3):
     config = json.loads((eagle3 / "config.json").read_text())
     (eagle3 / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
     with pytest.raises(DrafterError, match="type 'deepseek_v3'"):

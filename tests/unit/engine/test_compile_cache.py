@@ -27,7 +27,7 @@ def processor(tmp_path, *, mhz=2000, flags="avx512f"):
     return path
 
 
-def test_folder_is_private_and_named_by_versions_and_processor(cache_parent):
+def test_folder_is_private_and_named_after_versions_and_processor(cache_parent):
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})
     folder = Path(variables["VLLM_CACHE_ROOT"])
     assert folder.parent == cache_parent

@@ -29,7 +29,7 @@ def test_commits_by_hub_id():
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "message"),
     [
         ({"model": ""}, "model"),
         ({"precision": "fp9"}, "fp9"),
@@ -49,7 +49,7 @@ def test_invalid_value_is_named(changes, name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "message"),
     [
         ({"method": "eagle2"}, "eagle2"),
         ({"model": ""}, "model"),
@@ -63,8 +63,8 @@ def test_invalid_value_is_named(changes, name):
         ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 0 to 1"),
     ],
 )
-def test_invalid_drafter_is_named(changes, name):
-    with pytest.raises(ConfigError, match=name):
+def test_invalid_drafter_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         DrafterSpec(**{"method": "peagle", "model": "head", "num_speculative_tokens": 3, **changes})
 
 

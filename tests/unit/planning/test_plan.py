@@ -236,7 +236,7 @@ def test_text_names_file_and_precision_of_measurements(plan, write_report):
     reports = [write_report(f"{name}/report.json", precision="fp8 weights, fp8 KV cache") for name in ("a", "b")]
     text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
     source = f"{reports[0]} (fp8 weights, fp8 KV cache)"
-    assert f"requests at once on each, as measured in {source}; " in text
+    assert f"concurrent requests on each, as measured in {source}; " in text
     assert text.count(source) > 1, "the table's rows name the report, too"
     single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
     assert "measured in" not in single
@@ -280,7 +280,7 @@ def test_published_speeds_are_read_as_a_sweep(name):
     (sweep,) = read_sweeps([Path(name)])
     assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
     assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
-    assert (sweep.is_published, sweep.instance_type, sweep.stated) == (True, None, None)
+    assert (sweep.is_published, sweep.instance_type, sweep.stated_price) == (True, None, None)
     speeds = {(cell.method, cell.k, cell.concurrency): cell.output_tokens_per_s for cell in sweep.cells}
     assert len(speeds) == 7 * 5, "SPEED-Bench, because HumanEval ends at 8 concurrent requests"
     assert (speeds["peagle", 7, 128], speeds["none", 0, 1]) == (23_329, 294)

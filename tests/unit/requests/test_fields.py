@@ -86,8 +86,9 @@ def test_bulk_runs_honour_ignore_or_refuse_every_field(url, name):
         and not has_no_effect(name, values[name])
         and values[name] not in FIELDS[name].neutral
     ):
-        assert body.startswith(f"body.{name}: ")
-        assert body.endswith(f" is not supported: {FIELDS[name].note}")
+        error = body
+        assert error.startswith(f"body.{name}: ")
+        assert error.endswith(f" is not supported: {FIELDS[name].note}")
     else:
         assert (body == plain) == (use != "honoured" or name == "model")
     for value in (None, *FIELDS[name].neutral):
@@ -108,7 +109,7 @@ def test_endpoints_refuse_unknown_and_unsupported_fields(url):
 
 
 def test_sampling_parameters_of_rows_are_honoured_fields():
-    """Rows have the names of vLLM's fields, and `json_schema`, which is peagle's own."""
+    """Rows use vLLM's field names, plus peagle's own `json_schema`."""
     names = set(RequestSampling.model_fields) - {"json_schema"}
     assert names == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
         "model",

@@ -38,7 +38,7 @@ def list_of(array):
 
 
 BOOL8, TENSOR = pa.bool8(), pa.fixed_shape_tensor(pa.float32(), (2, 2), dim_names=["x", "y"])
-# By name: a column of three values, and the values that an export as JSON has.
+# Name -> (a column of three values, its values in a JSON export).
 COLUMNS = {
     "bool8": (extension_array(BOOL8, 1, None, 0), [True, None, False]),
     "bool8 in structs": (struct_of(extension_array(BOOL8, 1, None, 0)), [{"k": True}, {"k": None}, {"k": False}]),
@@ -173,8 +173,8 @@ def write_corpus(folder, suffix):
 def test_input_columns_keep_their_names(tmp_path, suffix):
     path, rows = write_corpus(tmp_path, suffix)
     run = CorpusRun(path, tmp_path / "run")
-    stored = names_in_file(list(rows[0]), keeps_inputs=True)[len(rows[0]) :]
-    names = dict(zip(OUTPUT_SCHEMA.names, stored, strict=True))
+    output_names = names_in_file(list(rows[0]), keeps_inputs=True)[len(rows[0]) :]
+    names = dict(zip(OUTPUT_SCHEMA.names, output_names, strict=True))
     assert run.findings() == []
     (exported, letters), (table, _) = run.export("jsonl"), run.export("parquet")
     for index, row in enumerate(rows[:2]):

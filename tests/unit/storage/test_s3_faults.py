@@ -66,9 +66,9 @@ def test_write_once_retries_after_deletion(s3, monkeypatch):
     write_once(FOLDER / "unit", b"other")
     original = s3_client.ObjectStore.writer_of
 
-    def writer_of_after_deletion(store, address, taken):
+    def writer_of_after_deletion(store, address, conflict):
         store.delete(address)
-        return original(store, address, taken)
+        return original(store, address, conflict)
 
     monkeypatch.setattr(s3_client.ObjectStore, "writer_of", writer_of_after_deletion)
     assert write_once(FOLDER / "unit", b"own")

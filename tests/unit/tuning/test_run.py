@@ -164,7 +164,7 @@ def test_latency_limit_excludes_faster_configurations(run):
 
 
 def test_impossible_limits_are_an_error(run):
-    with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
+    with pytest.raises(ConfigError, match=r"the nearest is .* with concurrency 1: p95 time per output token [\d.]+ ms"):
         run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
 
 

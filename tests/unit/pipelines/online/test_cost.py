@@ -149,14 +149,14 @@ def test_first_read_of_the_ledger_blocks_no_threads(tmp_path, monkeypatch):
     """Requests that wait for the read must not occupy the threads that other requests need."""
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
-    monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
+    monkeypatch.setattr("pipelines.online.totals._MAX_WAIT_S", 0.1)
     view = CostView(tmp_path, PRICE)
     with pytest.raises(ApiError) as error:
         asyncio.run(view.require_loaded())
     assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     assert view.spent_usd("alice") is None
     may_end.set()
-    monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
+    monkeypatch.setattr("pipelines.online.totals._MAX_WAIT_S", 10)
     asyncio.run(view.require_loaded())
     assert view.spent_usd("alice") == 0
 

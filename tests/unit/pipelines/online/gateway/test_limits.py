@@ -480,7 +480,7 @@ def test_model_has_a_price_soon_after_its_first_answer(ledger_limits, clock, tmp
 def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "iter_new", lambda reader: iter(may_end.wait(10) and ()))
-    monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
+    monkeypatch.setattr("pipelines.online.totals._MAX_WAIT_S", 0.1)
     limits = restart()
     admit(limits, ALICE.model_copy(update={"name": "bob"}), 1, "r1")
     for admission in (
@@ -491,5 +491,5 @@ def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restart,
             asyncio.run(admission)
         assert (error.value.status, error.value.headers()) == (503, {"retry-after": "5"})
     may_end.set()
-    monkeypatch.setattr("pipelines.online.totals._SOON_S", 10)
+    monkeypatch.setattr("pipelines.online.totals._MAX_WAIT_S", 10)
     admit(limits, ALICE_WITH_BUDGET, 1, request_id="r2")
