@@ -43,8 +43,8 @@ def test_commits_by_hub_id():
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
     ],
 )
-def test_invalid_value_is_named(changes, name):
-    with pytest.raises(ConfigError, match=name):
+def test_invalid_value_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         EngineSpec(**{"model": "m", **changes})
 
 
