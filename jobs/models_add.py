@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(f"head: {added.folder}")
     print(f"card: {added.path}")
     if added.replaced:
-        print(f"the previous card had: {added.replaced}")
+        print(f"replaces the head {added.replaced}")
     print(f"\n`peagle generate --model {name}` now uses it:")
     for platform, choice, source in speculation_rows(added.card):
         print(f"  {platform}: {choice}  [{source}]")

@@ -65,8 +65,8 @@ class EngineOptions(TargetOptions):
     )
     verify: Verify = Field(
         "auto",
-        description="auto: verify the drafts that are worth their time at the current load, possibly none (CPUs, and"
-        " DSpark if set); all: verify every draft",
+        description="auto: verify the drafts that are worth their time at the current load, possibly none (only on"
+        " CPUs, and with DSpark if the option is given); all: verify every draft",
     )
     pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
     max_num_batched_tokens: int | None = Field(
@@ -187,7 +187,9 @@ class ResolvedEngine:
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
         differences = [f"{name} {measured}, now {now}" for name, (measured, now) in values.items() if measured != now]
         if differences:
-            notes.append(f"the profile was made elsewhere ({'; '.join(differences)}): its speeds may not apply here")
+            notes.append(
+                f"the profile was made with another setup ({'; '.join(differences)}): its speeds may not apply here"
+            )
         return notes
 
 
@@ -249,8 +251,8 @@ def compose_engine(
     if drafter.spec is not None and options.pipeline_parallel_size > 1:
         # A drafter reads hidden states of several layers, but vLLM 0.29 does not pass them from stage to stage.
         raise ConfigError(
-            f"drafter {drafter.name} needs hidden states of all layers, but with {options.pipeline_parallel_size}"
-            " pipeline stages vLLM keeps only those of the last stage",
+            f"drafter {drafter.name} needs hidden states of layers in several stages, but with"
+            f" {options.pipeline_parallel_size} pipeline stages vLLM keeps only those of the last stage",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     if hardware.platform == "cpu" and options.enforce_eager and options.pipeline_parallel_size > 1:
@@ -301,7 +303,7 @@ def resolve_defaults(
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the memory footprint of a model, from its store's or card's sizes if it is not downloaded yet."""
+    """Return the memory footprint of a model. Before its download, sizes are those of the store or the model card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

@@ -148,7 +148,7 @@ class Measurement(ABC):
             self.set_spent(before_s + time.monotonic() - started_at)
 
         async def use(engine: Engine, start_s: float) -> None:
-            spending.start(start_s)
+            spending.mark_ready(start_s)
             planned: Pass | None = first
             while planned is not None and planned.setup == setup:
                 record = await self._measure(engine, planned, start_s, spending)

@@ -31,7 +31,7 @@ class EngineSpending:
         self._num_requests = self._num_output_tokens = 0
         self._write()
 
-    def start(self, load_s: float) -> None:
+    def mark_ready(self, load_s: float) -> None:
         self._load_s = load_s
         self._write()
 

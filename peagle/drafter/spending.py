@@ -1,7 +1,7 @@
 """The cost of a training run in the ledger OUTPUT/ledger: one session per attempt, for all devices that it uses.
 
-The time until the first work counts as loading. Computing hidden states, training steps, estimating the acceptance and
-saving the head count as work. Work is recorded when its result is saved; the unsaved work of a killed attempt is lost.
+The time until the first work counts as loading. Work is computing hidden states, training steps, estimating the
+acceptance, and saving the head. It is recorded when its result is saved; unsaved work of a killed attempt is lost.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class TrainingSpending:
         self._recorded_until = self._seen_at
 
     def recording(self, extract: Callable[[Any, Callable[[int, int], None]], None]) -> Callable[..., None]:
-        """Wrap an extraction so that each finished shard is recorded."""
+        """Wrap a function that computes hidden states, so that each finished shard is recorded."""
 
         def recorded(job: Any, progress: Callable[[int, int], None]) -> None:
             def on_shard(done: int, total: int) -> None:
@@ -145,6 +145,6 @@ def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callabl
         say(f"the cost of the training is unknown: {error.message}")
         return None
     if price.device != device:  # for example, responses were generated on GPUs and the training runs on CPUs
-        say(f"the cost of the training is unknown: the price is per {price.device}, but training runs on a {device}")
+        say(f"the cost of the training is unknown: the price is per {price.device}, not per {device}")
         return None
     return price

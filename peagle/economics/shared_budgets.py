@@ -3,7 +3,7 @@
     ledger/budgets.json    the budgets, written by `peagle serve budgets`
     ledger/draw-ID.json    the spending of a bulk run by day; each update replaces it
 
-A tag's budget covers requests, batches and bulk runs with that tag. The endpoint's budget covers all seconds of its
+A tag's budget covers requests, batches and bulk runs with that tag. The endpoint's budget covers all the time of its
 engines, and its batches.
 """
 

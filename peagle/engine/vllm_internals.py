@@ -79,7 +79,7 @@ def drafts_of(sequence: Any) -> SpeculationStats | None:
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
         return None
-    # `vllm_drafts` counts in `per_step_drafted`.
+    # `vllm_drafts` stores its own counts in `per_step_drafted`.
     return SpeculationStats.from_histogram(drafts.histogram, drafts.num_draft_tokens, drafts.per_step_drafted)
 
 
@@ -182,7 +182,7 @@ def root_cause(log: str) -> str | None:
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """Return the error of a failed start with its logged cause or its time limit."""
+    """Return the error of a failed start with its logged cause, if there is one."""
     cause = root_cause(log)
     if cause is None:
         return error

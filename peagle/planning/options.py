@@ -60,7 +60,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     if sweep.stated_price is not None and not config.instance_types:
         if config.market == "spot":
             raise ConfigError(
-                f"{sweep.name} was measured at a stated price, so it has no spot price",
+                f"{sweep.name} was measured with --usd-per-hour, not an instance type, so it has no spot price",
                 hint="set --instance-types to the machine, or leave --market out",
             )
         return [sweep.stated_price]
@@ -255,7 +255,7 @@ def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) 
                 raise ConfigError(
                     f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, but its "
                     f"engines use {sweep.devices_per_engine}: it was measured on another machine",
-                    hint="repeat `peagle bench` with --usd-per-hour, which measures nothing again; in a sweep file, "
+                    hint="repeat `peagle bench` with --usd-per-hour, which reuses all measurements; in a sweep file, "
                     "correct instance_type or devices_per_engine",
                 )
             reasons.append(

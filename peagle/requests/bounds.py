@@ -41,7 +41,7 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield field, f"{field} has {size:,} bytes; the limit is 8,192"
     detection = values.get("repetition_detection")
     detection = detection if isinstance(detection, dict) else {}
-    for name in ("max_pattern_size", "min_count"):  # vLLM checks each length at each token
+    for name in ("max_pattern_size", "min_count"):  # vLLM checks every pattern length at each token
         number = detection.get(name)
         # pydantic also accepts a number as text.
         if (isinstance(number, int | float) and number > 64) or (isinstance(number, str) and len(number) > 2):
@@ -54,8 +54,8 @@ _TOKEN_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", 
 def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[str, str] | None:
     """Return the field with a token id that the model does not have, and a message; None if all ids are valid.
 
-    An engine uses token ids as indices, so an id that is too large crashes the engine. vLLM 0.29 only checks prompts
-    against the tokenizer, which may have more ids than the model has embeddings.
+    An engine uses token ids as indices, so an id that is too large crashes the engine. vLLM 0.29 checks only
+    the ids of prompts, and only against the tokenizer, which may have more ids than the model has embeddings.
 
     Args:
         values: a request body or sampling parameters; `prompt` may be token ids or a list of them.
@@ -226,9 +226,8 @@ class _SchemaSize:
                 return f"it has {self._properties:,} properties or more; the limit is {MAX_PROPERTIES:,}"
             names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
             if (optional := len(properties.keys() - names)) > MAX_OPTIONAL:
-                return (
-                    f"an object has {optional:,} optional properties; the limit is {MAX_OPTIONAL:,}; require the others"
-                )
+                limit = f"the limit is {MAX_OPTIONAL:,}"
+                return f"an object has {optional:,} optional properties; {limit}; add more of them to `required`"
         for name in _COUNTS:
             count = schema.get(name)
             if isinstance(count, int | float) and not isinstance(count, bool) and count > MAX_REPETITIONS:
@@ -237,7 +236,7 @@ class _SchemaSize:
         return next(filter(None, map(pattern_error, patterns)), None)
 
 
-DEFAULT_MIB = 16
+DEFAULT_MAX_ANSWER_MIB = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from jinja2 import nodes, sandbox
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
 # A message with one of these fields needs no content.
 _CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
-_REQUIRED = "it needs a role and a content, both text"
+_REQUIRED = "it needs a role and text content"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """Return the messages, or an error message to append to their location.
+    """Return the messages, or an error message, to which the caller adds where the messages come from.
 
-    `value` may be JSON text, as in CSV. As in vLLM, each message gets a text content: text parts are joined by
+    `value` may be JSON text, as in CSV. As in vLLM, each message gets text as its content: text parts are joined by
     newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.
 
     Args:
@@ -42,7 +42,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
 
 
 def message_error(message: Mapping[str, Any]) -> str | None:
-    """Return an error message if a chat message has no content or invalid tool calls, else None."""
+    """Return an error message if a chat message lacks content or has invalid tool calls, else None."""
     if message.get("function_call") is not None:
         return "function_call is not supported: use tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import from_json
 from peagle.requests.bounds import (
-    DEFAULT_MIB,
+    DEFAULT_MAX_ANSWER_MIB,
     AnswerShape,
     bounds_error,
     constraint_error,
@@ -147,7 +147,7 @@ class SamplingLimits:
     has_drafter: bool = False
     can_seed: bool = True
     vocab_size: int | None = None
-    max_answer_bytes: int = DEFAULT_MIB * 2**20
+    max_answer_bytes: int = DEFAULT_MAX_ANSWER_MIB * 2**20
 
 
 def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:

@@ -40,7 +40,7 @@ OUTPUT_SCHEMA = pa.schema(
         ("latency_s", pa.float64()),
         ("model", pa.string()),
         ("drafter", pa.string()),
-        # All responses of a row, if it requested more than one, or log-probabilities; otherwise null.
+        # All responses of a row if it requested log-probabilities or more than one response; otherwise null.
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
@@ -81,7 +81,7 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
 
 
 def internal_names(file: pa.Schema) -> list[str]:
-    """Return the internal names of a file's columns. If a file has fewer columns than a unit, they keep their names.
+    """Return the internal names of a file's columns. A file with fewer columns keeps its names.
 
     Example: the internal names of the file's columns `id`, `row_id` and `response` are `input_id`, `id` and `response`.
     """

@@ -138,7 +138,7 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the valid dead letters by `reason`, with `count` and the message of an `example`."""
+    """Return the dead letters that are not retried, by `reason`, with `count` and the message of an `example`."""
     counts, examples = Counter[str](), dict[str, str]()
     for letter in run.dead_letters():
         counts[letter["reason"]] += 1

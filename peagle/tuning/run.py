@@ -1,4 +1,4 @@
-"""A tuning, from its configuration to its profile.
+"""A tuning run, from its configuration to its profile.
 
     tune.json      settings and hardware; written once
     cells/         finished passes, and the engine time
@@ -219,14 +219,14 @@ def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
 
 
 class Tuning(Measurement):
-    """The passes of a search, including earlier commands."""
+    """The passes of a search, including those of earlier commands."""
 
     name = "tune"
     parent = Path("runs/tune")
 
     @staticmethod
     def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Return a benchmark's engines for each precision and number of token slots, checked."""
+        """Return the plan of the engines to measure, for each precision and number of token slots."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
         concurrencies = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]

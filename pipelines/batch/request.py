@@ -14,7 +14,7 @@ from pipelines.batch.lender import Lender
 from pipelines.cluster.placement import Neighbours
 
 GIVE_UP_S = 15.0  # time after the grace period for workers to notice the signal and commit their last units
-_NOTICE_S = 2.0  # time until the driver's next check, and until its stop signal arrives
+_NOTICE_S = 2.0  # until the driver next checks its limits, and the workers receive its stop signal
 BY_SIGNAL = "stopped by a signal"
 
 

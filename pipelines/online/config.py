@@ -17,7 +17,7 @@ from peagle.engine.trials import DEFAULT_CPU_S
 from peagle.engine_options import FAKE_MODEL, EngineOptions
 from peagle.planning.config import parse_duration_s
 from peagle.private import user_path
-from peagle.requests.bounds import DEFAULT_MIB
+from peagle.requests.bounds import DEFAULT_MAX_ANSWER_MIB
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import NUMBER_OR_RANGE, FakeEngineOptions, FolderOption
 
@@ -158,7 +158,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     )
     max_choices: int = Field(128, ge=1, description="maximum choices of a request: n times its number of prompts")
     max_answer_mib: int = Field(
-        DEFAULT_MIB,
+        DEFAULT_MAX_ANSWER_MIB,
         ge=1,
         description="largest answer in MiB of JSON, estimated from its choices, tokens and log-probabilities",
     )

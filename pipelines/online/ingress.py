@@ -33,7 +33,7 @@ from pipelines.online.batches.work import Runner
 from pipelines.online.cost import CostView, requested_period
 from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death, is_engine_unavailable
 from pipelines.online.gateway.budget_watch import BudgetWatch
-from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
+from pipelines.online.gateway.crashes import CRASH_SETTLE_S, Attempt, EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
@@ -266,7 +266,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         return Response(end.body, media_type="application/json")
     except Exception as error:
         raise from_exception(error) from error
-    raise AssertionError("a request is not retried after its second crash")
+    raise AssertionError("`report` raises after a request's second crash")
 
 
 async def _call_live_engine(
@@ -279,7 +279,7 @@ async def _call_live_engine(
         except Exception as error:
             if not is_engine_unavailable(error):
                 raise
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(CRASH_SETTLE_S)
     return await handler(body, request)
 
 

@@ -44,7 +44,7 @@ class Steps:
     Attributes:
         at: numbers of the steps, from 1.
         under: text that is in the path or URL of every file in the run directory.
-        at_renewals: whether to count only the steps of lease renewals and heartbeats, or only all others.
+        at_renewals: True counts only the steps of lease renewals and heartbeats; False counts only the others.
         log: file that lists the steps at which a driver stopped.
     """
 
@@ -163,7 +163,7 @@ def _replace_ray(refused: frozenset[int]) -> None:
 
 
 class _InProcess:
-    """A replacement for the Ray dataset: the thread that reads receipts prepares, generates and commits each unit."""
+    """A replacement for the Ray dataset: each unit is prepared, generated and committed in the thread that iterates."""
 
     def __init__(self, run: ResolvedRun, units: Sequence[WorkUnit]) -> None:
         self._units, self._run = units, run

@@ -93,7 +93,7 @@ def test_command_reports_which_ray_process_died(tmp_path, subcommand, name, mess
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0
 
 
-def test_endpoint_reports_crashes_and_restarts_of_serve(tmp_path):
+def test_endpoint_reports_crashes_and_restarts_of_ray_serve(tmp_path):
     port = free_port()
     with command(tmp_path, serve_arguments(tmp_path, port), "http://127") as (process, get_output):
         for name, kind in (("ray::ServeController", "controller"), ("ray::ProxyActor", "proxy")):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM interrupt or stop a command, also if sent repeatedly."""
+"""SIGINT and SIGTERM interrupt or stop a command, even if they are sent repeatedly."""
 
 import asyncio
 import os

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pipelines.online.errors import ApiError, overloaded
 
-SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
+CRASH_SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
 _SAME_STEP_S = 0.05  # requests this close together may have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
 _MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
@@ -96,10 +96,10 @@ class EngineCrashes:
         attempt.num_crashes += 1
         now = self._monotonic()
         crash = self._latest.get(attempt.model)
-        if crash is None or attempt in crash.attempts or now >= crash.reported_at + SETTLE_S:
+        if crash is None or attempt in crash.attempts or now >= crash.reported_at + CRASH_SETTLE_S:
             crash = self._latest[attempt.model] = _Crash(reported_at=now)
         crash.attempts.append(attempt)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(CRASH_SETTLE_S)
         if crash.suspects is None:
             crash.suspects = crash.find_suspects()
             self._attribute(crash.suspects[0])

@@ -107,9 +107,9 @@ CASES = [
         {"max_model_len": 100, "max_tokens": 8}),
     bad_messages("no messages", [], "invalid_messages", "not an empty list"),
     bad_messages("text for messages", "hi", "invalid_messages", "must be a list of messages, not str"),
-    bad_messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
-    bad_messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
-    bad_messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "both text"),
+    bad_messages("a message without a role", [{"content": "hi"}], "invalid_messages", "a role and text content"),
+    bad_messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "text content"),
+    bad_messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "content"),
     bad_messages("roles that the model's chat template refuses", CHAT * 2, "template_error", "roles must alternate"),
     bad_template("a template with a key that a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
     bad_template("a template that prints a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": None}, "'x' is null"),
@@ -153,7 +153,7 @@ CASES = [
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
     bad_body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
     bad_body("with only top_logprobs", "requires logprobs: true", top_logprobs=2),
-    bad_body("with an image", "both text", "invalid_messages", messages=[{"role": "user",
+    bad_body("with an image", "text content", "invalid_messages", messages=[{"role": "user",
         "content": [{"type": "image"}]}]),
 ]  # fmt: skip
 

@@ -59,10 +59,10 @@ def test_messages_are_read_from_content_parts_and_json_text(messages):
         ({"response": None}, "no response"),
         ({"response": 5}, "the response must be text, not int"),
         ({"messages": "hi"}, "column 'messages' must be a list of messages, not str"),
-        ({"messages": ["hi"]}, "column 'messages', message 0: it needs a role and a content, both text"),
+        ({"messages": ["hi"]}, "column 'messages', message 0: it needs a role and text content"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None}]},
-            "column 'messages', message 1: it needs a role and a content, both text",
+            "column 'messages', message 1: it needs a role and text content",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template rejects the row: no role 'tool'"),
         ({"prompt": None}, "neither 'messages' nor text in 'prompt'"),

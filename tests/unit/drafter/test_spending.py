@@ -110,4 +110,4 @@ def test_price_of_a_training_run_is_stated_assumed_or_unknown(tmp_path):
     other_hardware = engine_facts(tmp_path, messages, instance_type="p5.48xlarge")
     assert other_hardware.usd_per_device_s == 0
     assert "unknown" in messages[0]
-    assert "per accelerator, but training runs on a vcpu" in messages[1]
+    assert "per accelerator, not per vcpu" in messages[1]

@@ -100,7 +100,7 @@ def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, 
 
     with pytest.raises(KilledError):
         _train(killed, store, tmp_path / "cut", with_checkpoints, progress=kill)
-    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step after the checkpoint, which is repeated
+    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # the checkpoint, and one step that is repeated
     _train(resumed, store, tmp_path / "cut", with_checkpoints)
 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
@@ -109,7 +109,7 @@ def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, 
 
 
 @pytest.mark.parametrize("algorithm", ["dflash", "dspark"])
-def test_a_block_heads_training_resumes_exactly(make_head, store, tmp_path, algorithm):
+def test_training_of_a_block_head_resumes_exactly(make_head, store, tmp_path, algorithm):
     config = replace(CONFIG, anchor_share=0.5, cod_ratio=1.0)
     whole, resumed = make_head(algorithm=algorithm), make_head(algorithm=algorithm)
     _train(whole, store, tmp_path / "whole", config)

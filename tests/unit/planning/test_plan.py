@@ -105,7 +105,9 @@ def test_benchmark_reports_are_read(plan, write_report):
     result = plan(**options, tokens=360_000)
     assert result["labels"] == ["DUMMY WEIGHTS: x"]
     assert result["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
-    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as error:
+    with pytest.raises(
+        ConfigError, match="with --usd-per-hour, not an instance type, so it has no spot price"
+    ) as error:
         plan(**options, tokens=360_000, market="spot")
     assert "--instance-types" in error.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, but box-2 has BIG: its speed is unknown"):
@@ -129,7 +131,7 @@ def test_engine_larger_than_its_machine_is_refused(plan, sweep, write_report):
     hardware, table = {"platform": "cpu", "num_cpus": 4}, PriceTable.load()
     with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as error:
         plan(measured=[write_report(price=table.price("c7a.large").to_dict(), hardware=hardware)], within=None)
-    assert "repeat `peagle bench` with --usd-per-hour, which measures nothing again" in error.value.hint
+    assert "repeat `peagle bench` with --usd-per-hour, which reuses all measurements" in error.value.hint
     stated = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
     result = plan(measured=[write_report(price=stated, hardware=hardware)], tokens=360_000, within=None)
     assert result["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)

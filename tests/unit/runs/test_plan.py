@@ -52,7 +52,7 @@ def test_planning_is_deterministic(corpus, tmp_path):
     assert make_plan(config).num_rows == 7
 
 
-def test_small_units_come_first_and_the_cut_is_stored(corpus, tmp_path):
+def test_small_units_are_cut_from_the_first_rows_and_the_cut_is_stored(corpus, tmp_path):
     config = GenerateConfig(input=str(corpus), output=tmp_path, max_num_seqs=1, engines=1)
     plan = make_plan(config, Cut(rows_per_unit=4, small=(2, 1)))
     assert [unit.num_rows for unit in plan.units] == [2, 1, 4, 3]
@@ -62,7 +62,7 @@ def test_small_units_come_first_and_the_cut_is_stored(corpus, tmp_path):
     assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
 
 
-def test_plan_without_work_and_cut_is_read_and_cut_as_before(corpus, tmp_path):
+def test_old_plan_without_work_or_cut_can_be_resumed(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     table = pq.read_table(io.BytesIO(plan_to_bytes(plan))).drop_columns(["work"])
     metadata = {key: value for key, value in table.schema.metadata.items() if key != b"peagle.small_units"}
@@ -100,7 +100,7 @@ def test_retry_keeps_span_and_ids(corpus, tmp_path):
     assert [unit_from_json(unit_to_json(unit)) for unit in reloaded.units] == list(reloaded.units)
 
 
-def test_regenerated_unit_skips_retried_rows(corpus, tmp_path):
+def test_unit_whose_file_was_deleted_runs_without_retried_rows(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
     assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
@@ -120,7 +120,7 @@ def make_unit(number, work):
 def test_longest_units_come_first():
     works = [10, 1000, 9, 1001, 600, 0, 0]
     units = [make_unit(number, work) for number, work in enumerate(works)]
-    # Units of similar work stay in their order: it is compared in powers of two.
+    # Units of similar work keep their order, since work is compared in powers of two.
     assert [unit.unit for unit in longest_first(units)] == [1, 3, 4, 0, 2, 5, 6]
 
 

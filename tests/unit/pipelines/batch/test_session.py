@@ -49,7 +49,7 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
     ).wait_until_needed(run)
 
 
-def test_engines_below_the_minimum_load(sleeps):
+def test_engine_loads_if_fewer_than_the_minimum_run(sleeps):
     wait(FakeRun([BEFORE]))
     wait(FakeRun([BEFORE, SESSION]), num_engines=2)
     wait(FakeRun([BEFORE, replace(SESSION, ended=True)]))

@@ -121,7 +121,7 @@ def test_budget_counts_earlier_attempts(start):
     assert float(arguments[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
 
 
-def test_passed_timestamp_is_not_in_the_resume_command(start):
+def test_deadline_in_the_past_is_not_in_the_resume_command(start):
     _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
     with pytest.raises(StoppedEarly, match="the deadline 20") as error:
         supervisor.require_within_limits()

@@ -98,7 +98,7 @@ def test_engine_errors_pass_through():
 def watched_loop(monkeypatch):
     """Return a function that runs a coroutine in a watched event loop.
 
-    The function returns [] if the loop was not blocked, else "left" for each exit.
+    The function returns "left" for each call of `leave`, which is never called if the loop was not blocked.
 
     A poll counts for at most 0.03 s, so that a busy machine does not look like a blocked loop.
     """
@@ -144,17 +144,17 @@ def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capf
     assert "in blocks_the_loop" in capfd.readouterr().err
 
 
-def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
+def test_blocked_process_ends_even_if_die_hangs(watched_loop, monkeypatch):
     monkeypatch.setattr(watchdog, "_FINAL_WRITES_S", 0.05)
     released = threading.Event()
 
-    async def blocks_the_traceback(ended):
+    async def blocks_until_left(ended):
         until = time.monotonic() + 20
         while not ended and time.monotonic() < until:
             time.sleep(0.01)
         released.set()
 
-    assert watched_loop(blocks_the_traceback, lambda why: released.wait(20)) == ["left", "left"]
+    assert watched_loop(blocks_until_left, lambda why: released.wait(20)) == ["left", "left"]
 
 
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):

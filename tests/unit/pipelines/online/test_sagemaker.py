@@ -41,7 +41,7 @@ def test_sagemaker_variables_are_ignored_elsewhere(load_config):
     assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
 
 
-def test_precedence_of_file_sagemaker_variables_peagle_variables_and_flags(load_config, tmp_path):
+def test_flags_override_variables_and_variables_override_the_file(load_config, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_num_seqs: 1\nmax_model_len: 111\nmax_choices: 2\n")
     env = CONTAINER_VARIABLES | {"SM_VLLM_MAX_MODEL_LEN": "512", "SM_VLLM_MAX_NUM_SEQS": "4", "SM_VLLM_PORT": "8081"}
@@ -86,7 +86,7 @@ def test_error_names_the_variable(load_config, variables, reason):
         load_config(CONTAINER_VARIABLES | variables)
 
 
-def test_ignored_variables_are_reported_once():
+def test_ignored_variables_are_reported_in_one_note():
     env = {"SM_VLLM_MODEL": "m", "SM_VLLM_SEED": "1", "OTHER": "x"}
     note = sagemaker.ignored_variables(env)
     assert note.startswith("SM_VLLM_MODEL and 1 more ignored: ")

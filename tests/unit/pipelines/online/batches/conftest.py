@@ -53,11 +53,11 @@ def upload(clock):
 
     def upload(store, data=b"{}\n", *, owner="alice", **changes):
         file_id = new_id(FILE_PREFIX)
-        with store.writer(file_id) as (at, target):
+        with store.writer(file_id) as (path, target):
             target.write(data)
         stored = StoredFile(
             id=file_id, owner=owner, filename="in.jsonl", purpose=INPUT, num_bytes=len(data), created_at=clock.now,
-            at=at, **changes,
+            at=path, **changes,
         )  # fmt: skip
         store.add_file(stored)
         return stored
@@ -89,7 +89,7 @@ class FakeHandle:
     def __init__(self, kind, *arguments):
         self.kind, self.arguments = kind, arguments
         self.answer = self.reason = None
-        self.current = (0, 0, 0.0)
+        self.current = (0, 0, 0.0)  # completed, failed, US dollars
         self.allowed = []
         self.is_killed = False
 
@@ -138,7 +138,7 @@ def runner():
 
 @pytest.fixture
 def make_session():
-    """Return a function that makes sessions of an engine that took 30 s to load and costs one cent per second."""
+    """Return a function that makes sessions of an engine that took 30 s to start and costs one cent per second."""
 
     def make(**changes):
         session = engine_session(

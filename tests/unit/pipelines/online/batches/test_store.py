@@ -140,10 +140,10 @@ def run_with_copies(store, batch):
     return run
 
 
-def names_in(folder, *below):
+def names_in(folder, *subfolders):
     result = set()
     for path in folder.iterdir():
-        if path.name in ("data", "failed", "suspects", "export", "ledger", *below):
+        if path.name in ("data", "failed", "suspects", "export", "ledger", *subfolders):
             result |= {f"{path.name}/{name}" for name in names_in(path, "jsonl", "parquet", "openai-batch")}
         else:
             result.add(path.name)
@@ -168,8 +168,8 @@ def test_deleting_an_input_deletes_its_prompts(disk_or_s3_store, upload, make_ba
 def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_batch_request, kind):
     batch = disk_or_s3_store.add_batch(make_batch_request())
     run = run_with_copies(disk_or_s3_store, batch)
-    output_file = disk_or_s3_store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
-    ids = dict(zip(("output", "errors"), output_file, strict=True))
+    file_ids = disk_or_s3_store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
+    ids = dict(zip(("output", "errors"), file_ids, strict=True))
     disk_or_s3_store.remove_file(disk_or_s3_store.file(ids[kind], "alice"))
     result = names_in(run)
     if kind == "output":
@@ -181,7 +181,7 @@ def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_batch_requ
 
 
 def test_clock_jump_does_not_delete_files(root, upload, clock):
-    """Not even a restart makes the store trust a jump of the clock in less than a day."""
+    """Even after a restart, the store does not trust a clock jump that is less than a day old."""
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
     store.prepare()
@@ -217,7 +217,7 @@ def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, 
     with disk_or_s3_store.writer(new_id(FILE_PREFIX)) as (orphan, target):
         target.write(b"a prompt")
     with disk_or_s3_store.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
-        target.write(b"the record is written once the batch is collected again")
+        target.write(b"the record is written once the results of the batch are collected again")
     created_at = records.created_at_of(orphan.split("/")[1])
     clock.now = created_at + 24 * 3600 - 1
     disk_or_s3_store.sweep()
