@@ -1,10 +1,11 @@
-"""Item 4 of the GPU queue: train three heads at the same time on one GPU.
+"""Item 4 of the GPU queue: train four heads at the same time on one GPU.
 
     python3 benchmarks/gpu/train_heads.py
 
-Three processes of `peagle train` use the responses in this repository, each for eight minutes. Two continue the shipped
-P-EAGLE and EAGLE-3 heads. The third trains a P-EAGLE head of three layers, unrolled from the shipped EAGLE-3 head. Each
-process writes a checkpoint every minute and metrics every step. Heads and metrics are copied to the output regularly.
+Four processes of `peagle train` use the responses in this repository, each for eight minutes. Two continue the shipped
+P-EAGLE and EAGLE-3 heads. The third trains a P-EAGLE head of three layers, unrolled from the shipped EAGLE-3 head, and
+the fourth a DFlash head of four layers from the target's last ones. Each process writes a checkpoint every minute and
+metrics every step. Heads and metrics are copied to the output regularly.
 """
 
 import argparse
@@ -39,6 +40,7 @@ HEADS = {
     "peagle-3": [*PEAGLE, "--num-layers", "3", "--init", str(UNROLLED)],
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
+    "dflash-4": ["--algorithm", "dflash", "--num-layers", "4", "--num-key-value-heads", "9"],
 }  # fmt: skip
 _COPIED_FILES = ("run.json", "training/metrics.jsonl")
 
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny:
         _write_tiny_file()
     seconds = 20.0 if args.tiny else args.time_budget_s - _START_S
-    # On a CPU, three processes that each use all cores would mostly wait for each other.
+    # On a CPU, several processes that each use all cores would mostly wait for each other.
     variables = os.environ | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
     if not UNROLLED.is_dir():
         subprocess.run([sys.executable, *unroll_command(tiny=args.tiny)], check=True, env=variables)
