@@ -80,23 +80,35 @@ class SchedulerDrafts:
             scheduler: vLLM's.
             scheduled: vLLM's `SchedulerOutput`, which is changed.
         """
-        if self._budget is None or not scheduled.num_scheduled_tokens:
+        if self._budget is None:
             return
+        try:
+            self._start_step(self._budget, scheduler, scheduled)
+        except Exception:
+            self._disable_choice()
+            scheduled.num_spec_tokens_to_schedule = self._num_speculative_tokens
+
+    def _disable_choice(self) -> None:
+        self._budget = None
+        _warn("the choice of drafts failed and was disabled; all drafts are verified")
+
+    def _start_step(self, budget: DraftBudget, scheduler: Any, scheduled: Any) -> None:
         self._started_s = time.perf_counter()
+        for name in scheduled.finished_req_ids:
+            if (request := self._requests.pop(name, None)) is not None:
+                budget.prompts.end_request(request.num_output_tokens)
+        if not scheduled.num_scheduled_tokens:
+            return
         requests = [scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
         block_size = scheduler.kv_cache_manager.block_pool.hash_block_size
-        prompts = self._budget.prompts
         for new in scheduled.scheduled_new_reqs:
             request = self._requests[new.req_id] = scheduler.requests[new.req_id]
             self._find_gap(request, new.num_computed_tokens // block_size)
-            prompts.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
-        for name in scheduled.finished_req_ids:
-            if (request := self._requests.pop(name, None)) is not None:
-                prompts.end_request(request.num_output_tokens)
+            budget.prompts.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0
-        if can_draft and self._budget.drafting_pays(len(requests), self._started_s):
-            depth = self._num_speculative_tokens if self._drafts_deepest() else self._budget.depth
+        if can_draft and budget.drafting_pays(len(requests), self._started_s):
+            depth = self._num_speculative_tokens if self._drafts_deepest() else budget.depth
         else:
             for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
                 self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)
@@ -147,8 +159,7 @@ class SchedulerDrafts:
             try:
                 self._choose(self._budget, rows, scheduler.running, drafted)
             except Exception:
-                self._budget = None
-                _warn("the choice of drafts failed and was disabled; all drafts are verified")
+                self._disable_choice()
 
     def _look_up(self, request: Any, drafts: RequestDrafts, tokens: list[int]) -> list[int]:
         text, lookup = request.all_token_ids, drafts.lookup

@@ -275,11 +275,25 @@ def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped
     assert choosing_scheduler.received[-1] == [[], [], [], [7, 8, 9]]
 
 
-def test_all_drafts_are_verified_after_a_failed_choice(choosing_scheduler, monkeypatch, caplog):
+def test_finished_requests_are_forgotten(choosing_scheduler):
+    for request in choosing_scheduler.requests.values():
+        request.block_hashes = [b"prompt"]
+    choosing_scheduler.new = list(choosing_scheduler.requests)
+    step(choosing_scheduler, [[-0.01] * 3] * 2)
+    drafts = choosing_scheduler.peagle_drafts
+    assert list(drafts._requests) == ["sure", "unsure"]
+    choosing_scheduler.new, choosing_scheduler.finished = [], {"sure", "unsure"}
+    choosing_scheduler.requests.clear()
+    choosing_scheduler.schedule()  # vLLM schedules no tokens when the last request ends
+    assert drafts._requests == {}
+
+
+@pytest.mark.parametrize("failing", ["choose", "drafting_pays"])
+def test_all_drafts_are_verified_after_a_failed_choice(choosing_scheduler, monkeypatch, caplog, failing):
     def fail(*_):
         raise FloatingPointError("overflow")
 
-    monkeypatch.setattr(vllm_drafts.DraftBudget, "choose", fail)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, failing, fail)
     for _ in range(2):
         step(choosing_scheduler, [[-9.0] * 3, [-9.0] * 3])
     assert choosing_scheduler.received == [[[7, 8, 9], [7, 8, 9]]] * 2
