@@ -58,7 +58,10 @@ class EngineOptions(TargetOptions):
         "(also s3://) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
-        None, ge=1, le=64, description="draft tokens per step (K); default: the catalog's value for this concurrency"
+        None,
+        ge=1,
+        le=64,
+        description="draft tokens per step (K), a maximum with --verify auto; default: the catalog's value",
     )
     max_num_seqs: int | None = Field(
         None, ge=1, description="concurrent requests of an engine; default: 8 on CPU, 256 on GPU"
