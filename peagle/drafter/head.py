@@ -97,7 +97,7 @@ def _require_compatible(folder: Path, spec: HeadSpec) -> None:
     saved = read_head(read_config(folder, ConfigError))
     if saved.method != spec.algorithm and (saved.method, spec.algorithm) != ("eagle3", "peagle"):
         raise ConfigError(
-            f"{folder}: is a {saved.method} head, but the head to train is {spec.algorithm}",
+            f"{folder}: has method {saved.method}, but the head to train has {spec.algorithm}",
             hint=f"use --algorithm {saved.method}, or another --init",
         )
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
@@ -159,13 +159,13 @@ def possible_init(target: Path, architecture: Architecture, spec: HeadSpec, say:
         return spec.init
     weights = TargetWeights(target, architecture)
     if obstacle := warm_start_obstacle(weights, architecture, spec.num_layers):
-        say(f"the head starts at random instead of from the target's last layers: {obstacle}")
+        say(f"the head starts with random weights, not with the target's last layers: {obstacle}")
         return "random"
     names = set().union(*map(weights.names_in_layer, _last_layers(architecture, spec.num_layers)))
     if spec.algorithm in BLOCK_METHODS:
         names -= _NORMS.keys()
     if left_out := [label for name, label in _LEFT_OUT.items() if name in names]:
-        say(f"the head starts from the target's last layers without their {', '.join(left_out)}")
+        say(f"the head starts with the target's last layers, without their {', '.join(left_out)}")
     return spec.init
 
 

@@ -147,8 +147,8 @@ def _session_has_ended(session: EngineSession, now: float) -> bool:
 
 
 def _compact_sessions(ledger: StoragePath, now: float) -> None:
-    before = {path: path.read_bytes() for path in session_files(ledger)}
-    sessions_by_path = {path: read_session_file(path) for path in before}
+    old_content = {path: path.read_bytes() for path in session_files(ledger)}
+    sessions_by_path = {path: read_session_file(path) for path in old_content}
     ended = [
         path
         for path, sessions in sessions_by_path.items()
@@ -160,5 +160,5 @@ def _compact_sessions(ledger: StoragePath, now: float) -> None:
     name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
     write_atomic(ledger / name, data)
     for path in ended:
-        if path.name != name and path.read_bytes() == before[path]:
+        if path.name != name and path.read_bytes() == old_content[path]:
             remove(path)

@@ -121,7 +121,7 @@ _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is
 
 
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
-    """Return the savings of work. Without a drafter, each token after a request's first token is a step."""
+    """Return the savings of work. Without a drafter, each token after a request's first token takes a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
     is_counted = num_steps > 0 or num_later_tokens == 0
@@ -147,7 +147,7 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
 
 
 def spot_savings(price: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
-    """Return the savings of a spot machine, assuming that no work would have been lost on demand."""
+    """Return the savings of a spot machine. On demand, only `kept_usd` (without lost work) would be paid for."""
     if price.market != "spot":
         return Savings()
     usd = kept_usd + lost_usd

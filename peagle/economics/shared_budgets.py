@@ -115,7 +115,8 @@ def edit_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
 class TagSpending:
     """The spending of a bulk run from the budgets of its tags.
 
-    `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work.
+    `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work,
+    and `at` the time of the update.
     """
 
     run: str

@@ -146,7 +146,7 @@ def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabu
     with pytest.raises(ConfigError, match="has 2 layers, but the head to train has 1"):
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
     for algorithm in ("eagle3", "dflash"):
-        with pytest.raises(ConfigError, match=f"is a peagle head, but the head to train is {algorithm}"):
+        with pytest.raises(ConfigError, match=f"has method peagle, but the head to train has {algorithm}"):
             _head(target, spec, vocabulary, num_layers=2, algorithm=algorithm, init=str(tmp_path))
     small_vocabulary = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \(48, 32\), but .* needs \(40, 32\)"):
