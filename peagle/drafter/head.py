@@ -73,15 +73,16 @@ class HeadSpec:
 
 def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
     """Check from the configurations that a head can be built for a target; return the target's architecture."""
-    shape = read_architecture(target)
-    if spec.init != "random" and spec.num_layers > shape.num_hidden_layers:
+    architecture = read_architecture(target)
+    if spec.init != "random" and spec.num_layers > architecture.num_hidden_layers:
         raise ConfigError(
-            f"{spec.num_layers} layers cannot start as the last layers of a target that has {shape.num_hidden_layers}",
+            f"{spec.num_layers} layers cannot start as the last layers of a target that has "
+            f"{architecture.num_hidden_layers}",
             hint="decrease --num-layers, or use --init random",
         )
-    num_kv_heads, target_kv_heads = spec.num_key_value_heads, shape.num_key_value_heads
-    if num_kv_heads is not None and shape.num_attention_heads % num_kv_heads:
-        raise ConfigError(f"{num_kv_heads} KV heads do not divide {shape.num_attention_heads} attention heads")
+    num_kv_heads, target_kv_heads = spec.num_key_value_heads, architecture.num_key_value_heads
+    if num_kv_heads is not None and architecture.num_attention_heads % num_kv_heads:
+        raise ConfigError(f"{num_kv_heads} KV heads do not divide {architecture.num_attention_heads} attention heads")
     if num_kv_heads is not None and num_kv_heads % target_kv_heads and spec.init != "random":
         raise ConfigError(
             f"{num_kv_heads} KV heads cannot start as copies of the target's {target_kv_heads}",
@@ -89,7 +90,7 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
         )
     if spec.init not in INITS:
         _require_compatible(Path(spec.init), spec)
-    return shape
+    return architecture
 
 
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:

@@ -239,6 +239,8 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 class SessionReader:
+    """Reads the sessions of a ledger; unchanged files are read only once."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
@@ -371,6 +373,8 @@ def write_batch(folder: Path, batch: RequestUsage) -> None:
 
 
 class RequestReader:
+    """Reads the requests of a ledger, each only once."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._offsets: dict[str, int] = {}  # by segment

@@ -62,7 +62,7 @@ class SharedBudget(BaseModel):
         if self.name == ENDPOINT:
             return "the budget of this endpoint"  # without the amount, which not every key may see
         every = f" a {self.budget_every}" if self.budget_every else ""
-        return f"the budget of ${self.budget_usd:g}{every} of {self.name}"
+        return f"the budget of ${self.budget_usd:g}{every} for {self.name}"
 
 
 def period_of(every: Every, day: date) -> tuple[date, date]:

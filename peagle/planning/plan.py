@@ -205,7 +205,8 @@ def text_plan(plan: Mapping[str, Any]) -> str:
 
 def _sentence(option: Mapping[str, Any], *, has_several_sources: bool) -> str:
     fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
-    engines = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} concurrent requests each"
+    count = f"{option['num_engines']} engine{'s' if option['num_engines'] > 1 else ''}"
+    engines = f"{count}, {option['label']}, {option['concurrency']} concurrent requests each"
     engines += f", as measured in {_measured(option)}" if has_several_sources else ""
     price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
     if option["usd"] is None:

@@ -268,7 +268,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         (
             "qwen3_moe",
             "random",
-            ["at random instead of from the target's last layers: the target's layer 2 has no mlp.down_proj.weight"],
+            ["random weights, not with the target's last layers: the target's layer 2 has no mlp.down_proj.weight"],
         ),
         ("gpt_oss", "random", ["the target's layer 2 has no mlp.down_proj.weight"]),
         ("gemma3_text", "random", ["the target's MLPs use gelu_pytorch_tanh, but a head's use silu"]),
