@@ -33,6 +33,8 @@ StartEngine = Callable[[EngineSpec, Hardware], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementListener:
+    """Callbacks for messages, and for the numbers of finished prompts and of all prompts of a pass."""
+
     say: Callable[[str], None] = lambda message: None
     progress: Callable[[int, int], None] = lambda done, total: None
 

@@ -72,6 +72,7 @@ class Measurement(ABC):
         """Describe how many passes are finished and how many remain."""
 
     def num_warm_up(self, planned: Pass) -> int:
+        """Return the number of prompts to send before a pass, without measuring them."""
         return planned.concurrency
 
     @classmethod  # noqa: B027 - most commands accept any number of prompts

@@ -34,6 +34,8 @@ class Deployment(Strict):
 
 
 class PublishedSpeeds(Strict):
+    """Output tokens/s of a method and K, one value per concurrency of the table."""
+
     method: Method
     num_speculative_tokens: int = Field(ge=0)
     output_tokens_per_s: list[float] = Field(min_length=1)
@@ -231,6 +233,8 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
+    """The recommended method and K up to a concurrency (None: without a limit) on a platform."""
+
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
     method: Method

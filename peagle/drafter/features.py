@@ -141,9 +141,9 @@ class FeatureStore:
             raise InputError(f"{folder}: no features found", hint="extract them first")
         index = json.loads((folder / INDEX).read_text())
         if len(index["shards"]) != index["num_shards"]:
-            done = f"{len(index['shards'])} of {index['num_shards']} shards"
+            progress = f"{len(index['shards'])} of {index['num_shards']} shards"
             raise InputError(
-                f"{folder}: the extraction is not finished ({done})", hint="repeat the command to resume it"
+                f"{folder}: the extraction is not finished ({progress})", hint="repeat the command to resume it"
             )
         self.spec = _spec_from(index["spec"])
         self._shards = []

@@ -43,6 +43,8 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
+    """The signature and docstring of a function."""
+
     module: str
     name: str
     arguments: str

@@ -104,6 +104,7 @@ def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple
 
 
 def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
+    """Remove merged files without an index, and processes' own files that were merged completely."""
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing might have missed the index
             remove(orphan)
@@ -116,6 +117,7 @@ def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
 
 
 def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
+    """Yield groups of segments, each for a merged file of about `_SMALL_BYTES`."""
     group: list[Segment] = []
     num_bytes = 0
     for segment in chosen:

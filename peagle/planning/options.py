@@ -76,9 +76,9 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     elif not instance_types and sweep.instance_type:
         instance_types = [sweep.instance_type]
     if not instance_types:
-        why = f"no price for a machine with {sweep.accelerator}"
+        reason = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
-            f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
+            f"{sweep.name}: {reason}" if sweep.is_published else f"{sweep.name} was measured without a price",
             hint="set --instance-types to the machine",
         )
     prices: list[Price] = []

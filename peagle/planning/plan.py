@@ -137,7 +137,7 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
 
 
 def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """Find by bisection the acceptance length below which the chosen option exceeds a limit; None without one."""
+    """Find by bisection the acceptance length below which the chosen option exceeds a limit, if any."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None

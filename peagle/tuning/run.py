@@ -122,21 +122,20 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
     alternatives = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
-    other = next(alternatives, None)
+    alternative = next(alternatives, None)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits(config)}"
     if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
-        if other is None:
+        if alternative is None:
             return f"{label}: {speed}."
-        gain = chosen.output_tokens_per_s / other.output_tokens_per_s
-        return (
-            f"{label}: {speed}; {gain:.2f} times the best speed without a drafter, at concurrency {other.concurrency}."
-        )
-    if other is not None:
-        gain = other.output_tokens_per_s / chosen.output_tokens_per_s
+        gain = chosen.output_tokens_per_s / alternative.output_tokens_per_s
+        comparison = f"the best speed without a drafter, at concurrency {alternative.concurrency}"
+        return f"{label}: {speed}; {gain:.2f} times {comparison}."
+    if alternative is not None:
+        gain = alternative.output_tokens_per_s / chosen.output_tokens_per_s
         comparison = (
-            f"the best with a drafter, {method_label(other.method, other.k)} at concurrency {other.concurrency}, has "
-            f"{gain:.2f} times that speed (a drafter must be {MIN_GAIN:.0%} faster)"
+            f"the best with a drafter, {method_label(alternative.method, alternative.k)} at concurrency "
+            f"{alternative.concurrency}, has {gain:.2f} times that speed (a drafter must be at least {MIN_GAIN:.0%} faster)"
         )
     elif any(cell.has_drafter for cell in cells):
         comparison = "no drafter is within the limits"

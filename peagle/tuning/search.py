@@ -62,7 +62,7 @@ class Durations:
         self._pass_s[candidate].append(pass_s)
 
     def total_s(self, passes: Sequence[CandidatePass], running: str | None) -> float:
-        """Return the seconds of these passes and of starting their engines, except the `running` one."""
+        """Return the seconds of these passes and of starting their engines, except the `running` engine."""
         engines = {planned.candidate.engine for planned in passes} - {running}
         mean_start_s = _mean(chain.from_iterable(self._start_s.values()))
         starts_s = sum(_mean(self._start_s.get(engine, [])) or mean_start_s for engine in engines)
@@ -70,8 +70,8 @@ class Durations:
 
     def _pass_s_of(self, candidate: Candidate) -> float:
         """Return the mean time of the candidate's passes, else of passes at its concurrency, else of all passes."""
-        same = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
-        mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same))
+        same_concurrency = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
+        mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same_concurrency))
         return mean_s or _mean(chain.from_iterable(self._pass_s.values()))
 
 
