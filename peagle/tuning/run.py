@@ -135,7 +135,8 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         gain = alternative.output_tokens_per_s / chosen.output_tokens_per_s
         comparison = (
             f"the best with a drafter, {method_label(alternative.method, alternative.k)} at concurrency "
-            f"{alternative.concurrency}, has {gain:.2f} times that speed (a drafter must be at least {MIN_GAIN:.0%} faster)"
+            f"{alternative.concurrency}, has {gain:.2f} times that speed (a drafter must be "
+            f"at least {MIN_GAIN:.0%} faster)"
         )
     elif any(cell.has_drafter for cell in cells):
         comparison = "no drafter is within the limits"
