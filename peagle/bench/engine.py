@@ -33,6 +33,8 @@ StartEngine = Callable[[EngineSpec, Hardware], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementListener:
+    """Callbacks for messages, and for the numbers of finished prompts and of all prompts of a pass."""
+
     say: Callable[[str], None] = lambda message: None
     progress: Callable[[int, int], None] = lambda done, total: None
 
@@ -126,8 +128,8 @@ class PeakMemory:
 def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
     """Return a function that reads memory in use. Call this before the first engine starts.
 
-    vLLM fills a GPU up to `gpu_memory_utilization` with KV cache, so on a GPU this is what vLLM reserves, not what it
-    needs.
+    vLLM fills a GPU up to `gpu_memory_utilization` with KV cache, so on a GPU the reading is what vLLM reserves, not
+    what it needs.
     """
     if hardware.platform == "cpu":
         return tree_rss_gib
@@ -210,7 +212,7 @@ async def run_pass(
     warm_up = {**sampling, "max_tokens": min(8, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
     await asyncio.sleep(_COUNTERS_SETTLE_S)
-    before = engine.speculation_totals()
+    totals_before = engine.speculation_totals()
     started_at = time.monotonic()
     slots = asyncio.Semaphore(concurrency)
     num_done = 0
@@ -227,7 +229,9 @@ async def run_pass(
     answers = await asyncio.gather(*map(send, range(len(prompts))))
     wall_s = time.monotonic() - started_at
     await asyncio.sleep(_COUNTERS_SETTLE_S)
-    return PassResult(answers=answers, wall_s=wall_s, drafted=drafts_between(engine.speculation_totals(), before))
+    return PassResult(
+        answers=answers, wall_s=wall_s, drafted=drafts_between(engine.speculation_totals(), totals_before)
+    )
 
 
 def drafts_between(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:

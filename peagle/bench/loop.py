@@ -72,6 +72,7 @@ class Measurement(ABC):
         """Describe how many passes are finished and how many remain."""
 
     def num_warm_up(self, planned: Pass) -> int:
+        """Return the number of prompts to send before a pass, without measuring them."""
         return planned.concurrency
 
     @classmethod  # noqa: B027 - most commands accept any number of prompts
@@ -83,7 +84,7 @@ class Measurement(ABC):
         self.done[planned] = record
 
     def fail(self, setup: Setup, reason: str) -> None:
-        """Skip an engine for the rest of the command."""
+        """Skip an engine until the command ends."""
         self.failed[setup] = reason
 
     def set_spent(self, spent_s: float) -> None:
@@ -116,13 +117,13 @@ class Measurement(ABC):
 
     def announce(self) -> None:
         plan, dataset = self.plan, self.dataset
-        formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
-        engine = f"{plan.model.name} on {plan.hardware.describe()}, {', '.join(formats)}"
+        precisions = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
+        engine = f"{plan.model.name} on {plan.hardware.describe()}, {', '.join(precisions)}"
         self.say(f"{len(dataset.prompts)} prompts of {dataset.name}; {engine}")
         for note in [*warning_labels(plan), *plan.notes, *self.caveats()]:
             self.say(f"  {note}")
         for reason, count in dataset.rejected.items():
-            self.say(f"  {count} rows without a prompt: {reason}")
+            self.say(f"  rows without a prompt: {count} ({reason})")
         self.say(f"  {self.describe_progress()}")
 
     def measure(self) -> None:
@@ -141,13 +142,13 @@ class Measurement(ABC):
         """Start an engine and run passes until the next pass needs another engine."""
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
-        before_s, started_at = self.spent_s, time.monotonic()
+        earlier_s, started_at = self.spent_s, time.monotonic()
         spending = EngineSpending(self.folder.root / "ledger", self.plan, setup)
 
         def update_spent() -> None:
-            self.set_spent(before_s + time.monotonic() - started_at)
+            self.set_spent(earlier_s + time.monotonic() - started_at)
 
-        async def use(engine: Engine, start_s: float) -> None:
+        async def run_passes(engine: Engine, start_s: float) -> None:
             spending.mark_ready(start_s)
             planned: Pass | None = first
             while planned is not None and planned.setup == setup:
@@ -157,7 +158,7 @@ class Measurement(ABC):
                 planned = self.next(setup)
 
         try:
-            with_engine(setup.spec, self.plan.hardware, self._start, self.folder.log(setup.name), use)
+            with_engine(setup.spec, self.plan.hardware, self._start, self.folder.log(setup.name), run_passes)
         finally:
             update_spent()
             spending.end()

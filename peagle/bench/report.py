@@ -279,20 +279,18 @@ def most_tokens_per_usd(report: Mapping[str, Any]) -> str:
             fastest = max(cells, key=lambda cell: cell["output_tokens_per_s"])
             name = METHOD_NAMES[fastest["method"]] + (f" at K={fastest['k']}" if fastest["k"] else "")
             concurrencies.setdefault(name, []).append(str(concurrency))
-    wins = [
-        f"{name} at concurrency {', '.join(won_concurrencies)}" for name, won_concurrencies in concurrencies.items()
-    ]
-    return f"Most tokens per dollar: {'; '.join(wins)}."
+    fastest_methods = [f"{name} at concurrency {', '.join(numbers)}" for name, numbers in concurrencies.items()]
+    return f"Most tokens per dollar: {'; '.join(fastest_methods)}."
 
 
 def acceptance_rows(report: Mapping[str, Any]) -> Rows:
     """Return acceptance length and acceptance by position of every setup with drafts."""
-    drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
-    if not drafting:
+    setups = [setup for setup in report["setups"] if setup["num_drafts"]]
+    if not setups:
         return []
-    positions = positions_of(drafting)
+    positions = positions_of(setups)
     rows = [["acceptance", "K", "length", "drafts", *positions]]
-    rows += [[*_method_and_k(setup), *acceptance_figures(setup, positions)] for setup in drafting]
+    rows += [[*_method_and_k(setup), *acceptance_figures(setup, positions)] for setup in setups]
     return rows
 
 
@@ -346,10 +344,10 @@ def conditions(
     return "; ".join(parts)
 
 
-def _page(report: Mapping[str, Any], form: TableFormat) -> list[str]:
+def _page(report: Mapping[str, Any], table: TableFormat) -> list[str]:
     lines: list[str] = []
     for label in report["labels"]:
-        lines += [f"**{label}.**" if form is markdown else f"! {label}", ""]
+        lines += [f"**{label}.**" if table is markdown else f"! {label}", ""]
     summary = conditions(
         report,
         versions=[f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))],
@@ -360,20 +358,20 @@ def _page(report: Mapping[str, Any], form: TableFormat) -> list[str]:
     passes = f"{repeats[-1]} {'pass' if repeats[-1] == 1 else 'passes'}"
     if repeats[0] < repeats[-1]:
         passes = f"{repeats[0]} to {passes}"
-    lines += [f"{summary}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=passes)]
+    lines += [f"{summary}.", "", *table(speed_rows(report)), "", _SPEED_NOTE.format(passes=passes)]
     if rows := best_rows(report):
-        lines += ["", *form(rows), "", _BEST_NOTE]
+        lines += ["", *table(rows), "", _BEST_NOTE]
     if rows := acceptance_rows(report):
-        lines += ["", *form(rows), "", POSITION_NOTE]
+        lines += ["", *table(rows), "", POSITION_NOTE]
     memory = _MEMORY[report["hardware"]["platform"]]
-    lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
+    lines += ["", *table(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
     if any(cell["num_refused"] for cell in report["cells"]):
         rejected = "The engine rejected some requests, which the figures do not include: see num_refused in the JSON."
         lines += ["", rejected]
     for note in report["notes"]:
         lines += ["", note]
     if rows := value_rows(report):
-        lines += ["", *form(rows)]
+        lines += ["", *table(rows)]
     if sentence := most_tokens_per_usd(report):
         lines += ["", sentence]
     return lines
@@ -466,4 +464,5 @@ def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Ax
 
 
 def subject_of(report: Mapping[str, Any]) -> str:
+    """Return the model and the dataset, for the headings of plots."""
     return f"{report['model']}, {report['dataset']['name']}"

@@ -40,8 +40,8 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_running:
 
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
     """Estimate the seconds of a pass from finished passes, preferably at the same concurrency."""
-    same = [record.wall_s for record in done if record.concurrency == concurrency]
-    return statistics.mean(same or [record.wall_s for record in done])
+    at_concurrency = [record.wall_s for record in done if record.concurrency == concurrency]
+    return statistics.mean(at_concurrency or [record.wall_s for record in done])
 
 
 class Bench(Measurement):
@@ -59,7 +59,7 @@ class Bench(Measurement):
         super().__init__(*args)
         records = {planned: self.find(planned) for planned in self.plan.passes}
         self.done = {planned: record for planned, record in records.items() if record is not None}
-        self._num_before = len(self.done)
+        self._num_resumed = len(self.done)
 
     def run(self) -> tuple[dict[str, Any], Path]:
         """Measure the remaining passes; return the report and its folder. The report is also written after an error."""
@@ -84,7 +84,7 @@ class Bench(Measurement):
     def _has_time_for(self, planned: Pass, *, is_running: bool) -> bool:
         """Return whether a pass should end within the time budget. Each command runs at least one pass."""
         budget_s = self.plan.config.time_budget_s
-        if budget_s is None or len(self.done) == self._num_before:
+        if budget_s is None or len(self.done) == self._num_resumed:
             return True
         done = list(self.done.values())
         start_s = 0.0 if is_running else statistics.mean(record.start_s for record in done)

@@ -32,6 +32,8 @@ _UNKNOWN = "not confirmed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedHead:
+    """The card with the added head. `replaced` is the id of the head that it replaces, if any."""
+
     card: ModelCard
     path: Path
     facts: HeadFacts
@@ -68,7 +70,7 @@ def add_head(
     check_weights(read_shapes(folder), facts)
     card = card.model_copy(update={"name": _checked_name(name or card.name)})
     head_folder = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
-    former = card.heads.get(facts.method)
+    former_head = card.heads.get(facts.method)
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"K must be at least 1, got {num_speculative_tokens}")
     if max_concurrency is not None and max_concurrency < 1:
@@ -90,7 +92,9 @@ def add_head(
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     write_atomic(path, f"# Written by `peagle models add`.\n{text}".encode())
-    return AddedHead(card=card, path=path, facts=facts, folder=head_folder, replaced=former.id if former else None)
+    return AddedHead(
+        card=card, path=path, facts=facts, folder=head_folder, replaced=former_head.id if former_head else None
+    )
 
 
 def _read_front_matter(folder: Path) -> dict[str, Any]:

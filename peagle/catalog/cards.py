@@ -1,6 +1,6 @@
 """The catalog's cards: YAML files with facts about models, each with its source.
 
-Cards ship with peagle; cards in `$PEAGLE_HOME/models` are added or replace shipped cards of the same name.
+Cards ship with peagle. Cards in `$PEAGLE_HOME/models` are added, and replace shipped cards of the same name.
 """
 
 import types
@@ -34,6 +34,8 @@ class Deployment(Strict):
 
 
 class PublishedSpeeds(Strict):
+    """Output tokens/s of a method and K, one value per concurrency of the table."""
+
     method: Method
     num_speculative_tokens: int = Field(ge=0)
     output_tokens_per_s: list[float] = Field(min_length=1)
@@ -231,6 +233,8 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
+    """The recommended method and K up to a concurrency (None: without a limit) on a platform."""
+
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
     method: Method
@@ -305,6 +309,7 @@ class Catalog:
         return card
 
     def unknown(self, name: str) -> CatalogError:
+        """Return the error for a name that is not in the catalog."""
         return CatalogError(
             f"no model {name!r} in the catalog",
             hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also work)",
@@ -343,7 +348,7 @@ def load_card(path: Path) -> ModelCard:
         raise CatalogError(f"{path}: {key}: {reason}{more}", hint=hint) from error
     if card.name != path.stem:
         raise CatalogError(
-            f"{path}: the file name differs from name: {card.name}",
+            f"{path}: the file name differs from the card's name, {card.name}",
             hint=f"rename the file to {card.name}.yaml",
         )
     return card

@@ -65,7 +65,10 @@ def is_intact(folder: Path) -> bool:
 
 
 def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int) -> None:
-    """Run `python -m MODULE ARGUMENTS` offline, to keep torch's memory and threads out of this process."""
+    """Run `python -m MODULE ARGUMENTS` offline, to keep torch's memory and threads out of this process.
+
+    `what` is the name of the model in error messages.
+    """
     package_root = str(Path(peagle.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", module, *arguments]

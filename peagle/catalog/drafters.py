@@ -128,7 +128,7 @@ def _build(
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
     trained_k = card.max_speculative_tokens if card else None
     if trained_k is not None and k > trained_k and head.method != "eagle3":
-        note += f"; K={k} exceeds the {trained_k} that the head was trained for, so the last tokens are likely rejected"
+        note += f"; K={k} exceeds the {trained_k} that the head was trained for, so its last drafts are often rejected"
     return ResolvedDrafter(
         spec=DrafterSpec(method=head.method, model=path_or_id, num_speculative_tokens=k, revision=located.revision),
         name=located.name,

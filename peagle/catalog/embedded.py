@@ -20,6 +20,8 @@ _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedTarget:
+    """A target in a Python package. `upstream_id` is its id on the hub."""
+
     distribution: str
     module: str
     gguf_name: str

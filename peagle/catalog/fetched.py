@@ -34,6 +34,8 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
+    """A model folder in an object store: its path, and its files."""
+
     at: S3Path
     files: tuple["FolderFile", ...]
 
@@ -138,8 +140,8 @@ def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CatalogError(f"{at / index}: not an index of weights: {error!r}", hint=_UPLOAD_HINT) from error
         if missing:
-            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {some}", hint=_UPLOAD_HINT)
+            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {shown}", hint=_UPLOAD_HINT)
 
 
 def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announce = lambda message: None) -> None:
@@ -166,13 +168,13 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
     cancelled = threading.Event()
     pool = ThreadPoolExecutor(8)
     try:
-        todo = {
+        futures = {
             pool.submit(fetch_file, at, file, folder, count=count, is_cancelled=cancelled.is_set)
             for file in sorted(missing, key=lambda file: -file.num_bytes)
         }
         with converted_write_errors(folder, hint=_SPACE_HINT):
-            while todo:
-                done, todo = wait(todo, timeout=10.0, return_when=FIRST_EXCEPTION)
+            while futures:
+                done, futures = wait(futures, timeout=10.0, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 seconds = time.monotonic() - started_at

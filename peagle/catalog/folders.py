@@ -61,5 +61,5 @@ def _both_ends(path: Path) -> bytes:
 
 
 def peagle_home() -> Path:
-    """Return `$PEAGLE_HOME`, by default `~/.peagle`. It may not exist."""
+    """Return `$PEAGLE_HOME`, by default `~/.peagle`. It might not exist."""
     return user_path(os.environ.get("PEAGLE_HOME") or "~/.peagle")

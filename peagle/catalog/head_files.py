@@ -59,7 +59,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
     hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
     vocab_size = layer.get("vocab_size")
     if hidden_size is None or vocab_size is None:
-        raise DrafterError("the drafter's config.json has no hidden_size or no vocab_size")
+        raise DrafterError("the drafter's config.json lacks hidden_size or vocab_size")
     block = config.get("dflash_config") or {}
     aux = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
     aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -100,7 +100,7 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
         raise _misfit(f"it reads layers {outside}, but the target has {num_layers} layers")
     if head.method != "eagle3":
-        _check_parallel(head)
+        _check_mask_token(head)
     if head.method == "dspark" and not drafter.get("markov_rank"):
         raise DrafterError("a DSpark head requires a Markov head (markov_rank), which vLLM loads with it")
     return head
@@ -121,7 +121,7 @@ def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     return size if predicts_from_first else size - 1
 
 
-def _check_parallel(head: HeadFacts) -> None:
+def _check_mask_token(head: HeadFacts) -> None:
     if head.mask_token_id is None:
         raise DrafterError(
             f"the drafter has no mask token ({', '.join(_MASK_TOKEN_KEYS)}), which parallel drafting requires",
@@ -193,10 +193,10 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
     width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
     if head.method == "peagle" and math.prod(shapes["mask_hidden"]) != width:
         raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
-    num_read = len(head.aux_layer_ids) * head.target_hidden_size
-    if head.max_k is not None and num_read not in (0, width):
+    num_values = len(head.aux_layer_ids) * head.target_hidden_size
+    if head.max_k is not None and num_values not in (0, width):
         raise _mismatch(
-            f"it reads {num_read:,} values of {len(head.aux_layer_ids)} layers, but fc reads {width or 'nothing'}"
+            f"it reads {num_values:,} values of {len(head.aux_layer_ids)} layers, but fc reads {width or 'nothing'}"
         )
     if head.method == "dspark" and not any(name.startswith("markov_head.") for name in shapes):
         raise _mismatch("the weights of its Markov head are missing")

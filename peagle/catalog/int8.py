@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Linear layers that vLLM's architectures build with the checkpoint's quantisation. vLLM fuses q, k, v and gate, up, so
 # either all of them or none are converted.
 _LINEAR = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?((q|k|v|o|qkv|gate|up|down|gate_up)_proj|w[123])\.weight")
-_TOWER = re.compile(r"vision|visual|image|audio|speech")
+_ENCODER = re.compile(r"vision|visual|image|audio|speech")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -37,7 +37,7 @@ def is_quantizable(name: str, num_dimensions: int) -> bool:
     >>> is_quantizable("model.layers.0.mlp.down_proj.weight", 2), is_quantizable("lm_head.weight", 2)
     (True, False)
     """
-    return num_dimensions == 2 and _LINEAR.fullmatch(name) is not None and _TOWER.search(name) is None
+    return num_dimensions == 2 and _LINEAR.fullmatch(name) is not None and _ENCODER.search(name) is None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -33,7 +33,7 @@ def find_shipped_head(name: str) -> Path | None:
     `name` is the head's id, or the name of its completed folder, which is the same on every machine.
     """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
-        if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
+        if name == folder.name or (_lacks_lm_head(folder) and name == _complete_folder(folder).name):
             return whole_head(folder)
     return None
 
@@ -43,19 +43,19 @@ def whole_head(folder: Path) -> Path:
 
     Safe for concurrent processes, which create identical copies.
     """
-    if not _lacks_rows(folder):
+    if not _lacks_lm_head(folder):
         return folder
-    whole = _whole_folder(folder)
-    if not whole.exists():
+    complete = _complete_folder(folder)
+    if not complete.exists():
         target = ensure_embedded(target_of(folder))
         try:
-            _restore_rows(folder, target, whole)
+            _restore_rows(folder, target, complete)
         except OSError as error:
             raise ConfigError(
-                f"{whole} cannot be written: {error.strerror}",
+                f"{complete} cannot be written: {error.strerror}",
                 hint="free some space, or set PEAGLE_HOME to a folder that you can write to",
             ) from error
-    return whole
+    return complete
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
@@ -71,6 +71,7 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
 
 
 def target_of(folder: Path) -> str:
+    """Return the name of a head's embedded target."""
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
     verifier_name = str(verifier.get("name_or_path"))
     name = verifier_name if verifier_name in EMBEDDED_TARGETS else embedded_of_upstream(verifier_name)
@@ -82,37 +83,37 @@ def target_of(folder: Path) -> str:
     )
 
 
-def _lacks_rows(folder: Path) -> bool:
+def _lacks_lm_head(folder: Path) -> bool:
     if not any(folder.glob("*.safetensors")):
         return False  # loading the head reports what is missing
     shapes = read_shapes(folder)
     return "d2t" in shapes and _LM_HEAD not in shapes
 
 
-def _whole_folder(folder: Path) -> Path:
+def _complete_folder(folder: Path) -> Path:
     key = f"{folder_fingerprint(folder)}:{embedded_folder(target_of(folder)).name}"
     return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
-def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
+def _restore_rows(folder: Path, target: Path, complete: Path) -> None:
     from safetensors.torch import load_file
 
     from peagle.fp8 import dequantize_all
 
     tensors = dequantize_all(load_file(folder / _WEIGHTS))
     tensors[_LM_HEAD] = rows_of(target, tensors["d2t"])
-    whole.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
-        head = Path(staging) / whole.name
+    complete.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{complete.name}.", dir=complete.parent) as staging:
+        head = Path(staging) / complete.name
         _copy_with(folder, tensors, head)
         config_file = head / "config.json"
         config = json.loads(config_file.read_text())
         if config.pop("quantization_config", None):
             config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         try:
-            head.rename(whole)
+            head.rename(complete)
         except OSError:
-            if not whole.is_dir():  # another process created the same folder first
+            if not complete.is_dir():  # another process created the same folder first
                 raise
 
 
@@ -125,6 +126,7 @@ def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -
 
 
 def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
+    """Return the target's lm_head rows of a draft vocabulary."""
     import torch
     from safetensors import safe_open
 

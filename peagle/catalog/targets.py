@@ -56,8 +56,8 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
 def hub_commit(model_id: str, revision: str | None = None) -> str | None:
     """Return the commit of a hub id's revision (default: the main branch); None if unknown.
 
-    The hub has priority over the cache. The file is requested by the branch's name, so that the cache can resolve the
-    branch later without a network.
+    The hub has priority over the cache. `config.json` is requested by the branch's name, so that the cache can resolve
+    the branch later without a network.
     """
     if is_commit(revision):
         return revision

@@ -22,7 +22,7 @@ FOLDER = "/mnt/peagle"  # mount path of the shared volume, for weights and files
 CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
 _HEAD = {"cpu": "4", "memory": "16Gi"}
-# Of a machine; the rest is for its agents, the kubelet and the pods that run on every node.
+# Of a machine; the remainder is for Ray's agents, the kubelet and the pods that run on every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
 _SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
 _SECURITY = {
@@ -121,8 +121,8 @@ def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any
 
 def secret_commands(workload: Workload, options: KubeRayOptions) -> list[str]:
     """Return the commands that create the required Secrets."""
-    space = f" -n {options.namespace}" if options.namespace else ""
-    create = f"kubectl create secret generic{space}"
+    namespace_flag = f" -n {options.namespace}" if options.namespace else ""
+    create = f"kubectl create secret generic{namespace_flag}"
     token_name, keys_name = options.pods.token_secret, options.keys_secret
     commands = [f'{create} {token_name} --from-literal=auth_token="$(openssl rand -hex 32)"']
     if workload.command == "serve":
@@ -199,8 +199,8 @@ def _object(kind: str, name: str, options: KubeRayOptions, spec: dict[str, Any])
 
 
 def _metadata(name: str, options: KubeRayOptions) -> dict[str, Any]:
-    space = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": name, **space, "labels": {"app.kubernetes.io/name": "peagle"}}
+    namespace = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "peagle"}}
 
 
 # --- the pods: a head, and a worker per machine
@@ -228,7 +228,7 @@ def _ray_cluster(
         "authOptions": {"mode": "token", "secretName": options.token_secret},
         **autoscaling,
         "headGroupSpec": {
-            "rayStartParams": {"num-gpus": "0"},  # its pod may land on a machine with GPUs
+            "rayStartParams": {"num-gpus": "0"},  # the head's pod might land on a machine with GPUs
             "template": _template(
                 options,
                 {"name": "ray-head", "resources": {"limits": _HEAD, "requests": _HEAD}, **head},

@@ -127,7 +127,7 @@ _FORMS = {
 
 
 class SageMakerOptions(BaseModel):
-    """The options of `peagle deploy sagemaker`. A description is the help of its flag."""
+    """The options of `peagle deploy sagemaker`. Descriptions are the help texts of the flags."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -216,8 +216,8 @@ def _explain_errors(subject: str) -> Iterator[None]:
         raise ConfigError(f"{subject}: no AWS region is set", hint="--region, or AWS_REGION") from None
     except ClientError as error:
         details = error.response["Error"]
-        kind, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
-        raise kind(f"{subject}: {details['Message']} ({details['Code']})", hint=hint) from error
+        error_type, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
+        raise error_type(f"{subject}: {details['Message']} ({details['Code']})", hint=hint) from error
     except BotoCoreError as error:
         raise PeagleError(f"{subject}: {error}", hint="check that SageMaker is available in that region") from error
 

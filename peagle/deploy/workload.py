@@ -96,11 +96,11 @@ def dns_label(name: str, *, max_length: int) -> str:
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label or not label[0].isalpha():
-        raise ConfigError(f"the name {name} does not start with a letter", hint="choose another with --name")
+        raise ConfigError(f"the name {name} does not start with a letter", hint="choose another name with --name")
     if len(label) > max_length:
         raise ConfigError(
             f"the name {label} has {len(label)} characters; the limit is {max_length}",
-            hint="choose another with --name",
+            hint="choose another name with --name",
         )
     return label
 

@@ -36,7 +36,7 @@ _LAST_ANCHOR = int(torch.iinfo(torch.long).max)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that attend together."""
+    """Query rows that are computed together, and the key rows that they attend to."""
 
     query: slice
     keys: tuple[slice, ...]
@@ -241,7 +241,7 @@ def _block_rows(num_known: int) -> int:
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of about equal length, without splitting the rows of an anchor."""
+    """Yield the start and stop of blocks of about equal length, without splitting the rows of an anchor."""
     anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):
@@ -285,7 +285,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.plan, ctx.scaling = plan, scaling
         output = torch.zeros_like(query)
         for block in plan.blocks:
-            output[:, :, block.query] = _attend(_parts(block, query, key, value), block.mask(), scaling)
+            output[:, :, block.query] = _attend(_query_key_value(block, query, key, value), block.mask(), scaling)
         return output
 
     @staticmethod
@@ -298,7 +298,7 @@ class _BlockAttention(torch.autograd.Function):
         dtype = sum_dtype if query.device.type == "cpu" else query.dtype
         grad_key, grad_value = torch.zeros_like(key, dtype=sum_dtype), torch.zeros_like(value, dtype=sum_dtype)
         for block in ctx.plan.blocks:
-            parts = [part.detach().to(dtype).requires_grad_() for part in _parts(block, query, key, value)]
+            parts = [part.detach().to(dtype).requires_grad_() for part in _query_key_value(block, query, key, value)]
             with torch.enable_grad():
                 output = _attend(parts, block.mask(), ctx.scaling)
             block_grad = grad_output[:, :, block.query].to(dtype)
@@ -314,7 +314,7 @@ class _BlockAttention(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+def _query_key_value(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     return [
         query[:, :, block.query],
         *(torch.cat([tensor[:, :, keys] for keys in block.keys], dim=2) for tensor in (key, value)),

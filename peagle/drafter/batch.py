@@ -176,7 +176,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Append zeros, so that only a few distinct lengths occur: at most an eighth, or 7 rows to short tensors."""
+    """Append zeros so that few distinct lengths occur: at most an eighth of the length, or 7 if it is short."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

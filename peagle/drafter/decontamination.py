@@ -97,7 +97,7 @@ def build_index(evaluation_sets: Sequence[str]) -> NgramIndex:
     for name in evaluation_sets:
         if name != NONE and not index.add(_references(name), name):
             raise InputError(
-                f"--exclude {name}: an overlap is {NUM_WORDS} consecutive words, but all of its texts are shorter",
+                f"--exclude {name}: an overlap is {NUM_WORDS} consecutive words, but all texts of the set are shorter",
                 hint="use a file that contains the prompts themselves",
             )
     return index

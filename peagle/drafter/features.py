@@ -35,10 +35,10 @@ _FULL = "free some space, or use --on-the-fly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    target: str  # fingerprint
+    target: str  # fingerprint of the target
     aux_layers: tuple[int, ...]
     hidden_size: int
-    samples: str  # fingerprint
+    samples: str  # fingerprint of the samples
 
     @property
     def bytes_per_token(self) -> int:
@@ -85,9 +85,9 @@ class StoreWriter:
         if (folder / INDEX).is_file():
             self._index = json.loads((folder / INDEX).read_text())
             stored = _spec_from(self._index["spec"])
-            if other := [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]:
+            if differing := [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]:
                 raise ConfigError(
-                    f"{folder}: contains features with a different {', '.join(other)}",
+                    f"{folder}: contains features with a different {', '.join(differing)}",
                     hint="use another folder, or delete this one",
                 )
         # A damaged shard is repaired by deleting its file, so ignore entries without a file.
@@ -141,9 +141,9 @@ class FeatureStore:
             raise InputError(f"{folder}: no features found", hint="extract them first")
         index = json.loads((folder / INDEX).read_text())
         if len(index["shards"]) != index["num_shards"]:
-            done = f"{len(index['shards'])} of {index['num_shards']} shards"
+            progress = f"{len(index['shards'])} of {index['num_shards']} shards"
             raise InputError(
-                f"{folder}: the extraction is not finished ({done})", hint="repeat the command to resume it"
+                f"{folder}: the extraction is not finished ({progress})", hint="repeat the command to resume it"
             )
         self.spec = _spec_from(index["spec"])
         self._shards = []

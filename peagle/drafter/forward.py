@@ -81,8 +81,8 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
                 past_key_values=cache,
             )
         outputs.append(states[0])
-    order = torch.cat(rows_of_depth).argsort()
-    return F.pad(torch.cat(outputs)[order], (0, 0, 0, len(batch.depth_S) - len(order)))
+    original_order = torch.cat(rows_of_depth).argsort()
+    return F.pad(torch.cat(outputs)[original_order], (0, 0, 0, len(batch.depth_S) - len(original_order)))
 
 
 def most_likely_drafts(head: Any, states: torch.Tensor, previous_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,7 +125,8 @@ class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
-    # With D-PACE, it is not a mean and only comparable to other D-PACE losses. DSpark's includes its confidence head's.
+    # With D-PACE, it is not a mean and only comparable to other D-PACE losses. DSpark's loss includes that of its
+    # confidence head.
     loss: torch.Tensor
     correct_D: torch.Tensor
     accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
@@ -147,8 +148,8 @@ class BatchLoss:
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
     """Return the head's states after its norm, [R, H], for the rows with a loss and their padding.
 
-    With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. It makes
-    no difference to other heads, whose states depend on no token after the anchor.
+    With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. Other
+    heads ignore it, because their states depend on no token after the anchor.
     """
     if is_block(head):
         states = block_states(head, batch)
@@ -184,9 +185,9 @@ class ParallelRows:
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
     known_states = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
-    masked = head.fc(head.mask_hidden[0])
-    deeper = (batch.depth_S > 0)[:, None]
-    state = torch.where(deeper, masked, known_states[batch.anchor_S])
+    mask_state = head.fc(head.mask_hidden[0])
+    is_masked = (batch.depth_S > 0)[:, None]
+    state = torch.where(is_masked, mask_state, known_states[batch.anchor_S])
     token_ids = torch.where(batch.depth_S > 0, head.mask_token_id, batch.token_ids_T[batch.anchor_S])
     states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     position_ids = batch.row_position[None]
@@ -236,7 +237,7 @@ def block_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
 
 
 def _with_markov_head(head: Any, batch: TrainingBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two matrices whose product is the logits of the rows with a loss: of states and outputs.
+    """Return the states of the rows with a loss, and the output weights that turn them into logits.
 
     DSpark's Markov head adds columns to both: embeddings of the tokens before the drafts, and its own outputs.
     """

@@ -145,7 +145,7 @@ def _write(
     errors: list[WeightError],
     kept: dict[str, str],
 ) -> Conversion:
-    """Write a temporary folder next to `output` and rename it."""
+    """Write a temporary folder next to `output`, and rename it to `output`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

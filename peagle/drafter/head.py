@@ -73,15 +73,16 @@ class HeadSpec:
 
 def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
     """Check from the configurations that a head can be built for a target; return the target's architecture."""
-    shape = read_architecture(target)
-    if spec.init != "random" and spec.num_layers > shape.num_hidden_layers:
+    architecture = read_architecture(target)
+    if spec.init != "random" and spec.num_layers > architecture.num_hidden_layers:
         raise ConfigError(
-            f"{spec.num_layers} layers cannot start as the last layers of a target that has {shape.num_hidden_layers}",
+            f"{spec.num_layers} layers cannot start as the last layers of a target that has "
+            f"{architecture.num_hidden_layers}",
             hint="decrease --num-layers, or use --init random",
         )
-    num_kv_heads, target_kv_heads = spec.num_key_value_heads, shape.num_key_value_heads
-    if num_kv_heads is not None and shape.num_attention_heads % num_kv_heads:
-        raise ConfigError(f"{num_kv_heads} KV heads do not divide {shape.num_attention_heads} attention heads")
+    num_kv_heads, target_kv_heads = spec.num_key_value_heads, architecture.num_key_value_heads
+    if num_kv_heads is not None and architecture.num_attention_heads % num_kv_heads:
+        raise ConfigError(f"{num_kv_heads} KV heads do not divide {architecture.num_attention_heads} attention heads")
     if num_kv_heads is not None and num_kv_heads % target_kv_heads and spec.init != "random":
         raise ConfigError(
             f"{num_kv_heads} KV heads cannot start as copies of the target's {target_kv_heads}",
@@ -89,7 +90,7 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
         )
     if spec.init not in INITS:
         _require_compatible(Path(spec.init), spec)
-    return shape
+    return architecture
 
 
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:
@@ -97,7 +98,7 @@ def _require_compatible(folder: Path, spec: HeadSpec) -> None:
     saved = read_head(read_config(folder, ConfigError))
     if saved.method != spec.algorithm and (saved.method, spec.algorithm) != ("eagle3", "peagle"):
         raise ConfigError(
-            f"{folder}: is a {saved.method} head, but the head to train is {spec.algorithm}",
+            f"{folder}: has method {saved.method}, but the head to train has {spec.algorithm}",
             hint=f"use --algorithm {saved.method}, or another --init",
         )
     if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
@@ -159,13 +160,13 @@ def possible_init(target: Path, architecture: Architecture, spec: HeadSpec, say:
         return spec.init
     weights = TargetWeights(target, architecture)
     if obstacle := warm_start_obstacle(weights, architecture, spec.num_layers):
-        say(f"the head starts at random instead of from the target's last layers: {obstacle}")
+        say(f"the head starts with random weights, not with the target's last layers: {obstacle}")
         return "random"
     names = set().union(*map(weights.names_in_layer, _last_layers(architecture, spec.num_layers)))
     if spec.algorithm in BLOCK_METHODS:
         names -= _NORMS.keys()
     if left_out := [label for name, label in _LEFT_OUT.items() if name in names]:
-        say(f"the head starts from the target's last layers without their {', '.join(left_out)}")
+        say(f"the head starts with the target's last layers, without their {', '.join(left_out)}")
     return spec.init
 
 

@@ -32,7 +32,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RowLosses:
-    """Losses by row."""
+    """The loss, and its parts by row."""
 
     loss: torch.Tensor  # scalar, weighted sum of the rows' divergences; the only field with a gradient
     divergence_R: torch.Tensor
@@ -61,6 +61,7 @@ def linear_loss(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
+    """Return the probability that the head gives to the target's most likely token, [R]."""
     # `linear_loss` computes these logits again, because the row weights must be known before the gradients.
     confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
     for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
@@ -77,10 +78,10 @@ def overlap(
 
     `linear_loss` computes these logits again.
     """
-    shares = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
+    overlaps = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
     for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
-        shares[rows] = torch.minimum(target_logits.softmax(-1)[index], logits.softmax(-1)).sum(-1)
-    return shares
+        overlaps[rows] = torch.minimum(target_logits.softmax(-1)[index], logits.softmax(-1)).sum(-1)
+    return overlaps
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -95,11 +96,11 @@ class _LinearLoss(torch.autograd.Function):
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype, wide = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
+        dtype, sum_dtype = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
         weight = weight_VH.to(dtype)
         grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
-        divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
+        grad_weight = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        divergence = hidden_RH.new_empty(len(hidden_RH), dtype=sum_dtype)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
         for rows, index, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
             target_log_p = target_logits.log_softmax(-1)
@@ -113,7 +114,7 @@ class _LinearLoss(torch.autograd.Function):
                 grad_logits = log_q.exp_().sub_(row_p).mul_(row_weight_R[rows, None]).to(dtype)
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:
-                    grad_weight += (grad_logits.T @ hidden_RH[rows]).to(wide)
+                    grad_weight += (grad_logits.T @ hidden_RH[rows]).to(sum_dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(divergence, correct)
         return (divergence * row_weight_R).sum(), divergence, correct
@@ -130,7 +131,7 @@ def _chunks(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield for each chunk: the rows, their indices in the target's logits, the target's logits, the head's logits."""
-    dtype, wide = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
+    dtype, sum_dtype = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
     num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_LOGITS // len(weight))
     for start in range(0, len(hidden_RH), num_rows):
@@ -138,10 +139,10 @@ def _chunks(
         positions, index = torch.unique_consecutive(position_R[rows], return_inverse=True)
         # Rounded up to a multiple of 32, since kernels must be built for each distinct shape.
         positions = torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
-        target_logits = (targets.state_PH[positions].to(dtype) @ target_weight.T).to(wide)
+        target_logits = (targets.state_PH[positions].to(dtype) @ target_weight.T).to(sum_dtype)
         if targets.softcap is not None:
             target_logits = targets.softcap * torch.tanh(target_logits / targets.softcap)
-        yield rows, index, target_logits, (hidden_RH[rows] @ weight.T).to(wide)
+        yield rows, index, target_logits, (hidden_RH[rows] @ weight.T).to(sum_dtype)
 
 
 def _accumulation_dtype(states: torch.Tensor) -> torch.dtype:

@@ -61,7 +61,7 @@ class Metrics:
     def read(self, start: int = 0) -> tuple[list[TrainingProgress], int]:
         """Return the steps after byte `start`, and the offset for the next call.
 
-        An incomplete last line is left for the next call. If a resumed training has truncated the file, `start` may be
+        An incomplete last line is left for the next call. If a resumed run has truncated the file, `start` may be
         within a line; then reading continues with the next line.
         """
         start = min(start, self.num_bytes)
@@ -82,7 +82,7 @@ _MAX_POINTS = 100
 _TOP, _BOTTOM, _GAP = 24, 18, 12  # space for a panel's name and its step labels, and between panels
 _LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
 _NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
-_PALEST = 0.3
+_PALEST = 0.3  # opacity of the curve of the greatest depth
 _ROUND_FACTORS = (1, 2, 2.5, 5, 10)
 
 Curve = list[tuple[float, float | None]]
@@ -90,8 +90,8 @@ Curve = list[tuple[float, float | None]]
 
 def training_plot(steps: Sequence[TrainingProgress]) -> str:
     last = steps[-1]
-    length = math.ceil(len(steps) / _MAX_POINTS)
-    windows = [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
+    window_steps = math.ceil(len(steps) / _MAX_POINTS)
+    windows = [range(start, min(start + window_steps, len(steps))) for start in range(0, len(steps), window_steps)]
     loss = _curve(windows, [step.loss for step in steps])
     rate = _curve(windows, [1000 * step.learning_rate for step in steps])
     depths = [_curve(windows, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]

@@ -55,7 +55,8 @@ def render_card(
     optimizer = f"AdamW, peak learning rate {config.learning_rate:g}"
     if config.optimizer == "muon":
         optimizer = f"Muon and AdamW, peak learning rates {config.muon_learning_rate:g} and {config.learning_rate:g}"
-    frozen = f", the first {config.num_frozen_layers} layers frozen" if config.num_frozen_layers else ""
+    num_frozen = config.num_frozen_layers
+    frozen = f", the first {num_frozen} layer{'s' if num_frozen > 1 else ''} frozen" if num_frozen else ""
     return f"""---
 library_name: vllm
 base_model: {target_id}

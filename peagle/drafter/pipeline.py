@@ -1,4 +1,4 @@
-"""The steps of `peagle train`, from responses to a head that vLLM can serve. Each step can be resumed.
+"""The stages of `peagle train`, from responses to a head that vLLM can serve. Each stage can be resumed.
 
 The output folder contains `features/` (hidden states), `training/` (checkpoint.pt, metrics.jsonl, metrics.svg), `head/`
 (config.json, model.safetensors, README.md) and `run.json` (configuration, data and results).
@@ -89,7 +89,7 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
             )
     if architecture.model_type not in SERVED_TYPES:
         say(
-            f"vLLM 0.29 may not serve heads for {architecture.model_type!r} targets; it serves them for"
+            f"vLLM 0.29 might not serve heads for {architecture.model_type!r} targets; it serves them for"
             f" {', '.join(SERVED_TYPES)}"
         )
     if config.verifier is None and target.model.upstream_id is None:
@@ -123,6 +123,8 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
+    """A checked configuration, with the documents and target states to train on."""
+
     config: TrainConfig
     target: Target
     device: torch.device
@@ -156,7 +158,7 @@ class Prepared:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """The settings, in addition to the recipe, that must be equal to resume a training."""
+        """The settings, in addition to the recipe, that must be equal to resume a run."""
         init = self.config.init
         head = asdict(self.spec)
         if not self.spec.num_frozen_layers:
@@ -172,6 +174,7 @@ class Prepared:
         return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
     def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
+        """Return random documents with at least `num_tokens` tokens in total, or all documents."""
         chosen: list[int] = []
         for index in random.Random(self.config.seed).sample(documents, len(documents)):
             if num_tokens <= 0:
@@ -250,7 +253,7 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Plot the training, estimate the acceptance, and save the head, its card and run.json; return run.json."""
+    """Plot the metrics, estimate the acceptance, and save the head, its card and run.json; return run.json."""
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
     if steps:  # the file may have been lost after the last step
@@ -308,7 +311,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
-    """Finish with the head of the last checkpoint."""
+    """Finish with the head of the last checkpoint; then raise `diverged`, if set, with a hint."""
     checkpoint = load_checkpoint(prepared.folder)
     if checkpoint is None:
         assert diverged is not None

@@ -179,6 +179,8 @@ def _without_request(row: Row) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocuments:
+    """The documents of a training run. `dropped` rows overlap an evaluation set; `held_out` has indices of samples."""
+
     samples: list[Sample]
     rejected: list[Rejected]
     dropped: list[Dropped[Row]]

@@ -43,6 +43,8 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
+    """The signature and docstring of a function."""
+
     module: str
     name: str
     arguments: str
@@ -233,7 +235,7 @@ _COLUMNS = (
     (("Product", "Category", "Units sold"), ("lamp", "desk", "chair", "shelf", "clock", "rug", "mirror", "vase")),
     (("Team", "League", "Points"), ("Rovers", "United", "Athletic", "Wanderers", "Rangers", "Harriers", "Albion")),
 )
-_MIDDLE = (
+_MIDDLE_COLUMN = (
     ("Peru", "Norway", "Japan", "Italy"),
     ("sales", "support", "research"),
     ("home", "office", "garden"),
@@ -321,7 +323,7 @@ def _tables() -> Iterator[tuple[str, str, str, str]]:
         kind = number % len(_COLUMNS)
         header, names = _COLUMNS[kind]
         rows = [
-            (name, rng.choice(_MIDDLE[kind]), f"{rng.randrange(10, 99_999):,}")
+            (name, rng.choice(_MIDDLE_COLUMN[kind]), f"{rng.randrange(10, 99_999):,}")
             for name in rng.sample(names, rng.randint(3, 6))
         ]
         lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * 3, *rows)]

@@ -79,18 +79,18 @@ def read_architecture(folder: Path) -> Architecture:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(reason)}") from error
     text = config.get_text_config(decoder=True)
-    shape = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
-    _require_decoder(folder, config, shape)
-    num_heads = shape.num_attention_heads
-    intermediate_size = getattr(shape, "intermediate_size", None)
+    sizes = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+    _require_decoder(folder, config, sizes)
+    num_heads = sizes.num_attention_heads
+    intermediate_size = getattr(sizes, "intermediate_size", None)
     return Architecture(
-        **{name: getattr(shape, name) for name in _SIZES},
+        **{name: getattr(sizes, name) for name in _SIZES},
         model_type=text.model_type,
-        num_key_value_heads=getattr(shape, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // num_heads,
-        intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * shape.hidden_size,
-        hidden_act=getattr(shape, "hidden_act", None) or getattr(shape, "hidden_activation", None) or "unknown",
-        initializer_range=getattr(shape, "initializer_range", 0.02),
+        num_key_value_heads=getattr(sizes, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(sizes, "head_dim", None) or sizes.hidden_size // num_heads,
+        intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * sizes.hidden_size,
+        hidden_act=getattr(sizes, "hidden_act", None) or getattr(sizes, "hidden_activation", None) or "unknown",
+        initializer_range=getattr(sizes, "initializer_range", 0.02),
         rope_parameters=_single_rope(getattr(text, "rope_parameters", None) or {}),
         norm_offset=_norm_offset(folder, config),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
@@ -112,21 +112,21 @@ def auto_class_of(config: Any) -> Any:
     return None
 
 
-def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
+def _require_decoder(folder: Path, config: Any, sizes: Any) -> None:
     model_type = config.model_type
     if config.is_encoder_decoder:
         raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
-    if missing := [name for name in _SIZES if getattr(shape, name, None) is None]:
+    if missing := [name for name in _SIZES if getattr(sizes, name, None) is None]:
         raise ConfigError(f"{folder}/config.json: {model_type!r} has no {', '.join(missing)}", hint=SUPPORTED)
-    if scaled := [name for name in ("logits_scaling", "logit_scale") if getattr(shape, name, None) not in (None, 1)]:
+    if scaled := [name for name in ("logits_scaling", "logit_scale") if getattr(sizes, name, None) not in (None, 1)]:
         raise ConfigError(
             f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which heads do not support",
             hint=SUPPORTED,
         )
-    num_heads = shape.num_attention_heads
-    if shape.hidden_size % num_heads or num_heads % (getattr(shape, "num_key_value_heads", None) or num_heads):
+    num_heads = sizes.num_attention_heads
+    if sizes.hidden_size % num_heads or num_heads % (getattr(sizes, "num_key_value_heads", None) or num_heads):
         raise ConfigError(
-            f"{folder}/config.json: hidden size {shape.hidden_size}, {num_heads} heads and {shape.num_key_value_heads} "
+            f"{folder}/config.json: hidden size {sizes.hidden_size}, {num_heads} heads and {sizes.num_key_value_heads} "
             "KV heads do not fit a Llama layer: each must divide the previous one",
             hint=SUPPORTED,
         )
@@ -287,15 +287,15 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
     folder = Path(model.path)
     if not folder.is_dir():
         raise ConfigError(f"{model.path}: training requires a local folder", hint="download the target first")
-    shape = read_architecture(folder)
-    layers = tuple(sorted(aux_layers or default_aux_layers(shape.num_hidden_layers)))
-    require_layers(layers, shape.num_hidden_layers)
+    architecture = read_architecture(folder)
+    layers = tuple(sorted(aux_layers or default_aux_layers(architecture.num_hidden_layers)))
+    require_layers(layers, architecture.num_hidden_layers)
     return Target(
         model=model,
         tokenizer=_tokenizer(folder, model.config),
         aux_layers=layers,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
+        hidden_size=architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
     )
 
 

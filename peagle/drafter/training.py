@@ -69,16 +69,16 @@ class TrainingConfig:
 
 def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
     """Shuffle one epoch's documents into batches of at least `batch_tokens`; the last may be smaller."""
-    order = list(range(len(num_tokens)))
-    random.Random(seed).shuffle(order)
+    shuffled = list(range(len(num_tokens)))
+    random.Random(seed).shuffle(shuffled)
     batches: list[list[int]] = [[]]
-    filled = 0
-    for index in order:
-        if filled >= batch_tokens:
+    batch_size = 0
+    for index in shuffled:
+        if batch_size >= batch_tokens:
             batches.append([])
-            filled = 0
+            batch_size = 0
         batches[-1].append(index)
-        filled += num_tokens[index]
+        batch_size += num_tokens[index]
     return batches
 
 
@@ -138,11 +138,12 @@ class ProcessGroup(SingleProcess):
         # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors, not of a
         # set, whose order may differ between processes, so that messages would not match.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.flatten() for tensor in same])
+            of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in of_dtype])
             torch.distributed.all_reduce(flat)
             with torch.no_grad():
-                for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+                sums = torch.split(flat, [tensor.numel() for tensor in of_dtype])
+                for tensor, summed in zip(of_dtype, sums, strict=True):
                     tensor.copy_(summed.view_as(tensor))
 
     def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -245,9 +246,9 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
     by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
     targets = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
-    cuts = [0, *torch.searchsorted(by_anchor, targets).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
+    boundaries = [0, *torch.searchsorted(by_anchor, targets).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
     parts = []
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in itertools.pairwise(boundaries):
         if start < stop:
             own = (rows.anchor_S >= start) & (rows.anchor_S < stop)
             known = (rows.depth_S == 0) & (rows.anchor_S < start) & (not rows.is_blocks)
@@ -409,7 +410,7 @@ class _Trainer:
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = HeadOptimizer(self.parameters, config)
         lengths = [store.num_tokens(index) for index in self.documents]
-        self.order = EpochOrder(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
+        self.epoch_order = EpochOrder(lengths, batch_tokens=config.batch_tokens, seed=config.seed)
         self.metrics = Metrics(folder)
         self.step = self.num_tokens = 0
         self.train_s = 0.0
@@ -432,7 +433,7 @@ class _Trainer:
         return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
 
     def _documents(self, step: int) -> list[int]:
-        return [self.documents[place] for place in self.order.documents(step)]
+        return [self.documents[index] for index in self.epoch_order.documents(step)]
 
     def _read_ahead(self) -> None:
         """Compute the target's states for the documents of several steps together.

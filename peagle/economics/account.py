@@ -1,6 +1,6 @@
 """The account of a run: the cost of its engines, by use of their time, and the output that they committed.
 
-Every device-second of an engine belongs to one share: load, compile, busy (produced committed output), idle, or lost
+Every device-second of an engine has one use: load, compile, busy (produced committed output), idle, or lost
 (work that was not committed). All seconds cost money; only committed tokens are output.
 
 Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour runs for 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
@@ -20,7 +20,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Device-seconds or USD by share."""
+    """Seconds, device-seconds or USD by use (amounts, not fractions)."""
 
     load: float = 0.0
     compile: float = 0.0
@@ -44,7 +44,7 @@ class Account:
     """The output of a run and its cost.
 
     Attributes:
-        device_s: seconds of one accelerator or vCPU, by share.
+        device_s: seconds of one accelerator or vCPU, by use.
         num_lost_tokens: tokens that were generated but not committed.
         busy_s: committed busy seconds of all engines, not multiplied by devices.
         wall_s: seconds with at least one live engine; pauses between attempts do not count.
@@ -85,7 +85,7 @@ class Account:
 
     @property
     def tokens_per_busy_usd(self) -> float | None:
-        """Committed tokens per dollar of busy time: the limit of `tokens_per_usd` for long runs."""
+        """Committed tokens per dollar of busy time: `tokens_per_usd` approaches it in long runs."""
         return self.num_output_tokens / self.usd.busy if self.usd.busy else None
 
     @property
@@ -156,7 +156,7 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
 def require_sessions(sessions: Collection[EngineSession], committing_ids: Iterable[str]) -> None:
     session_ids = {session.session_id for session in sessions}
     if len(session_ids) < len(sessions):
-        raise PeagleError("the ledger contains an engine session twice")
+        raise PeagleError("the ledger contains the same engine session twice")
     if orphans := sorted(set(committing_ids) - session_ids):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
@@ -175,10 +175,10 @@ def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
 
 
 def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
-    """Return the seconds of an engine in consecutive periods of its life, by share.
+    """Return the seconds of an engine in consecutive periods of its life, by use.
 
     Work counts when it is committed: busy seconds of an open unit belong to the period in which the unit is committed
-    or lost. So no share is negative, and the periods add up to the whole life.
+    or lost. So no amount is negative, and the periods add up to the whole life.
 
     Example: a unit takes 30 s, of which 10 s are before midnight. At the ends of the two days, busy seconds are 10 and
     30, and committed seconds 0 and 30. All 30 s belong to the second day, and none are lost.

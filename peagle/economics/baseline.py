@@ -29,9 +29,9 @@ class StepTimes:
     def __post_init__(self) -> None:
         numbers = (self.concurrency, self.step_s, self.plain_step_s, 0.0 if self.error is None else self.error)
         if any(type(number) not in (int, float) for number in numbers):
-            raise ValueError(f"the values of a step must be numbers, got {numbers}")
+            raise ValueError(f"concurrency, step times and error must be numbers, got {numbers}")
         if not (1 <= self.concurrency < float("inf") and 0 <= (self.error or 0.0) < float("inf")):
-            raise ValueError(f"invalid concurrency {self.concurrency} or error {self.error} of a step")
+            raise ValueError(f"invalid concurrency {self.concurrency} or error {self.error} of step times")
         if not (0 < self.step_s < float("inf") and 0 < self.plain_step_s < float("inf")):
             raise ValueError(f"step times must be finite and above 0, got {self.step_s} and {self.plain_step_s} s")
 

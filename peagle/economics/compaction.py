@@ -104,6 +104,7 @@ def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple
 
 
 def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
+    """Remove merged files without an index, and processes' own files that were merged completely."""
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing might have missed the index
             remove(orphan)
@@ -116,6 +117,7 @@ def _remove_leftovers(ledger: StoragePath, files: LedgerFiles) -> None:
 
 
 def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
+    """Yield groups of segments, each for a merged file of about `_SMALL_BYTES`."""
     group: list[Segment] = []
     num_bytes = 0
     for segment in chosen:
@@ -147,8 +149,8 @@ def _session_has_ended(session: EngineSession, now: float) -> bool:
 
 
 def _compact_sessions(ledger: StoragePath, now: float) -> None:
-    before = {path: path.read_bytes() for path in session_files(ledger)}
-    sessions_by_path = {path: read_session_file(path) for path in before}
+    old_content = {path: path.read_bytes() for path in session_files(ledger)}
+    sessions_by_path = {path: read_session_file(path) for path in old_content}
     ended = [
         path
         for path, sessions in sessions_by_path.items()
@@ -160,5 +162,5 @@ def _compact_sessions(ledger: StoragePath, now: float) -> None:
     name = f"session-{MERGED}{hashlib.sha256(data).hexdigest()[:32]}.parquet"
     write_atomic(ledger / name, data)
     for path in ended:
-        if path.name != name and path.read_bytes() == before[path]:
+        if path.name != name and path.read_bytes() == old_content[path]:
             remove(path)

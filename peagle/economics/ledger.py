@@ -43,7 +43,7 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"
 MERGED = "merged-"
 INDEX = ".index"
-_MARK_BYTES = 4096  # covered by the checksum of an offset: several lines with unique ids
+_MARK_BYTES = 4096  # covered by the checksum that identifies an offset: several lines with unique ids
 _RETRIES = 10
 
 
@@ -162,12 +162,12 @@ def list_files(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
     """Return a consistent listing of the files of a kind, sorted by name."""
     # A listing during compaction may miss both a new file and the old file that it replaces, so listing is repeated
     # until two consecutive listings are equal.
-    before: set[str] | None = None
+    previous_names: set[str] | None = None
     for _ in range(_RETRIES):
         listing = {path.name: path for path in folder.glob(f"{kind}-*")}
-        if set(listing) == before:
+        if set(listing) == previous_names:
             break
-        before = set(listing)
+        previous_names = set(listing)
     return dict(sorted(listing.items()))
 
 
@@ -217,8 +217,8 @@ def latest_records(sessions: Iterable[EngineSession]) -> list[EngineSession]:
     """Return the latest record of each session; during compaction a session may be in two files."""
     by_id: dict[str, EngineSession] = {}
     for session in sessions:
-        before = by_id.get(session.session_id)
-        if before is None or before.last_seen_at < session.last_seen_at:
+        other = by_id.get(session.session_id)
+        if other is None or other.last_seen_at < session.last_seen_at:
             by_id[session.session_id] = session
     return list(by_id.values())
 
@@ -239,6 +239,8 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 class SessionReader:
+    """Reads the sessions of a ledger; unchanged files are read only once."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
@@ -251,8 +253,8 @@ class SessionReader:
         for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat creates a new file
-            before = self._known.get(path)
-            sessions_by_path[path] = before if before and before[0] == version else (version, read_session_file(path))
+            known = self._known.get(path)
+            sessions_by_path[path] = known if known and known[0] == version else (version, read_session_file(path))
         self._known = sessions_by_path
         return latest_records(session for _, sessions in sessions_by_path.values() for session in sessions)
 
@@ -272,8 +274,8 @@ def read_session_at(folder: StoragePath, session: EngineSession, moment: float) 
     """Return a session as it was at a Unix time, interpolated between its heartbeats."""
     beats = find_segment(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
-    ends = [end for end in (later, session) if end is not None and end.last_seen_at > moment]
-    after = min(ends, key=lambda end: end.last_seen_at, default=session)
+    later_beats = [beat for beat in (later, session) if beat is not None and beat.last_seen_at > moment]
+    after = min(later_beats, key=lambda beat: beat.last_seen_at, default=session)
     return after if after.last_seen_at <= moment else interpolate_session(moment, earlier, after)
 
 
@@ -371,17 +373,19 @@ def write_batch(folder: Path, batch: RequestUsage) -> None:
 
 
 class RequestReader:
+    """Reads the requests of a ledger, each only once."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._offsets: dict[str, int] = {}  # by segment
 
     def new(self) -> list[RequestUsage]:
         """Return the requests since the last call. After an OSError, the next call returns the same requests again."""
-        before = dict(self._offsets)
+        old_offsets = dict(self._offsets)
         try:
             return list(self.iter_new())
         except OSError:
-            self._offsets = before
+            self._offsets = old_offsets
             raise
 
     def iter_new(self) -> Iterator[RequestUsage]:
@@ -412,7 +416,7 @@ class RequestReader:
                     yield request
 
     def marks(self) -> dict[str, tuple[int, str]]:
-        """Return the offset read in each file, with a checksum that identifies the offset."""
+        """Return the offset read in each segment, with a checksum that identifies the offset."""
         by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
         if missing := self._offsets.keys() - by_name.keys():
             raise FileNotFoundError(f"{self._folder}: {min(missing)} is missing")
@@ -421,7 +425,7 @@ class RequestReader:
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
         """Continue at the offsets of another reader.
 
-        Returns False, and changes nothing, if a file is missing, or its content before the offset differs.
+        Returns False, and changes nothing, if a segment is missing, or its content before the offset differs.
         """
         try:
             by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}

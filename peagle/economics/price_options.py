@@ -94,7 +94,7 @@ def require_same_price(
     recorded_options: Mapping[str, Any],
     machine: str,
 ) -> None:
-    """Check that a resumed run still has its original price.
+    """Check that a resumed run still has its original price, `before`.
 
     A different price is ignored, and the original price kept, if the price options are omitted or unchanged and the
     machine is the same: then only the price table changed. Otherwise a different price is refused.
@@ -121,7 +121,7 @@ def require_device(price: Price, device: Device, engines: str) -> None:
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
-            hint="set --instance-type to their machine, or --usd-per-hour to its price",
+            hint="set --instance-type to the machine, or --usd-per-hour to its price",
         )
 
 
@@ -197,7 +197,7 @@ def configured_machine(options: PriceOptions, accelerator: str | None, *, num_ac
         return _hardware_of_card(card, num_accelerators, num_cpus)
     raise ConfigError(
         f"unknown accelerator {kind}: its memory and precisions are not in the tables",
-        hint=f"known accelerators: {', '.join(CARDS)}; or run peagle on that machine, where the driver knows them",
+        hint=f"known accelerators: {', '.join(CARDS)}; or run peagle on that machine, where the driver reports them",
     )
 
 

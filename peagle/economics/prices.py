@@ -1,7 +1,7 @@
 """The price of an instance type: from the packaged table, from a user's table, or stated by the user.
 
 A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
-types or prices match, an error lists them; but for a spot price without a region, the cheapest region is used.
+types or prices match, an error lists them. A spot price without a region is that of the cheapest region.
 
 The packaged prices.csv comes from a public catalogue of cloud prices: `source` names the catalogue's file and commit,
 `as_of` the day of the commit. Spot prices are medians over the zones of a region.

@@ -37,7 +37,7 @@ class RequestTotalsReader:
         self._offsets: defaultdict[str, int] = defaultdict(int)
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
-        """Yield the totals of the records since the last call, in parts."""
+        """Yield totals of the records since the last call. A group may be yielded several times."""
         is_complete = False
         while not is_complete:
             is_complete = True

@@ -121,33 +121,33 @@ _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is
 
 
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
-    """Return the savings of work. Without a drafter, each token after a request's first token is a step."""
+    """Return the savings of work. Without a drafter, each token after a request's first token takes a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
     is_counted = num_steps > 0 or num_later_tokens == 0
     if baseline is None or not is_counted or not work.busy_s or not work.request_s:
         return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
-    step = baseline.at(work.request_s / work.busy_s)
-    generation_s = num_steps * step.step_s / step.concurrency
+    times = baseline.at(work.request_s / work.busy_s)
+    generation_s = num_steps * times.step_s / times.concurrency
     generation_usd = work.usd * min(generation_s / work.busy_s, 1.0)
     cost_split = Savings(
         prompt_usd=work.usd - generation_usd, generation_usd=generation_usd, sources=frozenset([baseline.source])
     )
     if not has_drafter or not num_steps:
         return cost_split
-    undrafted_usd = generation_usd * (1 + work.num_accepted_tokens / num_steps) / step.break_even
+    undrafted_usd = generation_usd * (1 + work.num_accepted_tokens / num_steps) / times.break_even
     return cost_split + Savings(
         drafted_usd=generation_usd,
         undrafted_usd=undrafted_usd,
-        error_usd=undrafted_usd * (step.error or 0.0),
-        is_error_known=step.error is not None,
+        error_usd=undrafted_usd * (times.error or 0.0),
+        is_error_known=times.error is not None,
         num_drafts=num_steps,
         num_accepted_tokens=work.num_accepted_tokens,
     )
 
 
 def spot_savings(price: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
-    """Return the savings of a spot machine, assuming that no work would have been lost on demand."""
+    """Return the savings of a spot machine. On demand, only `kept_usd` (without lost work) would be paid for."""
     if price.market != "spot":
         return Savings()
     usd = kept_usd + lost_usd

@@ -62,7 +62,7 @@ class SharedBudget(BaseModel):
         if self.name == ENDPOINT:
             return "the budget of this endpoint"  # without the amount, which not every key may see
         every = f" a {self.budget_every}" if self.budget_every else ""
-        return f"the budget of ${self.budget_usd:g}{every} of {self.name}"
+        return f"the budget of ${self.budget_usd:g}{every} for {self.name}"
 
 
 def period_of(every: Every, day: date) -> tuple[date, date]:
@@ -115,7 +115,8 @@ def edit_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
 class TagSpending:
     """The spending of a bulk run from the budgets of its tags.
 
-    `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work.
+    `usd_by_day` is the cost of the run by UTC day, `held_usd` the reserved cost of the remaining work,
+    and `at` the time of the update.
     """
 
     run: str

@@ -45,8 +45,8 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
     groups: dict[tuple[str, ...], Spend] = {}
     by_drafter: dict[tuple[str, str], Savings] = {}
     for charge in charges:
-        names = tuple(_value(charge, dimension) for dimension in by)
-        groups[names] = groups.get(names, Spend()) + charge.spend
+        values = tuple(_value(charge, dimension) for dimension in by)
+        groups[values] = groups.get(values, Spend()) + charge.spend
         drafter_and_model = (charge.drafter, charge.model)
         by_drafter[drafter_and_model] = by_drafter.get(drafter_and_model, Savings()) + charge.spend.savings
     ordered = sorted(groups.items())
@@ -61,8 +61,8 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
         "end": None if days.last is None else day_text(days.last),
         "by": list(by),
         "rows": [
-            {**dict(zip(by, names, strict=True)), **_figures(spend, row)}
-            for (names, spend), row in zip(ordered, multiples, strict=True)
+            {**dict(zip(by, values, strict=True)), **_figures(spend, row)}
+            for (values, spend), row in zip(ordered, multiples, strict=True)
         ],
         "total": _figures(total, [sum(column) for column in zip(*multiples, strict=True)]),
         "notes": [*notes, *unpriced, *filter(None, losses)],
@@ -120,7 +120,7 @@ def round_to_last_digit(amounts: Sequence[Sequence[float]], digits: int) -> list
 
 
 def _apportion(amounts: Sequence[float], total: int) -> list[int]:
-    """Round each amount down, and give the rest of the total to the largest remainders."""
+    """Round each amount down, and add the missing multiples to those with the largest remainders."""
     multiples = [math.floor(amount) for amount in amounts]
     by_remainder = sorted(range(len(multiples)), key=lambda i: multiples[i] - amounts[i])
     for index in by_remainder[: total - sum(multiples)]:
@@ -134,7 +134,7 @@ def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits:
 
 
 def round_amounts(data: Mapping[str, Any], digits: int, name: str = "usd", scale: float = 1.0) -> dict[str, Any]:
-    """Return a statement with scaled amounts `name`, rounded to `digits`."""
+    """Return a statement whose key `name` has the amounts, scaled and rounded to `digits`."""
     rows = data["rows"] or [data["total"]]
     multiples = round_to_last_digit([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
     total = [sum(column) for column in zip(*multiples, strict=True)]

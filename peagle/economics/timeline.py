@@ -118,18 +118,18 @@ class _Clock:
     def __init__(self, session_spans: Iterable[Span]) -> None:
         self._live_spans = merge_spans(session_spans, 0.0)
         self.starts = [start for start, _ in self._live_spans]
-        self._before = list(accumulate((end - start for start, end in self._live_spans), initial=0.0))
-        self.total_s = self._before[-1]
+        self._live_s_before = list(accumulate((end - start for start, end in self._live_spans), initial=0.0))
+        self.total_s = self._live_s_before[-1]
 
     def at(self, moment: float) -> float:
         index = max(bisect_right(self.starts, moment) - 1, 0)
         start, end = self._live_spans[index]
-        return self._before[index] + min(max(moment, start), end) - start
+        return self._live_s_before[index] + min(max(moment, start), end) - start
 
     def pauses(self) -> list[dict[str, float]]:
         return [
             {"at_s": at_s, "lasted_s": start - end}
-            for at_s, start, (_, end) in zip(self._before[1:], self.starts[1:], self._live_spans, strict=False)
+            for at_s, start, (_, end) in zip(self._live_s_before[1:], self.starts[1:], self._live_spans, strict=False)
         ]
 
 

@@ -364,8 +364,8 @@ def interpolate_session(moment: float, earlier: EngineSession | None, later: Eng
     share = (moment - started_at) / (later.last_seen_at - started_at)
 
     def interpolate(name: str) -> float:
-        before = getattr(earlier, name) if earlier else 0
-        return float((1 - share) * before + share * getattr(later, name))
+        earlier_value = getattr(earlier, name) if earlier else 0
+        return float((1 - share) * earlier_value + share * getattr(later, name))
 
     states: dict[str, Any] = {name: interpolate(name) for name in _STATES}
     return replace(

@@ -1,11 +1,11 @@
 """All possible fleets (machine type, market and measured cell) that meet the limits, with their cost.
 
-A machine is paid as a whole, and runs as many engines as its devices allow. A cell was measured on one instance type;
-its speed also applies to other types with the same accelerator. Published speeds apply to every machine with the
-same accelerator.
+A machine is paid for as a whole, and runs as many engines as its devices allow. A cell was measured on one instance
+type; its speed also applies to other types with the same accelerator. Published speeds apply to every machine with
+the same accelerator.
 
 A machine starts its engines, works, and is interrupted at a rate `r` (spot interruptions, failures). Each interruption
-loses the work in open units and needs another start. Both are paid; waiting for a new machine is not. The useful
+loses the work in open units and needs another start. Both are paid for; waiting for a new machine is not. The useful
 fraction of the time after the first start is
 
     u = exp(-r * start) * (1 - r * lost)
@@ -34,7 +34,7 @@ ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 def _applicable_prices(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return each sweep with each price that its speeds apply to, and append to `reasons` why others do not apply."""
+    """Return each sweep with each price that its speeds apply to, and append why others do not fit to `reasons`."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -76,9 +76,9 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     elif not instance_types and sweep.instance_type:
         instance_types = [sweep.instance_type]
     if not instance_types:
-        why = f"no price for a machine with {sweep.accelerator}"
+        reason = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
-            f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
+            f"{sweep.name}: {reason}" if sweep.is_published else f"{sweep.name} was measured without a price",
             hint="set --instance-types to the machine",
         )
     prices: list[Price] = []
@@ -123,7 +123,7 @@ def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine with its engines. Devices without an engine are also paid.
+    """A machine with its engines. Devices without an engine are also paid for.
 
     `lost_s` is the engine time lost per interruption, `replace_s` the time from an interruption to a new machine.
     """
@@ -158,8 +158,8 @@ class Machine:
 class Estimate:
     """The estimated time and cost of a job on a fleet.
 
-    `wall_s` is the time from requesting machines to the last token; `device_s` are paid device-seconds, as in a run's
-    account.
+    `wall_s` is the time from requesting machines to the last token; `device_s` are the paid device-seconds by
+    use, as in a run's account.
     """
 
     num_machines: int
@@ -214,6 +214,11 @@ def count_machines(machine: Machine, num_tokens: float, within_s: float, *, prov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
+    """A fleet: machines of one type and market, and the measured cell of their engines.
+
+    `estimate` is None for a service.
+    """
+
     sweep: Sweep
     cell: Cell
     machine: Machine
@@ -234,19 +239,19 @@ class Option:
 
     @property
     def usd(self) -> float:
-        """The cost to minimise: that of the job, or the cost per hour of a service."""
+        """The cost to minimise: of the job, or per hour of the service."""
         return self.estimate.usd if self.estimate else self.usd_per_h
 
     def usd_per_million_tokens(self, tokens_per_s: float | None) -> float:
         """Return USD per million tokens. A service is assumed to generate `tokens_per_s`."""
         if self.estimate:
             return self.estimate.usd_per_million_tokens
-        assert tokens_per_s is not None, "a service has a rate"
+        assert tokens_per_s is not None, "a service sets tokens_per_s"
         return self.usd_per_h / 3600 / tokens_per_s * 1e6
 
 
 def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
-    """Return all fleets that meet the goal, from cheapest to most expensive, and reasons why others do not."""
+    """Return all fleets that meet the goal, from cheapest to most expensive, and reasons why other fleets do not."""
     fleets: list[Option] = []
     reasons: list[str] = []
     for sweep, price in _applicable_prices(config, sweeps, table, reasons):
@@ -268,11 +273,12 @@ def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) 
 
 
 def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
-    """Return the option with another cell, for the same machine and market; None if it cannot meet the goal."""
+    """Return a fleet of the same machine type and market with another cell; None if no number of machines suffices."""
     return _option(config, option.sweep, cell, option.machine.price)
 
 
 def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
+    """Return a message about the limit that a fleet exceeds, or None."""
     if not _within_limits(config, option.cell):
         return "exceeds the latency limits"
     if config.max_machines is not None and option.num_machines > config.max_machines:
@@ -293,7 +299,9 @@ def _options_at_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: l
     for cell in fitting:
         option = _option(config, sweep, cell, price)
         if option is None:
-            reasons.append(f"{price.instance_type} {price.market}: starting and replacing machines takes all the time")
+            reasons.append(
+                f"{price.instance_type} {price.market}: starting and replacing machines leaves no time for work"
+            )
         elif limit := exceeded_limit(option, config):
             reasons.append(f"{price.instance_type} {price.market}: {limit}")
         else:
@@ -326,9 +334,9 @@ def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> M
     if start_s is None and sweep.is_published:
         start_s = ASSUMED_START_S
     if start_s is None:
-        hint = "add start_s to it, or set --start-s"
+        hint = "add start_s to the file, or set --start-s"
         raise ConfigError(f"{sweep.name} does not say how long an engine takes to start", hint=hint)
-    spot = config.spot_interruptions_per_h if price.market == "spot" else 0.0
+    spot_interruptions_per_h = config.spot_interruptions_per_h if price.market == "spot" else 0.0
     return Machine(
         price=price,
         num_engines=price.num_devices // sweep.devices_per_engine,
@@ -336,13 +344,13 @@ def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> M
         tokens_per_s=cell.output_tokens_per_s,
         start_s=start_s,
         lost_s=_lost_s(cell) if config.lost_s is None else config.lost_s,
-        interruptions_per_h=spot + config.failures_per_h,
+        interruptions_per_h=spot_interruptions_per_h + config.failures_per_h,
         replace_s=config.replace_s,
     )
 
 
 def with_acceptance_factor(cell: Cell, factor: float) -> Cell:
-    """Return the cell at `factor` times its acceptance length: tokens per step change, step times do not."""
+    """Return the cell at `factor` times its acceptance length: tokens per step change; step times do not."""
     assert cell.acceptance_length is not None, "the cell has a drafter"
     return cell.model_copy(
         update={
@@ -356,5 +364,5 @@ def with_acceptance_factor(cell: Cell, factor: float) -> Cell:
 def _lost_s(cell: Cell) -> float:
     if cell.response_tokens is None:
         return 60.0  # an assumption
-    # Open units have 3 rows per concurrent request (peagle/corpus/cutting.py); on average half of their work is lost.
+    # Open units have 3 rows per concurrent request (peagle/corpus/cutting.py); on average half of this work is lost.
     return 3 / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s

@@ -58,7 +58,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "notes": [
             *([f"{sweep.name}: {caveat}" for sweep in sweeps for caveat in sweep.caveats]),
             *reasons,
-            *_doubts(chosen),
+            *_doubt_notes(chosen),
         ],
     }
 
@@ -122,22 +122,22 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which not to speculate is cheaper (at its best concurrency), if any."""
+    """Return the acceptance length below which no drafter is cheaper (at its best concurrency), if any."""
     length = chosen.cell.acceptance_length
-    plain = [
+    undrafted = [
         cell
         for cell in chosen.sweep.cells
         if not cell.has_drafter and _is_possible(with_cell(chosen, cell, config), config)
     ]
-    if length is None or not plain or not chosen.cell.drafts_each_step:
+    if length is None or not undrafted or not chosen.cell.drafts_each_step:
         return None
-    best = max(cell.output_tokens_per_s for cell in plain)
+    best = max(cell.output_tokens_per_s for cell in undrafted)
     # The arguments are step times: a step yields the acceptance length in tokens, or one token without drafts.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
 def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which the chosen option exceeds a limit, by bisection, or None."""
+    """Find by bisection the acceptance length below which the chosen option exceeds a limit, if any."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None
@@ -160,14 +160,14 @@ def _is_possible(option: Option | None, config: PlanConfig) -> bool:
     return option is not None and exceeded_limit(option, config) is None
 
 
-def _doubts(chosen: Option) -> list[str]:
+def _doubt_notes(chosen: Option) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
     notes = [f"The price may be wrong: {price.doubt}."] if price.doubt else []
     if cell.spread:
         notes.append(f"The measured speed varied by {cell.spread:.0%} between repeats; hours and dollars vary equally.")
     unused = price.num_devices - chosen.machine.num_engines * chosen.machine.devices_per_engine
     if unused:
-        notes.append(f"{unused} of {price.num_devices} devices per machine have no engine but are paid.")
+        notes.append(f"{unused} of {price.num_devices} devices per machine have no engine but are paid for.")
     return notes
 
 
@@ -190,10 +190,10 @@ def text_plan(plan: Mapping[str, Any]) -> str:
             lines.append(f"Below an acceptance length of {length:.2f}, the choice exceeds a given limit.")
     wanted = plan["wanted"]
     assumed = [
-        f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
-        f"{wanted['failures_per_h']:g} failures",
+        f"{wanted['spot_interruptions_per_h']:g} interruptions per hour of a spot machine",
+        f"{wanted['failures_per_h']:g} failures per hour",
         f"{wanted['provision_s']:g} s until machines are available",
-        f"{wanted['replace_s']:g} s to replace one",
+        f"{wanted['replace_s']:g} s to replace a machine",
     ]
     if wanted["tokens_per_s"] is not None:
         assumed.insert(0, f"machines used to {wanted['target_utilisation']:.0%} of their capacity")
@@ -205,7 +205,8 @@ def text_plan(plan: Mapping[str, Any]) -> str:
 
 def _sentence(option: Mapping[str, Any], *, has_several_sources: bool) -> str:
     fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
-    engines = f"{option['num_engines']} engines, {option['label']}, {option['concurrency']} concurrent requests each"
+    count = f"{option['num_engines']} engine{'s' if option['num_engines'] > 1 else ''}"
+    engines = f"{count}, {option['label']}, {option['concurrency']} concurrent requests each"
     engines += f", as measured in {_measured(option)}" if has_several_sources else ""
     price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
     if option["usd"] is None:
@@ -237,9 +238,9 @@ def _measured(option: Mapping[str, Any]) -> str:
 
 
 def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
-    has_beyond = any(option["beyond"] for option in plan["sensitivity"])
+    exceeds_a_limit = any(option["beyond"] for option in plan["sensitivity"])
     columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
-    rows = [[*columns, *(["not possible"] if has_beyond else [])]]
+    rows = [[*columns, *(["not possible"] if exceeds_a_limit else [])]]
     for option in plan["sensitivity"]:
         measured = " (measured)" if option["factor"] == 1 else f" ({option['factor'] - 1:+.0%})"
         rows.append(
@@ -248,7 +249,7 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
                 f"{option['output_tokens_per_s']:,.1f}",
                 f"{option['num_machines']:,}",
                 *_cost(option),
-                *([option["beyond"] or "-"] if has_beyond else []),
+                *([option["beyond"] or "-"] if exceeds_a_limit else []),
             ]
         )
     return rows

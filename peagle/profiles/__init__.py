@@ -1,1 +1,1 @@
-"""Profiles: measurements and choices of tunings, which runs and endpoints read."""
+"""Profiles: the measurements and choices of `peagle tune`, which runs and endpoints read."""

@@ -54,8 +54,8 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
-    same = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
-    comparable = [cell for cell in same if cell.drafts_each_step or not cell.has_drafter]
+    matching = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
+    comparable = [cell for cell in matching if cell.drafts_each_step or not cell.has_drafter]
     return {cell.concurrency: cell for cell in sorted(comparable, key=lambda cell: cell.output_tokens_per_s)}
 
 
@@ -77,6 +77,8 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
+    """The report of a benchmark. A setup is its head, method and K."""
+
     name: str
     model: str
     hardware: str

@@ -87,11 +87,11 @@ def method_label(method: str, k: int) -> str:
 
 def read_cells(entries: Any, where: str) -> list[Cell]:
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
+        raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows an example")
     cells = []
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"{where}, cell {number}: must be a mapping", hint="docs/planning.md shows one")
+            raise ConfigError(f"{where}, cell {number}: must be a mapping", hint="docs/planning.md shows an example")
         try:
             cells.append(Cell(**entry))
         except ValidationError as error:

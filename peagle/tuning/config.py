@@ -48,12 +48,12 @@ class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     @field_validator("methods", mode="before")
     @classmethod
     def _split_methods(cls, value: Any) -> list[str]:
-        return list(dict.fromkeys([NONE, *_words(value, METHODS)]))
+        return list(dict.fromkeys([NONE, *_valid_words(value, METHODS)]))
 
     @field_validator("precision", mode="before")
     @classmethod
     def _split_precisions(cls, value: Any) -> list[str]:
-        return _words(value, PRECISIONS)
+        return _valid_words(value, PRECISIONS)
 
     @field_validator("max_num_seqs", mode="before")
     @classmethod
@@ -77,7 +77,7 @@ def _parts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _words(value: Any, valid: tuple[str, ...]) -> list[str]:
+def _valid_words(value: Any, valid: tuple[str, ...]) -> list[str]:
     words = [word.strip() for part in _parts(value) for word in str(part).split(",")]
     if invalid := [word for word in words if word not in valid]:
         raise ValueError(f"{invalid[0]!r} is not one of {', '.join(valid)}")

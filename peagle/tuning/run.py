@@ -55,8 +55,8 @@ def make_profile(
     best = search.best()
     if best is None:
         raise _no_result_error(config, setups, search, summaries)
-    ordered = [best, *(candidate for candidate in search.ranked() if candidate != best)]
-    cells = [_cell(config, setups[candidate.engine], summaries[candidate]) for candidate in ordered]
+    best_first = [best, *(candidate for candidate in search.ranked() if candidate != best)]
+    cells = [_cell(config, setups[candidate.engine], summaries[candidate]) for candidate in best_first]
     return Profile(
         peagle_profile=1,
         decision=_decision(config, cells),
@@ -122,19 +122,21 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
     alternatives = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
-    other = next(alternatives, None)
+    alternative = next(alternatives, None)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits(config)}"
     if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
-        if other is None:
+        if alternative is None:
             return f"{label}: {speed}."
-        gain = chosen.output_tokens_per_s / other.output_tokens_per_s
-        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at concurrency {other.concurrency}."
-    if other is not None:
-        gain = other.output_tokens_per_s / chosen.output_tokens_per_s
+        gain = chosen.output_tokens_per_s / alternative.output_tokens_per_s
+        comparison = f"the best speed without a drafter, at concurrency {alternative.concurrency}"
+        return f"{label}: {speed}; {gain:.2f} times {comparison}."
+    if alternative is not None:
+        gain = alternative.output_tokens_per_s / chosen.output_tokens_per_s
         comparison = (
-            f"the best with a drafter, {method_label(other.method, other.k)} at concurrency {other.concurrency}, has "
-            f"{gain:.2f} times that (a drafter must win by {MIN_GAIN:.0%})"
+            f"the best with a drafter, {method_label(alternative.method, alternative.k)} at concurrency "
+            f"{alternative.concurrency}, has {gain:.2f} times that speed (a drafter must be "
+            f"at least {MIN_GAIN:.0%} faster)"
         )
     elif any(cell.has_drafter for cell in cells):
         comparison = "no drafter is within the limits"
@@ -178,8 +180,8 @@ def _no_result_error(
 def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     partly_measured = {candidate.engine for candidate in search.ranked()}
     notes = [
-        f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {why}"
-        for name, why in search.failed.items()
+        f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {reason}"
+        for name, reason in search.failed.items()
     ]
     unmeasured = [planned.candidate for planned in search.pending() if not planned.repeat]
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in unmeasured)
@@ -209,7 +211,7 @@ def tune(
 
 
 def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
-    """Return the engine with a fixed number of token slots. Its name contains precision and slots as requested."""
+    """Return the engine with a fixed number of token slots. Its name contains the requested precision and slots."""
     precision = setup.spec.precision
     num_slots = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
     spec = replace(setup.spec, max_num_batched_tokens=num_slots)
@@ -238,7 +240,7 @@ class Tuning(Measurement):
         command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
             "waves": config.waves
         }
-        cache = config.kv_cache_precision  # included only if set, like additional keys of a benchmark
+        cache = config.kv_cache_precision  # stored only if set, so that existing folders stay valid
         return replace(
             plans[0],
             setups=[
@@ -256,9 +258,9 @@ class Tuning(Measurement):
         self.records: dict[Candidate, list[PassRecord]] = {}
         self._setups = {setup.name: setup for setup in self.plan.setups}
         candidates = [
-            Candidate(engine=setup.name, concurrency=size, has_drafter=setup.drafter is not None)
+            Candidate(engine=setup.name, concurrency=concurrency, has_drafter=setup.drafter is not None)
             for setup in self.plan.setups
-            for size in self.plan.config.concurrency
+            for concurrency in self.plan.config.concurrency
         ]
         self._budget_s = self.config.time_budget_s
         self.spent_s = self.folder.find(_SPENT, lambda stored: float(stored["engine_s"])) or 0.0

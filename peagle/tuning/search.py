@@ -1,4 +1,4 @@
-"""The order of measurements in a tuning: a grid within a time budget, then the finalists again.
+"""The order of measurements in a tuning run: a grid within a time budget, then the finalists again.
 
 Every configuration is measured in one pass. The two best, and the best of the other kind (with or without a drafter)
 if it is close, are then measured again, so that luck in one pass does not decide. One engine serves several
@@ -22,7 +22,7 @@ P95 = "p95"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A configuration that can be chosen: an engine and a concurrency."""
+    """A configuration that can be chosen: an engine (the name of its setup) and a concurrency."""
 
     engine: str
     concurrency: int
@@ -51,7 +51,7 @@ class Score:
 
 
 class Durations:
-    """Seconds of engine starts and passes. Unknown durations are estimated from similar starts or passes, or 0."""
+    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or 0."""
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -62,7 +62,7 @@ class Durations:
         self._pass_s[candidate].append(pass_s)
 
     def total_s(self, passes: Sequence[CandidatePass], running: str | None) -> float:
-        """Return the seconds of these passes and of starting their engines, except the `running` one."""
+        """Return the seconds of these passes and of starting their engines, except the `running` engine."""
         engines = {planned.candidate.engine for planned in passes} - {running}
         mean_start_s = _mean(chain.from_iterable(self._start_s.values()))
         starts_s = sum(_mean(self._start_s.get(engine, [])) or mean_start_s for engine in engines)
@@ -70,8 +70,8 @@ class Durations:
 
     def _pass_s_of(self, candidate: Candidate) -> float:
         """Return the mean time of the candidate's passes, else of passes at its concurrency, else of all passes."""
-        same = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
-        mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same))
+        same_concurrency = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
+        mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same_concurrency))
         return mean_s or _mean(chain.from_iterable(self._pass_s.values()))
 
 
@@ -110,7 +110,7 @@ class Search:
         self.failed[engine] = reason
 
     def next(self, running: str | None = None) -> CandidatePass | None:
-        """Return the next pass, or None if all is measured or the budget is too small."""
+        """Return the next pass, or None if everything is measured or the budget is too small."""
         pending = self.pending()
         for planned in pending:
             if planned.candidate.engine == running and self._fits([planned], running):
@@ -124,7 +124,7 @@ class Search:
         return None
 
     def pending(self) -> list[CandidatePass]:
-        """Return the passes that are still to be run: of the grid, then of the finalists."""
+        """Return the passes that are still to be run: of the grid, or after it of the finalists."""
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, running: str | None = None) -> float:
@@ -148,9 +148,9 @@ class Search:
         if not within:
             return None
         best = within[0]
-        plain = next((candidate for candidate in within if not candidate.has_drafter), None)
-        if best.has_drafter and plain is not None and self._value(best) < (1 + MIN_GAIN) * self._value(plain):
-            return plain
+        undrafted = next((candidate for candidate in within if not candidate.has_drafter), None)
+        if best.has_drafter and undrafted is not None and self._value(best) < (1 + MIN_GAIN) * self._value(undrafted):
+            return undrafted
         return best
 
     def _finalists(self) -> list[Candidate]:
@@ -187,7 +187,7 @@ class Search:
 
 
 def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
-    """Return the score of a summary. A limit without measured times counts as exceeded by 100 %."""
+    """Return the score of a candidate. A limit without measured times counts as exceeded by 100 %."""
     value = summary["output_tokens_per_s"]
     if config.objective == "tokens-per-dollar":
         value = summary["tokens_per_usd"]

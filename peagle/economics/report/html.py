@@ -94,11 +94,11 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
     num_shown, num = len(timeline["engines"]), timeline["num_engines"]
     selection = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
     pauses = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
-    speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; tokens are spread evenly over a unit."
+    speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; a unit's tokens are spread evenly."
     cost = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
-        "Heartbeats record the duration of states, not their order. Busy is drawn while a committed unit was running, "
-        f"and lost time at the end of an engine's life.{selection}"
+        "Heartbeats record the duration of states, not their order. Busy time is drawn where a committed unit "
+        f"was running, and lost time at the end of an engine's life.{selection}"
     )
     return [
         Panel(
@@ -125,7 +125,7 @@ _MEASURES = {
     "Lengths": {"num_prompt_tokens": "prompt tokens", "num_output_tokens": "output tokens"},
     "Latency and time to first token": {
         "ttft_s": "seconds to the first token",
-        "latency_s": "seconds of a row in its engine",
+        "latency_s": "seconds that a row spent in its engine",
     },
 }
 
@@ -242,7 +242,7 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Return the money labels of the runs. A label that does not apply to all runs is followed by their names."""
+    """Return the money labels of the runs. A label of only some runs is followed by their names."""
     runs_of: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):
@@ -270,7 +270,7 @@ def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that are equal in all runs, and by run those that differ."""
+    """Return the settings that are equal in all runs, and those that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     known_rows = [(name, cells) for name, cells in rows if set(cells) != {UNKNOWN}]

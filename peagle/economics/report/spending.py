@@ -164,7 +164,7 @@ def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> st
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         f'{note_list}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
         f"{_table(statement_table(rounded), has_header=True)}\n{_table(summary_rows(rounded), has_header=False)}\n"
-        f"{_table([('saved', ''), *saved_rows(rounded)], has_header=True, kind='words')}\n"
+        f"{_table([('saved', ''), *saved_rows(rounded)], has_header=True, css_class='words')}\n"
         "</main></body></html>"
     )
 
@@ -178,15 +178,15 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     most_expensive = sorted(
         (name for name in usd_by_name if usd_by_name[name] > 0), key=lambda name: (-usd_by_name[name], name)
     )
-    named = most_expensive if len(most_expensive) <= MAX_SERIES else most_expensive[: MAX_SERIES - 1]
+    shown_names = most_expensive if len(most_expensive) <= MAX_SERIES else most_expensive[: MAX_SERIES - 1]
     for row in daily["rows"]:
-        name = row[dimension] if row[dimension] in named else _OTHERS
+        name = row[dimension] if row[dimension] in shown_names else _OTHERS
         sums, usd = usd_by_day[row["day"]], row["usd"]
         sums[f"of {name}"] += usd["attributed"] or 0.0
         sums["overhead"] += usd["overhead"] or 0.0
         sums["lost"] += usd["lost"] or 0.0
-    layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(named)]
-    layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(most_expensive) else []
+    layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(shown_names)]
+    layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(shown_names) < len(most_expensive) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
     if not any(usd > 0 for sums in usd_by_day.values() for usd in sums.values()):
         return ""
@@ -242,9 +242,9 @@ def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
     return f'<section><h2>{html.escape(heading)}</h2>{plot}<ul class="legend">{items}</ul></section>'
 
 
-def _table(rows: Sequence[Sequence[str]], *, has_header: bool, kind: str = "sums") -> str:
+def _table(rows: Sequence[Sequence[str]], *, has_header: bool, css_class: str = "sums") -> str:
     lines = []
     for index, row in enumerate(rows):
         cell = "th" if has_header and index == 0 else "td"
         lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
-    return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>'
+    return f'<div class="scroll"><table class="{css_class}">{"".join(lines)}</table></div>'

@@ -146,7 +146,7 @@ def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabu
     with pytest.raises(ConfigError, match="has 2 layers, but the head to train has 1"):
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
     for algorithm in ("eagle3", "dflash"):
-        with pytest.raises(ConfigError, match=f"is a peagle head, but the head to train is {algorithm}"):
+        with pytest.raises(ConfigError, match=f"has method peagle, but the head to train has {algorithm}"):
             _head(target, spec, vocabulary, num_layers=2, algorithm=algorithm, init=str(tmp_path))
     small_vocabulary = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \(48, 32\), but .* needs \(40, 32\)"):
@@ -268,7 +268,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         (
             "qwen3_moe",
             "random",
-            ["at random instead of from the target's last layers: the target's layer 2 has no mlp.down_proj.weight"],
+            ["random weights, not with the target's last layers: the target's layer 2 has no mlp.down_proj.weight"],
         ),
         ("gpt_oss", "random", ["the target's layer 2 has no mlp.down_proj.weight"]),
         ("gemma3_text", "random", ["the target's MLPs use gelu_pytorch_tanh, but a head's use silu"]),

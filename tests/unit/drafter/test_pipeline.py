@@ -202,7 +202,7 @@ def test_heads_of_other_architectures_are_readable_by_vllm(foreign_target, respo
 
     target, recorder = foreign_target(model_type), RecordingListener()
     assert train_head(_config(target, responses, tmp_path / "out"), recorder.listener)["finished"]
-    assert sum("starts at random" in sentence for sentence in recorder.messages) == (start == "random start")
+    assert sum("starts with random weights" in sentence for sentence in recorder.messages) == (start == "random start")
     assert recorder.steps[-1].loss < recorder.steps[0].loss
 
     folder = tmp_path / "out" / "head"

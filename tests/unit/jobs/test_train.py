@@ -92,8 +92,8 @@ def test_impossible_training_is_refused_early(chat_target, tmp_path, monkeypatch
 def test_training_warnings_come_before_generation(foreign_target, monkeypatch, capsys):
     def regenerate(*_, **__):
         printed = capsys.readouterr()
-        assert "may not serve heads for 'gemma3_text' targets" in printed.out
-        assert "the head starts at random" in printed.out
+        assert "might not serve heads for 'gemma3_text' targets" in printed.out
+        assert "the head starts with random weights" in printed.out
         raise StoppedEarly("generation would start")
 
     monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)

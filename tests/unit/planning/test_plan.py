@@ -163,7 +163,7 @@ def test_plan_with_ngram_lookups_has_no_sensitivity_to_acceptance(plan, sweep):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"within": "4m"}, "takes all the time"),
+        ({"within": "4m"}, "leaves no time for work"),
         ({"max_tpot_ms": 5}, "no measurement is within the latency limits"),
         ({"max_machines": 1}, "needs more than 1 machines"),
         ({"max_ttft_ms": 500}, "no measurement is within"),
@@ -270,7 +270,7 @@ def test_plan_command_prints_the_chosen_machines_and_assumptions(sweep, prices, 
     printed = capsys.readouterr().out
     assert "x box-2 spot: " in printed
     assert "! sweep.json: external measurement (a blog)" in printed
-    assert "Assumed, not measured: 0.05 interruptions an hour" in printed
+    assert "Assumed, not measured: 0.05 interruptions per hour" in printed
     assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"
 
 

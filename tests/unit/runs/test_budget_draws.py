@@ -57,7 +57,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_run_budget, clock):
     # 10 - 3 (the request) - 1.5 - 4 (the two runs) - 0.5 (to shut the other run down) = 1 dollar is left.
     assert budget.reached(1.5, 0.5) is None
     assert budget.reached(1.5, 1.0) == (
-        "the budget of $10 a month of team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
+        "the budget of $10 a month for team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
         "it resets on 2026-12-01"
     )
 
@@ -97,7 +97,7 @@ def test_budget_set_later_counts_earlier_cost(ledger, make_run_budget, clock):
     with edit_budgets(ledger / "budgets.json") as budgets:
         budgets["team=ads"] = SharedBudget(name="team=ads", budget_usd=4)
     clock.now += 5
-    assert budget.reached(5.0, 0.5).startswith("the budget of $4 of team=ads is reached")
+    assert budget.reached(5.0, 0.5).startswith("the budget of $4 for team=ads is reached")
 
 
 def test_missing_ledger_is_an_error_but_later_failures_are_logged(ledger, make_run_budget, clock, caplog):

@@ -81,7 +81,7 @@ def test_fastest_configuration_becomes_the_profile(run, tmp_path):
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 3)
     assert profile.engine["max_num_batched_tokens"] == 2048 + 3 * 2 * 2
     assert profile.decision.startswith("P-EAGLE K=2: ")
-    assert "times the best without speculation" in profile.decision
+    assert "times the best speed without a drafter" in profile.decision
     assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
     assert profile.chosen.head_fingerprint == folder_fingerprint(tmp_path / "head")
     assert {cell.head_fingerprint for cell in profile.measurements if not cell.has_drafter} == {None}

@@ -251,12 +251,12 @@ def test_run_stops_for_a_tag_budget(start):
     run, supervisor = start(draw=draw)
     supervisor.observe()
     assert supervisor.ending is None
-    draw.message = "the budget of $5 of team=search is reached"
+    draw.message = "the budget of $5 for team=search is reached"
     supervisor.observe()
     assert run.stop.grace_s() == 20
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)
-    assert "the budget of $5 of team=search is reached" in str(error)
+    assert "the budget of $5 for team=search is reached" in str(error)
     assert "when the budget has room, the same command continues the run" in error.hint
     supervisor.close()
     spent_usd, reserve_usd = draw.calls[0]

@@ -314,15 +314,15 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
     permit = admit_tagged(limits, alice, "1")
     with pytest.raises(
-        ApiError, match="the budget of \\$1 a month of team=search is reserved by running requests"
+        ApiError, match="the budget of \\$1 a month for team=search is reserved by running requests"
     ) as error:
         admit_tagged(limits, bob, "2")
     assert error.value.code == "rate_limit_exceeded"
     assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "a refused request reserves nothing"
     settle(limits, permit, usd=1.0)
-    with pytest.raises(ApiError, match="of team=search is spent"):
+    with pytest.raises(ApiError, match="for team=search is spent"):
         admit_tagged(limits, bob, "4")
-    with pytest.raises(ApiError, match="of team=search is spent"):
+    with pytest.raises(ApiError, match="for team=search is spent"):
         asyncio.run(limits.require_budget(bob, '{"team": "search"}'))
     admit(limits, bob)
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "x=y")] == [1.0, 1.0, 0.0]
