@@ -138,7 +138,7 @@ def test_invalid_cards_are_refused_with_the_key(tmp_path, changes, key, hint):
 
 def test_a_card_has_the_name_of_its_file(tmp_path):
     path = write_card(tmp_path, "mine").rename(tmp_path / "yours.yaml")
-    with pytest.raises(CatalogError, match="name: mine") as caught:
+    with pytest.raises(CatalogError, match="the file name differs from the card's name, mine") as caught:
         load_card(path)
     assert "mine.yaml" in caught.value.hint
 

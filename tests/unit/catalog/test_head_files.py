@@ -117,7 +117,7 @@ def test_a_head_of_another_model_is_refused(make_head, target, reason):
         (block_head(mask_token_id=None), "no mask token"),
         (block_head(aux_hidden_state_layer_ids=[2, 31]), r"layers \[31\], but the target has 30"),
         (block_head("dspark", markov_rank=0), "Markov head"),
-        (library_head(transformer_layer_config={"hidden_size": 576}), "no vocab_size"),
+        (library_head(transformer_layer_config={"hidden_size": 576}), "lacks hidden_size or vocab_size"),
         ({"architectures": ["LlamaForCausalLM"], **TARGET}, "not a drafter head"),
     ],
 )

@@ -143,7 +143,7 @@ def test_request_is_retried_once_if_a_newer_request_ran_in_the_crashed_engine():
 
 
 def test_request_is_retried_up_to_three_times_while_engines_are_unavailable(monkeypatch):
-    monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
+    monkeypatch.setattr(ingress, "CRASH_SETTLE_S", 0.0)
     unavailable = EngineUnavailable()
     assert asyncio.run(answer_and_calls(make_chat_request(), unavailable, unavailable, unavailable, "answer")) == (
         "answer",

@@ -10,7 +10,7 @@ from pipelines.online.gateway.crashes import EngineCrashes
 
 @pytest.fixture
 def crashes(clock, monkeypatch):
-    monkeypatch.setattr(module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(module, "CRASH_SETTLE_S", 0.05)
     reported = []
     engine_crashes = EngineCrashes(on_crash=reported.append, monotonic=clock)
     engine_crashes.reported = reported
