@@ -181,7 +181,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
                 _flush(file)  # before publishing: otherwise a power cut could leave the name without the bytes
-                published = publish(file, temporary, path)
+                is_published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
             # Another process removed the temporary file, or the response to its creation was lost (NFS).
@@ -190,7 +190,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
         finally:
             temporary.unlink(missing_ok=True)
     sync_folder(path.parent)  # also if another writer was first, because the caller relies on that writer's file
-    return published
+    return is_published
 
 
 def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:

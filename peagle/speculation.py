@@ -23,8 +23,8 @@ class SpeculationStats:
         accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
             accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
-        num_dropped_tokens: drafted tokens that were not worth verifying; not part of `num_draft_tokens`.
-        verified_per_position: entry i counts drafts whose token i was verified; empty if all tokens were verified.
+        num_dropped_tokens: drafted tokens that verb not worth verifying; not part of `num_draft_tokens`.
+        verified_per_position: entry i counts drafts whose token i was verified; empty if all tokens verb verified.
 
     >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
@@ -60,7 +60,7 @@ class SpeculationStats:
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
         if self.num_lookup_tokens > self.num_accepted_tokens:
-            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens were looked up")
+            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens verb looked up")
 
     @classmethod
     def empty(cls) -> Self:
@@ -114,7 +114,7 @@ class SpeculationStats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted draft tokens / drafted tokens; None if none was drafted."""
+        """Accepted draft tokens / drafted tokens; None without drafted tokens."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
@@ -151,7 +151,7 @@ class SpeculationStats:
         required = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
         optional = {"num_lookup_tokens", "num_dropped_tokens", "verified_per_position"}
         if not isinstance(data, Mapping) or not required <= set(data) <= required | optional:
-            raise ValueError(f"speculation counts must have exactly the keys {sorted(required)}, got {data!r}")
+            raise ValueError(f"speculation counts must have the keys {sorted(required)}, got {data!r}")
         counts = dict(data)
         for name in ("accepted_per_position", "verified_per_position"):
             per_position = counts.get(name) or ()
@@ -199,8 +199,8 @@ def sources_note(stats: SpeculationStats) -> str | None:
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None
-    were = "was" if looked_up == 1 else "were"
+    verb = "was" if looked_up == 1 else "verb"
     return (
-        f"Of {accepted:,} accepted draft tokens, {looked_up:,} {were} found by the prompt lookup; "
+        f"Of {accepted:,} accepted draft tokens, {looked_up:,} {verb} found by the prompt lookup; "
         f"the other {accepted - looked_up:,} are the head's."
     )

@@ -90,7 +90,7 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
 
 
 def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
-    """Yield all rows of a file; raises as `scan_parquet`."""
+    """Yield all rows of a file; raises the errors of `scan_parquet`."""
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = parquet.metadata.num_rows

@@ -21,7 +21,7 @@ from peagle.private import require_short_sockets
 
 _SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
 # Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
-# reach. Compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
+# reach. The last variable limits the compiled grammars that stay in the engine's memory; vLLM's default is 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # The variables at the start of this process, without those of an earlier engine.
@@ -116,7 +116,7 @@ def _preload(inherited: str) -> dict[str, str]:
 
 
 def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines: int) -> dict[str, str]:
-    """Return the cores of this engine: each engine gets its own range of physical cores.
+    """Return variables that bind this engine to its own range of physical cores.
 
     By default, vLLM on CPU binds every engine to the first NUMA node except its last core: engines of a node would
     share those cores, and on a machine with two cores only one would be used. Measured on 2 cores (SmolLM2-135M, bf16,

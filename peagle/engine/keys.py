@@ -168,10 +168,10 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
         )
     # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
     is_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
-    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and vLLM does so only on
-    # request.
-    is_requested = drafter.method == "dspark" and "verify" in options.model_fields_set
-    can_verify_some = hardware.platform == "cpu" or is_requested
+    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
+    # `verify`.
+    is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
+    can_verify_some = hardware.platform == "cpu" or is_dspark_with_verify
     return replace(
         drafter,
         kv_cache_precision="bf16" if is_bf16 else options.draft_kv_cache_precision,

@@ -135,7 +135,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
     if chosen == "int8":
         if not hardware.supports_int8:
             needs = INT8_NEEDS[hardware.platform]
-            raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
+            raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_other_formats(hardware))
         if not hardware.supports_bf16:
             return Precision(dtype="float16", quantization="int8")
         return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
@@ -161,7 +161,7 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     if not hardware.supports_fp8_kv_cache:
         needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
         raise PrecisionError(
-            f"fp8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware, native_quantization)
+            f"fp8 needs {needs}; this is {hardware.describe()}", hint=_other_formats(hardware, native_quantization)
         )
     quantize = hardware.supports_fp8_weights and native_quantization is None
     return Precision(
@@ -172,8 +172,8 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     )
 
 
-def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
-    """Return the precisions to use instead of an 8-bit format that this hardware lacks."""
+def _other_formats(hardware: Hardware, native_quantization: str | None = None) -> str:
+    """Return a hint with the precisions to use instead of an 8-bit format that this hardware lacks."""
     eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
     names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
     return f"use --precision {', '.join(names)}, or auto for the best precision on this hardware"

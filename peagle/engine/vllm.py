@@ -119,7 +119,7 @@ async def generate(
 
 
 class _StepCounter:
-    """A vLLM statistics logger that counts steps, including prefill chunks. vLLM creates one per core."""
+    """A vLLM statistics logger that counts the steps of all cores. vLLM calls it to get each core's logger."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -138,7 +138,7 @@ class _StepCounter:
 def kill_children() -> None:
     """Kill all descendants of this process, including those that vLLM has just started.
 
-    Python's resource tracker is not killed: it frees shared memory when the others are gone.
+    Python's resource tracker is not killed: it frees shared memory when the other processes are gone.
     """
     import psutil
 

@@ -1,6 +1,6 @@
 """Limits for requests and responses in bulk and online: lists, texts, schemas, patterns, response size.
 
-Oversized schemas, patterns and grammars are refused immediately. All others are compiled in a trial process
+Oversized schemas, patterns and grammars are refused immediately. The others are compiled in a trial process
 (`engine/trials.py`) before they reach an engine.
 """
 
@@ -41,7 +41,7 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield field, f"{field} has {size:,} bytes; the limit is 8,192"
     detection = values.get("repetition_detection")
     detection = detection if isinstance(detection, dict) else {}
-    for name in ("max_pattern_size", "min_count"):  # vLLM checks every pattern length at each token
+    for name in ("max_pattern_size", "min_count"):  # vLLM tries every pattern size at each token
         number = detection.get(name)
         # pydantic also accepts a number as text.
         if (isinstance(number, int | float) and number > 64) or (isinstance(number, str) and len(number) > 2):
@@ -85,7 +85,7 @@ def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] 
     return None
 
 
-MAX_BYTES = 65_536
+MAX_BYTES = 65_536  # of a schema, a grammar, or all choices together
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
 MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least quadratically with them
@@ -142,7 +142,7 @@ def choice_error(choices: Any) -> str | None:
     return _too_long("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
 
 
-_KINDS = {
+_CHECKS_BY_KIND = {
     "json": schema_error,
     "structural_tag": schema_error,
     "regex": pattern_error,
@@ -164,7 +164,7 @@ def _constraint_errors(body: Mapping[str, Any]) -> Iterator[tuple[str, str | Non
     if isinstance(response_format := body.get("response_format"), dict):
         yield "response_format", schema_error(response_format)
     if isinstance(constraints := body.get("structured_outputs"), dict):
-        for kind, error_of in _KINDS.items():
+        for kind, error_of in _CHECKS_BY_KIND.items():
             if constraints.get(kind) is not None:
                 yield f"structured_outputs.{kind}", error_of(constraints[kind])
     tools = body.get("tools")

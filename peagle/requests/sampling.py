@@ -56,7 +56,7 @@ class SamplingOptions(BaseModel):
 
     @field_validator("top_k")
     @classmethod
-    def _normalise_off(cls, value: int) -> int:
+    def _normalise_top_k(cls, value: int) -> int:
         return max(value, 0)
 
     @field_validator("stop", mode="before")

@@ -2,8 +2,8 @@
 
 In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
 are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. In memory, output columns have the names
-in `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. These are the internal names. The
-files of older runs have internal names, too.
+in `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. These are the internal names. Files
+of older runs also use them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -81,7 +81,7 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
 
 
 def internal_names(file: pa.Schema) -> list[str]:
-    """Return the internal names of a file's columns. A file with fewer columns keeps its names.
+    """Return the internal names of a file's columns. With fewer than the output columns, the names are unchanged.
 
     Example: the internal names of the file's columns `id`, `row_id` and `response` are `input_id`, `id` and `response`.
     """

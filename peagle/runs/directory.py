@@ -4,7 +4,7 @@
     plan.ID.parquet               the units; only the file that run.json names is valid
     plan-N.parquet                units of retry N, each with the unit whose dead letters it retries; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it, and until they are retried
+    failed/unit-N.ATTEMPT.jsonl   dead letters of unit N; valid if unit-N.parquet names the file, until they are retried
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
@@ -58,8 +58,8 @@ _FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
 _WRITABLE_HINT = "free some space, or make the folder writable; the same command continues the run"
 _LETTERS_HINT = "restore the file, or delete the unit's file in data/ to run its rows again"
 _NEW_HINT = "start a new run directory"
-_USAGE, _FAILED = b"peagle.usage", b"peagle.failed"
-BATCH_ROWS = 1024
+_USAGE, _FAILED = b"peagle.usage", b"peagle.failed"  # metadata keys of a unit's file
+BATCH_ROWS = 1024  # rows per batch of `read_rows`
 _READERS = 16  # concurrent requests to a store
 _Parsed = TypeVar("_Parsed")
 
@@ -201,9 +201,9 @@ class RunDirectory:
         if not self._retry_plans():
             return frozenset()
         plan = self.plan()
-        earlier = plan.retried_rows().keys() & self.committed()
-        self.read_ahead(earlier)
-        usages = {unit: self.usage(unit) for unit in earlier}
+        retried = plan.retried_rows().keys() & self.committed()
+        self.read_ahead(retried)
+        usages = {unit: self.usage(unit) for unit in retried}
         return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
 
     def _plan_name(self) -> str:
@@ -231,7 +231,7 @@ class RunDirectory:
 
         Raises:
             CapacityError: the disk is full, or the folder cannot be written. The unit is not committed.
-            StorageError: the store does not answer. The unit may be committed.
+            StorageError: the store does not answer. The unit might be committed.
         """
         failed_name = ""
         if dead_letters:
@@ -318,7 +318,7 @@ class RunDirectory:
         """Delete leftovers of killed or slower attempts, and return their number.
 
         Leftovers are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes
-        of committed units are also deleted, but not counted.
+        (`suspects.py`) of committed units are also deleted, but not counted.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
@@ -405,6 +405,6 @@ def _parse_file(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed
 
 
 def _temporary_files(folders: Iterable[StoragePath]) -> list[StoragePath]:
-    """Return unfinished files. A store has no unfinished files: objects are created atomically."""
+    """Return unfinished files. S3 has none, since objects are created atomically."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]

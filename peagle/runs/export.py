@@ -1,4 +1,4 @@
-"""Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; print the first answers.
+"""Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; describe the first answers.
 
     OUT/export/FORMAT/output.*      the rows, in the order of the corpus
     OUT/export/FORMAT/errors.jsonl  the dead letters
@@ -80,7 +80,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: b
             hint="repeat the run's command to finish it, or export the committed rows with --partial",
         )
     folder = run.root / "export" / output_format
-    commits = _commits(run, units)
+    commits = _commits_digest(run, units)
     if not force and (existing := _existing(folder)) is not None and existing.commits == commits:
         return existing
     try:
@@ -92,7 +92,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: b
         raise PeagleError(f"export {folder}: cannot be written: {error}") from error
 
 
-def _commits(run: RunDirectory, units: list[int]) -> str:
+def _commits_digest(run: RunDirectory, units: list[int]) -> str:
     """Return a digest of which engine processes committed these units, and when."""
     run.read_ahead(units)
     digest = hashlib.sha256()
@@ -104,12 +104,12 @@ def _commits(run: RunDirectory, units: list[int]) -> str:
 
 def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
     """Return the committed units in the order of the corpus, each with its retries."""
-    root: dict[int, int] = {}
+    first_attempt: dict[int, int] = {}
     for unit in plan.units:
-        root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
+        first_attempt[unit.unit] = unit.unit if unit.supersedes is None else first_attempt[unit.supersedes]
     families: defaultdict[int, list[int]] = defaultdict(list)
     for number in committed:
-        families[root[number]].append(number)
+        families[first_attempt[number]].append(number)
     return [families[number] for number in sorted(families)]
 
 
@@ -150,7 +150,7 @@ def _existing(folder: StoragePath) -> Export | None:
 
 
 class _PlainLines:
-    """Writes rows and dead letters unchanged. `columns` are the columns to read; None means all."""
+    """Formats rows and dead letters as JSON lines. `columns` are the columns to read; None means all."""
 
     columns: frozenset[str] | None = None
 
@@ -173,7 +173,7 @@ class _PlainLines:
 
 
 class _OpenAiLines(_PlainLines):
-    """Writes rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
+    """Formats rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
@@ -282,22 +282,22 @@ def _json_line(value: dict[str, Any], non_finite: Literal["null", "refuse"] = "n
     return to_json(value, non_finite=non_finite).encode(errors="backslashreplace") + b"\n"
 
 
-_NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
+_MAX_ANSWERS, _MAX_LINES, _MAX_LINE_CHARS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
     """Return the location of a run's answers and a few lines of the first two; empty without answers."""
     batches = read_units(run, sorted(run.committed()), frozenset({"id", "response"}))
-    answers = (row for batch in batches for row in batch.slice(length=_NUM_ANSWERS).to_pylist())
-    rows = list(islice(answers, _NUM_ANSWERS))
+    answers = (row for batch in batches for row in batch.slice(length=_MAX_ANSWERS).to_pylist())
+    rows = list(islice(answers, _MAX_ANSWERS))
     if not rows:
         return ""
     shown = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
     for row in rows:
         lines = row["response"].strip("\n").splitlines()
         shown.append(f"  {printable(str(row['id']))}")
-        shown += [f"  | {printable(line)[:_NUM_COLUMNS]}" for line in lines[:_NUM_LINES]]
-        if len(lines) > _NUM_LINES:
+        shown += [f"  | {printable(line)[:_MAX_LINE_CHARS]}" for line in lines[:_MAX_LINES]]
+        if len(lines) > _MAX_LINES:
             shown.append("  | ...")
     return "\n".join(shown)
 

@@ -129,7 +129,7 @@ def _moments(at: datetime.datetime) -> list[float]:
 
 
 def _require_formattable(moment: float) -> float:
-    """Return the moment if it can be formatted in this machine's time zone."""
+    """Return the moment, or raise ValueError if this machine cannot format it."""
     try:
         datetime.datetime.fromtimestamp(moment).astimezone()
     except (OverflowError, ValueError, OSError) as error:

@@ -51,6 +51,7 @@ class Heartbeats:
         return [session for session in sessions if session.session_id not in self._before]
 
     def observe(self, sessions: Iterable[EngineSession]) -> None:
+        """Record when heartbeats changed."""
         for session in self.of_this_attempt(sessions):
             life_s, _ = self._beats.get(session.session_id, (None, 0.0))
             if life_s != _life_s(session):
@@ -65,7 +66,7 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """Return how long an engine has run. A silent engine is assumed to have run for two more heartbeats."""
+        """Return how long an engine has run. A silent engine counts as running for at most two heartbeat intervals."""
         silence_s = 0.0 if session.ended else min(self._silence_s(session), self._silent_after_s)
         return _life_s(session) + silence_s
 

@@ -40,10 +40,9 @@ def retry_if_changed(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
     newer report. For an unfinished run `make` is called once: the driver that finishes the run writes the report.
     """
     while True:
-        before = _finished(run)
+        finished_before = _finished(run)
         result = make()
-        after = _finished(run)
-        if after in (None, before):
+        if _finished(run) in (None, finished_before):
             return result
 
 
@@ -104,7 +103,7 @@ _READERS = 16
 _MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURES})
 _PERCENTS = (50, 95, 99)
-_MIN_COLUMNS = 6  # a histogram has up to four times as many
+_MIN_BARS = 6  # a histogram has up to four times as many
 _NUM_INPUTS, _INPUT_CHARS, _ANSWER_CHARS, _MESSAGE_CHARS = 6, 600, 1200, 200
 
 
@@ -155,7 +154,7 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
     import numpy as np
 
     low, high = float(values.min()), float(np.percentile(values, 99))
-    step = grid_step((high - low or abs(high) or 1.0) / _MIN_COLUMNS, finest=-9)
+    step = grid_step((high - low or abs(high) or 1.0) / _MIN_BARS, finest=-9)
     if np.issubdtype(values.dtype, np.integer):
         step = max(step, 1.0)
     first = step * np.floor(low / step)
@@ -191,7 +190,7 @@ def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
 
 
 def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
-    """Return the first, the middle and the last of the rows that were read from these units."""
+    """Return the first, the middle and the last row. `units` are paths and numbers of rows read."""
     ends = list(accumulate(num_rows for _, num_rows in units))
     rows = []
     for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 from peagle.storage import StoragePath, write_atomic
 
-_MAX_LOST = _MAX_CRASHES = 2
+_LOST_LIMIT = _CRASH_LIMIT = 2  # reaching them makes rows suspects, or a row poisoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
         suspects.update(rows)
         if note.alone:
             crashes_alone.update(rows)
-    if num_lost >= _MAX_LOST:
+    if num_lost >= _LOST_LIMIT:
         suspects.update(range(num_rows))
-    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _MAX_CRASHES)
+    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _CRASH_LIMIT)
     return Verdict(suspects=frozenset(suspects) - poisoned, poisoned=poisoned)
 
 
@@ -75,13 +75,13 @@ class UnitNotes:
     def __init__(self, folder: StoragePath, unit: int, session_id: str) -> None:
         self._folder = folder
         self._prefix = f"unit-{unit:08d}."
-        self._own = folder / f"{self._prefix}{session_id}.json"
+        self._own_path = folder / f"{self._prefix}{session_id}.json"
 
     def verdict(self, num_rows: int) -> Verdict:
         """Return the verdict from the notes of earlier engine processes."""
         notes = []
         for path in self._paths():
-            if path == self._own:
+            if path == self._own_path:
                 continue
             note = _read(path)
             # If another unit's row was alone in that engine process, this unit only waited.
@@ -94,11 +94,11 @@ class UnitNotes:
 
     def write(self, note: Note) -> None:
         """Replace this process's note."""
-        write_atomic(self._own, json.dumps(asdict(note)).encode())
+        write_atomic(self._own_path, json.dumps(asdict(note)).encode())
 
     def discard(self) -> None:
         """Delete this process's note, because the unit left the engine unfinished but without a crash."""
-        self._own.unlink(missing_ok=True)
+        self._own_path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete all notes, because the unit is committed."""

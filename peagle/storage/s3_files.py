@@ -29,8 +29,8 @@ class _Reader(io.RawIOBase):
     def __init__(self, store: ObjectStore, address: Address, read_ahead: int) -> None:
         self._store, self._address, self._read_ahead = store, address, read_ahead
         self._tail, self._size, self._etag = store.read_tail(address, _TAIL_BYTES)
-        self._tail_at = self._size - len(self._tail)
-        self._piece, self._piece_at = b"", 0
+        self._tail_start = self._size - len(self._tail)
+        self._piece, self._piece_start = b"", 0
         self._position = 0
 
     def readable(self) -> bool:
@@ -57,13 +57,13 @@ class _Reader(io.RawIOBase):
         """Return 1 to `num_bytes` bytes at the current position, or none at the end of the object."""
         if num_bytes <= 0:
             return b""
-        if (start := self._position - self._tail_at) >= 0:
+        if (start := self._position - self._tail_start) >= 0:
             return self._tail[start : start + num_bytes]
-        start = self._position - self._piece_at
+        start = self._position - self._piece_start
         if not 0 <= start < len(self._piece):
-            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_at) - 1
+            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_start) - 1
             self._piece = self._store.read_range(self._address, self._position, last, self._etag)
-            self._piece_at = self._position
+            self._piece_start = self._position
             start = 0
         return self._piece[start : start + num_bytes]
 
@@ -104,6 +104,8 @@ def _abort(store: ObjectStore, address: Address, upload: str) -> None:
 
 
 class _Writer(io.RawIOBase):
+    """Collects data, and uploads it at once or, if it is large, in parts."""
+
     def __init__(self, store: ObjectStore, address: Address) -> None:
         self._store, self._address = store, address
         self._writer_id = uuid.uuid4().hex
@@ -186,5 +188,5 @@ def require_conditional_writes(folder: Address) -> None:
     raise StorageError(
         f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could commit"
         " the same unit",
-        hint="use a store that has them, or a local disk and copy the run at the end",
+        hint="use a store that supports them, or write to a local disk and copy the run at the end",
     )
