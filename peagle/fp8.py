@@ -115,8 +115,8 @@ def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, 
 
     `tensors` are the head's weights before quantisation; `kept` has the tensors that stay as they are, with the reason.
     """
-    # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. lm_head needs its own
-    # entry in `targets`, because it is not a `Linear` in vLLM.
+    # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. `targets`
+    # names lm_head separately, because it is not a `Linear` in vLLM.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}

@@ -23,8 +23,8 @@ class SpeculationStats:
         accepted_per_position: entry i counts drafts whose token i was accepted; never increases, because a draft is
             accepted as a prefix.
         num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
-        num_dropped_tokens: drafted tokens that verb not worth verifying; not part of `num_draft_tokens`.
-        verified_per_position: entry i counts drafts whose token i was verified; empty if all tokens verb verified.
+        num_dropped_tokens: drafted tokens that were not worth verifying; not part of `num_draft_tokens`.
+        verified_per_position: entry i counts drafts whose token i was verified; empty if all tokens were verified.
 
     >>> SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1)).acceptance_length
     2.0
@@ -60,7 +60,7 @@ class SpeculationStats:
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
         if self.num_lookup_tokens > self.num_accepted_tokens:
-            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens verb looked up")
+            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens were looked up")
 
     @classmethod
     def empty(cls) -> Self:
@@ -199,7 +199,7 @@ def sources_note(stats: SpeculationStats) -> str | None:
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None
-    verb = "was" if looked_up == 1 else "verb"
+    verb = "was" if looked_up == 1 else "were"
     return (
         f"Of {accepted:,} accepted draft tokens, {looked_up:,} {verb} found by the prompt lookup; "
         f"the other {accepted - looked_up:,} are the head's."

@@ -30,7 +30,7 @@ from peagle.private import user_path
 FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_SUFFIXES = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
+_KNOWN_SUFFIXES = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
 # Data formats that are not supported: such files in a folder are not ignored silently.
 _OTHER_DATA = frozenset({
     ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
@@ -315,7 +315,7 @@ def _notes_on_ignored(uri: str, ignored: list[str], sub_folders: list[str], inpu
             is_text = kind == "text" and input_format == "auto"
             reason = "text is only read in folders without other formats" if is_text else f"not {input_format}"
         elif name.suffix.lower() in {*_OTHER_DATA, *COMPRESSIONS} or name.name.startswith("part-"):
-            reason = f"unknown format; known: {_SUFFIXES}"
+            reason = f"unknown format; known: {_KNOWN_SUFFIXES}"
         else:
             continue
         names.setdefault(reason, []).append(name.name)
@@ -348,7 +348,9 @@ def _required_format(path: str, input_format: str) -> str:
                 f"input {path}: a marker or a hidden file, which has no rows", hint="use the data files next to it"
             )
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
-        raise InputError(f"input {path}: unknown format {suffix!r}", hint=f"known: {_SUFFIXES}; or set --input-format")
+        raise InputError(
+            f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN_SUFFIXES}; or set --input-format"
+        )
     if kind == "parquet" and compression_of(path):
         kind = compression_of(path)
         raise InputError(f"input {path}: Parquet compressed with {kind} is not supported", hint="decompress the file")

@@ -169,7 +169,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.method == "peagle":
         config["parallel_drafting"] = True
     if drafter.method in ("peagle", "eagle3"):
-        # A draft is its logits' argmax (`draft_sample_method` is greedy). Otherwise vLLM first scatters the logits of
+        # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this option, vLLM first scatters the logits of
         # a draft vocabulary into the target's, and gathers all logits from all ranks: 0.64 ms of a step instead of
         # 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). In vLLM 0.29, all classes
         # for EAGLE-3 and P-EAGLE heads support it; the DFlash classes do not.

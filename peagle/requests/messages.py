@@ -15,7 +15,7 @@ _REQUIRED = "it needs a role and text content"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """Return the messages, or the end of an error message that starts with their location.
+    """Return the messages, or the end of an error message, which the caller starts with their location.
 
     `value` may be JSON text, as in CSV. As in vLLM, each message gets text as its content: text parts are joined by
     newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.

@@ -33,7 +33,7 @@ from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
 _MAX_SHOWN = 50
-_NAMES = re.compile(
+_ROOT_NAMES = re.compile(
     r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease"
 )
 _FILES_BY_FOLDER = {
@@ -327,7 +327,7 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     for name in _names(run.root):
         if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
             leftovers.append(name)
-        elif not _NAMES.fullmatch(name) and name != plan_name:
+        elif not _ROOT_NAMES.fullmatch(name) and name != plan_name:
             audit.add("foreign", name, "not a file of a run")
     for folder, pattern in _FILES_BY_FOLDER.items():
         for name in _names(run.root / folder):

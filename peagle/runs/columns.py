@@ -81,7 +81,7 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
 
 
 def internal_names(file: pa.Schema) -> list[str]:
-    """Return the internal names of a file's columns. With fewer than the output columns, the names are unchanged.
+    """Return the internal names of a file's columns, or the file's own names if output columns are missing.
 
     Example: the internal names of the file's columns `id`, `row_id` and `response` are `input_id`, `id` and `response`.
     """

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 from peagle.storage import StoragePath, write_atomic
 
-_LOST_LIMIT = _CRASH_LIMIT = 2  # reaching them makes rows suspects, or a row poisoned
+_LOST_LIMIT = _CRASH_LIMIT = 2  # at the limit, a unit's rows are suspects, or a row is poisoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
