@@ -262,6 +262,7 @@ def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
 
 
 def _is_skipped(part: str, spelled_out: list[str]) -> bool:
+    """Return whether a part of a path is hidden or a marker, and matches no pattern in `spelled_out`."""
     is_special = part.startswith(".") or any(fnmatch.fnmatchcase(part, marker) for marker in _MARKERS)
     return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in spelled_out)
 

@@ -50,6 +50,7 @@ class UniqueIds:
             bucket.close()
 
     def add(self, value: str, file: int, line: int) -> None:
+        """Add an id with the index of its file and the number of its line."""
         digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=16).digest()
         self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
 

@@ -148,6 +148,7 @@ class FakeEngine:
     def _end(
         self, prompt_token_ids: list[int], completions: list[CompletionOutput], ttft_s: float, latency_s: float
     ) -> Generation:
+        """Count the drafts, and return the result of a finished request."""
         self.check_alive()
         num_tokens = sum(c.num_output_tokens for c in completions)
         speculation = self._speculation(num_tokens)

@@ -86,6 +86,7 @@ class TargetOptions(BaseModel):
         return arguments
 
 
+# The options above, except the model and its precisions.
 TARGET_SIZES = tuple(
     name for name in TargetOptions.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )

@@ -59,11 +59,11 @@ class Precision:
 
     @property
     def weights(self) -> str:
-        return self.native_quantization or self.quantization or _SHORT[self.dtype]
+        return self.native_quantization or self.quantization or _SHORT_NAMES[self.dtype]
 
     @property
     def kv_cache(self) -> str:
-        return _SHORT[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return _SHORT_NAMES[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Precision:
         >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
         'bf16'
         """
-        return self.quantization or _SHORT[self.dtype]
+        return self.quantization or _SHORT_NAMES[self.dtype]
 
     @property
     def kv_cache_name(self) -> str:
@@ -83,7 +83,7 @@ class Precision:
         return f"{self.weights} weights, {self.kv_cache} KV cache"
 
 
-_SHORT: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
+_SHORT_NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
 
 
 def resolve_precision(
@@ -144,7 +144,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
             f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
             hint="use --precision float16, or float32 if exactness matters more than speed",
         )
-    dtypes: dict[str, Dtype] = {short: dtype for dtype, short in _SHORT.items()}
+    dtypes: dict[str, Dtype] = {short: dtype for dtype, short in _SHORT_NAMES.items()}
     return Precision(dtype=dtypes[chosen], native_quantization=native_quantization)
 
 
@@ -185,7 +185,7 @@ def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> P
         raise PrecisionError(f"unknown precision {kv_cache!r} of the KV cache", hint=hint)
     if precision.dtype != "bfloat16":
         raise PrecisionError(
-            f"a KV cache in {kv_cache} requires an engine in bf16, fp8 or int8, not {_SHORT[precision.dtype]}",
+            f"a KV cache in {kv_cache} requires an engine in bf16, fp8 or int8, not {_SHORT_NAMES[precision.dtype]}",
             hint="remove --kv-cache-precision, or use --precision bf16",
         )
     if kv_cache == "fp8" and not hardware.supports_fp8_kv_cache:

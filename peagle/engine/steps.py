@@ -87,14 +87,14 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
     )
     # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default maximum on most cards.
     with_prefill = min(2 * spec.max_num_seqs * verify_tokens, 1024)
-    ceiling = min(max(max_decode_tokens, with_prefill), _MAX_TOKENS) // verify_tokens * verify_tokens
+    max_size = min(max(max_decode_tokens, with_prefill), _MAX_TOKENS) // verify_tokens * verify_tokens
     sizes = list(_VLLM_SIZES)
-    while sizes[-1] < ceiling:
+    while sizes[-1] < max_size:
         sizes.append(round(sizes[-1] * 1.125))  # padding is then at most a ninth of a step
     if spec.drafter is not None and spec.drafter.method == "peagle":  # as model runner V1 rounds them
         sizes = [_rounded_up(size, verify_tokens) for size in sizes]
-    required = {spec.max_num_seqs * verify_tokens, max_decode_tokens, ceiling}
-    sizes = sorted(size for size in {*sizes, *required} if size <= ceiling)
+    required = {spec.max_num_seqs * verify_tokens, max_decode_tokens, max_size}
+    sizes = sorted(size for size in {*sizes, *required} if size <= max_size)
     max_sizes = min(_MAX_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
     while len(sizes) > max_sizes:  # remove the sizes with the closest neighbours
         gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}

@@ -368,14 +368,14 @@ def count_drafts_toward_min_tokens() -> None:
         with contextlib.ExitStack() as changes:
             for processor in metadata.logitsprocs.non_argmax_invariant:
                 if isinstance(processor, MinTokensLogitsProcessor):
-                    changes.enter_context(_bans_lifted(processor, metadata.spec_token_ids or ()))
+                    changes.enter_context(_drafts_counted(processor, metadata.spec_token_ids or ()))
             return apply(self, logits, metadata, predict_bonus_token)
 
     Sampler.apply_logits_processors = apply_after_drafts
 
 
 @contextlib.contextmanager
-def _bans_lifted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
+def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
     """Lift the bans of requests that reach `min_tokens` with their drafts, given by index in the batch."""
     import torch
 

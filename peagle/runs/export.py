@@ -116,16 +116,16 @@ def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
 def _write(
     run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: StoragePath
 ) -> Export:
-    lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
+    formatter = _OpenAiFormatter(run, run_id) if output_format == "openai-batch" else _JsonFormatter()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
     errors = folder / "errors.jsonl"
     with atomic_file(output) as file:
         write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
-        num_rows = write_rows(run, families, file, lines)
+        num_rows = write_rows(run, families, file, formatter)
     num_failed_rows = 0
     with atomic_file(errors) as file:
         for letter in run.dead_letters():
-            file.write(_json_line(lines.letter(letter)))
+            file.write(_json_line(formatter.letter(letter)))
             num_failed_rows += 1
     result = Export(
         format=output_format,
@@ -135,7 +135,7 @@ def _write(
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
         files={path.name: path.stat().st_size for path in (output, errors)},
-        num_nulls=dict(lines.num_nulls),
+        num_nulls=dict(formatter.num_nulls),
     )
     write_json(folder / "export.json", asdict(result))
     return result
@@ -149,7 +149,7 @@ def _existing(folder: StoragePath) -> Export | None:
     return None
 
 
-class _PlainLines:
+class _JsonFormatter:
     """Formats rows and dead letters as JSON lines. `columns` are the columns to read; None means all."""
 
     columns: frozenset[str] | None = None
@@ -172,7 +172,7 @@ class _PlainLines:
         return letter
 
 
-class _OpenAiLines(_PlainLines):
+class _OpenAiFormatter(_JsonFormatter):
     """Formats rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
@@ -211,17 +211,17 @@ class _OpenAiLines(_PlainLines):
         return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 
-def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
     num_rows = 0
     for family in families:
         finished_at = int(max(run.usage(unit).finished_at for unit in family))
-        for batch in _batches(run, family, lines.columns, as_stored=lines.columns is None):
-            file.write(b"".join(lines.to_bytes(row, finished_at) for row in to_values(batch)))
+        for batch in _batches(run, family, formatter.columns, as_stored=formatter.columns is None):
+            file.write(b"".join(formatter.to_bytes(row, finished_at) for row in to_values(batch)))
             num_rows += batch.num_rows
     return num_rows
 
 
-def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
     num_rows = 0
     schema = pa.schema([])
     if families:

@@ -158,10 +158,10 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
     if np.issubdtype(values.dtype, np.integer):
         step = max(step, 1.0)
     first = step * np.floor(low / step)
-    num = int((high - first) / step) + 1
-    indices = np.minimum(((values - first) / step).astype(np.int64), num)
-    counts = np.bincount(indices, minlength=num).tolist()
-    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num}
+    num_bars = int((high - first) / step) + 1
+    indices = np.minimum(((values - first) / step).astype(np.int64), num_bars)
+    counts = np.bincount(indices, minlength=num_bars).tolist()
+    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num_bars}
 
 
 def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:

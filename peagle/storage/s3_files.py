@@ -148,8 +148,8 @@ class _Writer(io.RawIOBase):
             self._upload = str(upload["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
-        sent = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
-        self._parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+        result = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
+        self._parts.append({"PartNumber": number, "ETag": result["ETag"]})
 
     def _complete(self) -> None:
         parts = {"Parts": self._parts}
