@@ -85,8 +85,8 @@ def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
                 previous_count + count,
             )
         pools.append((first, count))
-    firsts = [first for first, count in pools for _ in range(count)]
-    placed = zip(firsts, ordered, strict=True)
+    first_heights = [first for first, count in pools for _ in range(count)]
+    placed = zip(first_heights, ordered, strict=True)
     return [(first + n * _LABEL_HEIGHT, label) for n, (first, (_, label)) in enumerate(placed)]
 
 

@@ -14,7 +14,7 @@ Record = TypeVar("Record", bound=BaseModel)
 def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
     """Return the unvalidated entries of a file; empty if the file does not exist.
 
-    `noun` is the plural of the records, for messages; `hint` is for a file that is not a JSON list.
+    `noun` names the records in messages, in the plural; `hint` is for a file that is not a JSON list.
     """
     try:
         values = from_json(path.read_bytes())

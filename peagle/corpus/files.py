@@ -146,7 +146,7 @@ def filesystem(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Folder:
-    """The files of a folder with their sizes, and subfolders that may contain data."""
+    """The files of a folder with their sizes, and subfolders that might contain data."""
 
     files: list[tuple[str, int]]
     sub_folders: list[str]

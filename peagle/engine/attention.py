@@ -1,7 +1,7 @@
 """Choose attention back ends that are safe with an FP8 KV cache and a drafter.
 
 vLLM uses any back end that declares support. For combinations that vLLM issues report as broken, peagle chooses another
-back end and refuses an explicit choice of the broken one.
+back end and refuses an explicit choice of the broken back end.
 """
 
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
         head_dim: dimension of the target's widest attention heads; the drafter's heads are assumed to be as wide.
 
     Raises:
-        ConfigError: as `target_backend`; or vLLM would choose a broken back end for the drafter and no other exists.
+        ConfigError: see `target_backend`; or vLLM would choose a broken back end for the drafter and no other exists.
     """
     if spec.drafter is not None and spec.extra.get("decode_context_parallel_size", 1) != 1:
         raise ConfigError(

@@ -21,7 +21,7 @@ from peagle.private import require_short_sockets
 
 _SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
 # Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
-# reach. The last variable limits the compiled grammars that stay in the engine's memory; vLLM's default is 512.
+# reach. The last variable limits the compiled grammars that stay in the engine's memory; vLLM's default is 512 MB.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # The variables at the start of this process, without those of an earlier engine.
@@ -77,7 +77,7 @@ def set_environment(
     """Set this process's variables for an engine, and remove variables that vLLM would mistake for its own.
 
     Raises:
-        CapacityError, ConfigError: as `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
+        CapacityError, ConfigError: see `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
             plug-in that drafts need.
     """
     if spec.drafter:

@@ -103,7 +103,7 @@ class FakeEngine:
         """Yield the partial responses of a request after each token, then the complete ones.
 
         Raises:
-            RequestRefused, EngineError: as `generate`.
+            RequestRefused, EngineError: see `generate`.
         """
         completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
         first_token_at = started_at

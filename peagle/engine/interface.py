@@ -115,7 +115,7 @@ class Checkable(Protocol):
         """Generate exactly `num_tokens` tokens, ignoring the end-of-text token.
 
         Raises:
-            RequestRefused, EngineError: as `Engine.generate`.
+            RequestRefused, EngineError: see `Engine.generate`.
         """
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
@@ -123,7 +123,7 @@ class Checkable(Protocol):
 
         Raises:
             RequestRefused: the engine does not report log-probabilities of a prompt.
-            EngineError: as `Engine.generate`.
+            EngineError: see `Engine.generate`.
         """
 
 

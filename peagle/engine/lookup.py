@@ -73,7 +73,7 @@ class PromptLookup:
             del tokens[num_tokens:]
 
     def _match(self) -> int | None:
-        """Return the position after the longest earlier match of the last tokens, the latest of equal ones, or None."""
+        """Return the position after the longest (if equal, latest) earlier match of the last tokens, or None."""
         tokens = self._tokens
         end = len(tokens)
         candidate = self._latest.get(tuple(tokens[end - self._min_ngram :]), -1) if end >= self._min_ngram else -1

@@ -1,7 +1,7 @@
 """Compare a response with the target's response without a drafter, and distinguish rounding ties from differences.
 
 Drafts are verified in one pass and share the batch with other requests, so terms are added in a different order, and
-the sums differ in their last bits. If the two most likely tokens are that close, either may be chosen, and the texts
+the sums differ in their last bits. If the two highest logits are that close, either token can be chosen, and the texts
 diverge.
 """
 

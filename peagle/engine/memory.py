@@ -142,8 +142,8 @@ def check_capacity(
 ) -> None:
     """Refuse an engine that clearly cannot fit, and say how much it needs.
 
-    The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the
-    size of the model is unknown.
+    The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Does
+    nothing if the size of the model is unknown.
 
     Args:
         known: the footprint, for a model that is not on this disk yet.

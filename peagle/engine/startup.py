@@ -37,7 +37,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
 
     Raises:
         EngineError: the time limit passed.
-        ConfigError: as `start_limit_s`.
+        ConfigError: see `start_limit_s`.
     """
     limit_s = start_limit_s()
     message = f"the engine did not start within {limit_s} s"

@@ -181,6 +181,7 @@ ANSWER_COLUMNS = frozenset(
     {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
      "completions", "reasoning", "tool_calls"}
 )  # fmt: skip
+# Reasons of dead letters whose request is invalid.
 _REQUEST_FAULTS = frozenset(
     {"invalid", "invalid_row", "invalid_prompt", "invalid_messages", "empty_prompt", "prompt_too_long",
      "template_error", "refused"}

@@ -1,4 +1,4 @@
-"""The columns of a unit's file: those of the input, then those of the output.
+"""The columns of a unit's file: the input's columns, then the output's.
 
 In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
 are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. In memory, output columns have the names

@@ -47,7 +47,7 @@ class Lease:
     host: str
     where: str  # the boot and the process namespace in which `pid` is valid
     pid: int
-    birth: int  # the process's start in kernel ticks, since a pid is reused
+    birth: int  # the process's start in kernel ticks, because pids are reused
     command: str
     since: float  # Unix time at which the driver acquired the lease
     expiry_s: float  # the lease expires if it is not renewed for this long

@@ -2,11 +2,11 @@
 
     OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 
-This file is the note of the unit. It is written before the rows enter the engine, so it exists no matter which process
-is killed. What it means depends on what ended:
+This file is the note of unit N. It is written before the rows enter the engine, so it exists no matter which process
+is killed. Its meaning depends on what ended:
 
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
-  each is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence.
+  each is retried alone. A row that was alone at two crashes is poisoned; a single crash might be coincidence.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
   The first time, the unit is simply run again; from the second time on, all its rows are suspects. If a row was alone
   in the engine, this counts as a crash of that row, and other units, which were waiting for that row, are not blamed.
@@ -29,8 +29,8 @@ class Note:
     """The rows of a unit in an engine process, by index; None means all rows."""
 
     rows: tuple[int, ...] | None = None
-    alone: bool = False
-    died: bool = False
+    alone: bool = False  # whether the only row in the engine was run alone on purpose
+    died: bool = False  # whether the actor noticed a crash of the engine
 
     @property
     def is_vague(self) -> bool:
@@ -151,7 +151,7 @@ class RowsInEngine:
 
 
 def stale_notes(folder: StoragePath, committed: set[int]) -> list[StoragePath]:
-    """Return the notes that a new driver can delete: those of committed units, and vague ones of a killed driver."""
+    """Return the notes that a new driver can delete: those of committed units, and vague notes of a killed driver."""
     notes = [(int(path.name.removeprefix("unit-").partition(".")[0]), path) for path in folder.glob("unit-*.json")]
     return [path for unit, path in notes if unit in committed or _read(path).is_vague]
 
