@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 _MAX_ROWS = 256
 _UNITS_PER_ENGINE = 16  # with fewer units, the others wait too long for the engine with the last unit
-# The next three were chosen with benchmarks/bulk/tail_simulated.py. Its longest response is six times the mean.
+# The next three were chosen with a simulation, whose longest response is six times the mean
+# (benchmarks/bulk/tail_simulated.py).
 _SMALL_UNITS_PER_ENGINE = 24  # how many of the smallest units fill an engine
 _OPEN_ROWS_PER_SLOT = 3  # rows of open units per engine slot; most of these rows have already finished
 _MAX_SLOWDOWN = 3  # an engine that is this many times slower than the others still finishes with them

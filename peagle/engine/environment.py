@@ -77,8 +77,8 @@ def set_environment(
     """Set this process's variables for an engine, and remove variables that vLLM would mistake for its own.
 
     Raises:
-        CapacityError, ConfigError: see `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
-            plug-in that drafts need.
+        CapacityError, ConfigError: see `environment`; the path of vLLM's sockets is too long; or vLLM would not load
+            the plug-in that drafts need.
     """
     if spec.drafter:
         vllm_plugin.require_installed()

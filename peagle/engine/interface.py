@@ -188,7 +188,7 @@ class RowEngine(Protocol):
         """Stop the engine and its processes."""
 
     def kill(self) -> None:
-        """Kill the engine's processes immediately, even if they hang. This process must exit next."""
+        """Kill the engine's processes immediately, even if they hang. The calling process must exit next."""
 
 
 class Engine(RowEngine, Protocol):

@@ -1,6 +1,6 @@
 """The engine options that all commands share.
 
-`engine_args` accepts any other argument of vLLM. Their names are checked against the installed vLLM before an engine or
+`engine_args` accepts all other arguments of vLLM. Their names are checked against the installed vLLM before an engine or
 a node is requested. vLLM checks their values when it starts.
 """
 

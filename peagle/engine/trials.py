@@ -165,7 +165,7 @@ class _Process:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
-                    # One thread, because the process forks. It needs no accelerator.
+                    # The process forks, so it has only one thread; it needs no accelerator.
                     env=os.environ
                     | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
                 )

@@ -1,6 +1,6 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-They fix compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot have drafts, the
+They concern compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot have drafts, the
 priority of grammar compilation, the end of drafted answers, and cores that outlive their parent process.
 `vllm_drafts.py` changes drafts.
 docs/upstream.md lists the purpose and versions of each, and the test that fails once vLLM has fixed it.
@@ -316,7 +316,7 @@ def cut_at_stop_strings() -> None:
 
     One step with drafts can accept several tokens. vLLM cuts the text at the stop string but keeps all tokens and their
     log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the tokens after
-    the stop string. It runs in the process that calls the engine: `LLM`, `AsyncLLM` or vLLM's API server.
+    the stop string. This code runs in the process that calls the engine: `LLM`, `AsyncLLM` or vLLM's API server.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.logprobs import LogprobsProcessor

@@ -9,8 +9,8 @@ monotonic clock, so clock jumps and differences between hosts do not matter: if 
 live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, the candidate
 does not wait.
 
-Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. It is
-ensured by creating units and plans exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
+Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. Instead,
+units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
 a driver checks it before it deletes or replaces anything.
 """
 

@@ -74,8 +74,8 @@ class EngineMeter:
     unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the
     busy time exactly.
 
-    Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one request and unit 2 has three. Busy is 4 s:
-    unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
+    Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one request and unit 2 has three. Busy is
+    4 s: unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
