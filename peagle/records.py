@@ -32,5 +32,7 @@ def validate_record(kind: type[Record], values: Any, *, where: str) -> Record:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{where}: {'.'.join(map(str, first['loc'])) or 'an entry'}: {first['msg']}") from None
+        first_error = error.errors()[0]
+        raise ConfigError(
+            f"{where}: {'.'.join(map(str, first_error['loc'])) or 'an entry'}: {first_error['msg']}"
+        ) from None

@@ -333,8 +333,8 @@ def _abbreviated(names: list[str]) -> str:
     >>> _abbreviated(["a", "b"]), _abbreviated(["a", "b", "c", "d", "e"])
     ('a and b', 'a, b, c and 2 more')
     """
-    shown = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    parts = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _is_compressed_parquet(path: str) -> bool:

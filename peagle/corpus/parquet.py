@@ -57,9 +57,9 @@ def scan_parquet(
             [column.with_metadata(own_metadata) for column, own_metadata in zip(schema, metadata, strict=True)]
         )
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
-        stored = storage_schema(schema)
+        storage_columns = storage_schema(schema)
         schema = pa.schema(
-            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)]
+            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, storage_columns, strict=True)]
         )
     with read_errors_as_input_error(file.path), open_raw(file.path) as handle:
         if old_digest:  # reads only the footer, so it misses some edits that do not change the length
@@ -188,12 +188,12 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
 def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
     """Yield columns that cannot be converted, because Arrow lacks functions for their types. Tries the first row."""
     with _parquet_errors(path):
-        first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
-    if first is None:
+        first_row: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
+    if first_row is None:
         return
-    for column in first.schema:
+    for column in first_row.schema:
         try:
-            rows = cast_to_plain(first.select([column.name]))
+            rows = cast_to_plain(first_row.select([column.name]))
             values = [row[column.name] for row in to_values(rows)]
             pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
         except (pa.ArrowException, NotImplementedError, TypeError):

@@ -140,9 +140,9 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             hint="use fewer engines on this node",
         )
     # After the loss of another node, this node may have more engines than planned. Then engines share cores.
-    first = engine_index % num_engines * spec.accelerators_per_node
+    first_rank = engine_index % num_engines * spec.accelerators_per_node
     cores_by_rank = []
-    for rank in range(first, first + spec.accelerators_per_node):
+    for rank in range(first_rank, first_rank + spec.accelerators_per_node):
         cores = hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks]
         cores_by_rank.append(",".join(map(str, cores)))
     return {_BINDING: "|".join(cores_by_rank)}

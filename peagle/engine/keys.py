@@ -1,7 +1,7 @@
 """The engine options that all commands share.
 
-`engine_args` accepts all other arguments of vLLM. Their names are checked against the installed vLLM before an engine or
-a node is requested. vLLM checks their values when it starts.
+`engine_args` accepts all other arguments of vLLM. Their names are checked against the installed vLLM before an engine
+or a node is requested. vLLM checks their values when it starts.
 """
 
 import dataclasses
@@ -146,10 +146,10 @@ def check_argument_names(arguments: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a name that the installed vLLM does not have."""
     from vllm import AsyncEngineArgs
 
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    known_names = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in arguments:
-        if name not in known:
-            raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
+        if name not in known_names:
+            raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known_names))
 
 
 def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware: Hardware) -> DrafterSpec:

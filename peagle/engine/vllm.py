@@ -199,14 +199,14 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:
-    first = output.outputs[0]
+    first_completion = output.outputs[0]
     times = output.metrics
     has_times = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
-    with_completions = len(output.outputs) > 1 or first.logprobs is not None
+    with_completions = len(output.outputs) > 1 or first_completion.logprobs is not None
     drafts = [stats for completion in output.outputs if (stats := drafts_of(completion)) is not None]
     return Generation(
-        text=first.text,
-        finish_reason=str(first.finish_reason),
+        text=first_completion.text,
+        finish_reason=str(first_completion.finish_reason),
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),

@@ -186,8 +186,8 @@ def _repetition_error(text: str) -> str | None:
     for minimum, maximum in _REPEATED.findall(text):
         digits = max(minimum, maximum, key=len)
         if len(digits) > len(str(MAX_REPETITIONS)) or int(digits) > MAX_REPETITIONS:
-            shown = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
-            return f"it repeats an element {shown} times; the limit is {MAX_REPETITIONS:,}"
+            count_text = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
+            return f"it repeats an element {count_text} times; the limit is {MAX_REPETITIONS:,}"
     return None
 
 

@@ -323,10 +323,10 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 def _logprobs(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
     if tokens is None:
         return None
-    ends = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
+    end_offsets = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
         "top_logprobs": [{top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens],
-        "text_offset": ends[:-1],
+        "text_offset": end_offsets[:-1],
     }

@@ -215,11 +215,11 @@ def _overrides(values: Any) -> dict[str, Any] | str:
     try:
         model = RequestSampling.model_validate(set_values, strict=True)
     except pydantic.ValidationError as invalid:
-        first = invalid.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
+        first_error = invalid.errors()[0]
+        name = ".".join(map(str, first_error["loc"]))
+        if first_error["type"] == "extra_forbidden":
             return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
-        return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
+        return f"{name}: {first_error['msg'].removeprefix('Value error, ')}, not {shown(first_error['input'])}"
     return {key: getattr(model, key) for key in set_values}
 
 

@@ -549,5 +549,5 @@ def _usage_problems(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letter
 
 
 def _first_ids(ids: Any) -> str:
-    first = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
-    return first if len(ids) <= _MAX_IDS_SHOWN else f"{first}, ... ({len(ids):,} ids)"
+    text = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
+    return text if len(ids) <= _MAX_IDS_SHOWN else f"{text}, ... ({len(ids):,} ids)"

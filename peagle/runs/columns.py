@@ -72,11 +72,11 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
     taken = {name.casefold() for name in inputs}
     renamed = []
     for name in outputs.names:
-        stored = "row_id" if name == "id" and name in taken else name
-        while stored.casefold() in taken:
-            stored = f"peagle_{stored}"
-        taken.add(stored.casefold())
-        renamed.append(stored)
+        name_in_file = "row_id" if name == "id" and name in taken else name
+        while name_in_file.casefold() in taken:
+            name_in_file = f"peagle_{name_in_file}"
+        taken.add(name_in_file.casefold())
+        renamed.append(name_in_file)
     return [*inputs, *renamed]
 
 

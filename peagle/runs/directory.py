@@ -331,15 +331,15 @@ class RunDirectory:
         self._delete([*leftovers, *stale_notes(self.suspects, committed)])
         return len(leftovers)
 
-    def _delete(self, listed: Iterable[StoragePath]) -> None:
+    def _delete(self, paths: Iterable[StoragePath]) -> None:
         """Delete files that were listed while this driver had the lease.
 
         A suspended driver may resume after its successor has finished. File names are never reused, and the lease is
         checked after the listing, so a successor's files are never deleted.
         """
-        listed = list(listed)
+        paths = list(paths)
         self.require_lease()
-        for path in listed:
+        for path in paths:
             path.unlink(missing_ok=True)
 
     def _make_folders(self) -> None:
@@ -381,9 +381,11 @@ def read_rows(
     """
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
-            stored = parquet.schema_arrow.names
-            names = dict(zip(stored, stored if as_stored else internal_names(parquet.schema_arrow), strict=True))
-            selected = [name for name in stored if columns is None or names[name] in columns]
+            stored_names = parquet.schema_arrow.names
+            names = dict(
+                zip(stored_names, stored_names if as_stored else internal_names(parquet.schema_arrow), strict=True)
+            )
+            selected = [name for name in stored_names if columns is None or names[name] in columns]
             new_names = [names[name] for name in selected]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=selected, use_threads=False):
                 yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns(new_names)

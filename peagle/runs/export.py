@@ -292,14 +292,14 @@ def describe_answers(run: RunDirectory) -> str:
     rows = list(islice(answers, _MAX_ANSWERS))
     if not rows:
         return ""
-    shown = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
+    output_lines = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
     for row in rows:
         lines = row["response"].strip("\n").splitlines()
-        shown.append(f"  {printable(str(row['id']))}")
-        shown += [f"  | {printable(line)[:_MAX_LINE_CHARS]}" for line in lines[:_MAX_LINES]]
+        output_lines.append(f"  {printable(str(row['id']))}")
+        output_lines += [f"  | {printable(line)[:_MAX_LINE_CHARS]}" for line in lines[:_MAX_LINES]]
         if len(lines) > _MAX_LINES:
-            shown.append("  | ...")
-    return "\n".join(shown)
+            output_lines.append("  | ...")
+    return "\n".join(output_lines)
 
 
 def printable(line: str) -> str:

@@ -25,11 +25,11 @@ def live_sessions(sessions: Iterable[EngineSession], *, since: float, silent_aft
     A session is dead if it has ended, or if its last heartbeat is `silent_after_s` older than the start of the driver
     (`since`) or than the latest heartbeat of any engine.
     """
-    last = {
+    last_sessions = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
     }
-    latest = max([since, *(session.last_seen_at for session in last.values())])
-    return [s for s in last.values() if not s.ended and s.last_seen_at > latest - silent_after_s]
+    latest = max([since, *(session.last_seen_at for session in last_sessions.values())])
+    return [s for s in last_sessions.values() if not s.ended and s.last_seen_at > latest - silent_after_s]
 
 
 class Heartbeats:

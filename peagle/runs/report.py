@@ -191,15 +191,15 @@ def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
 
 def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
     """Return the first, the middle and the last row. `units` are paths and numbers of rows read."""
-    ends = list(accumulate(num_rows for _, num_rows in units))
+    end_numbers = list(accumulate(num_rows for _, num_rows in units))
     rows = []
-    for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):
-        index = bisect_right(ends, number)
+    for number in dict.fromkeys((0, end_numbers[-1] // 2, end_numbers[-1] - 1)):
+        index = bisect_right(end_numbers, number)
         path, num_rows = units[index]
         batch = _first_rows(path, None)
         with contextlib.suppress(OverflowError, ValueError):  # a timestamp that Python cannot represent
             if batch:
-                rows += to_values(batch.slice(number - (ends[index] - num_rows), 1))
+                rows += to_values(batch.slice(number - (end_numbers[index] - num_rows), 1))
     return [_sample(row) for row in rows]
 
 

@@ -133,9 +133,9 @@ class StatusReader:
 
     def _read_units(self) -> set[int]:
         committed = self._run.committed()
-        new = committed - self._usages.keys()
-        self._run.read_ahead(new)
-        for unit in new:
+        new_units = committed - self._usages.keys()
+        self._run.read_ahead(new_units)
+        for unit in new_units:
             self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters_of_unit(unit))
             self._usages[unit] = self._run.usage(unit)
         return committed

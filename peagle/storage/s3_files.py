@@ -89,13 +89,15 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
     An upload does not name its writer, so all uploads above an age, by the store's clock, are aborted.
     """
     list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
-    listed = store.request(f"{folder}: cannot be listed", folder, list_uploads)
-    now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
-    uploads = listed.get("Uploads", ())
-    old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
-    for upload in old:
+    listing = store.request(f"{folder}: cannot be listed", folder, list_uploads)
+    now = parsedate_to_datetime(listing["ResponseMetadata"]["HTTPHeaders"]["date"])
+    uploads = listing.get("Uploads", ())
+    old_uploads = [
+        upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s
+    ]
+    for upload in old_uploads:
         _abort(store, Address(folder.bucket, upload["Key"]), upload["UploadId"])
-    return len(old)
+    return len(old_uploads)
 
 
 def _abort(store: ObjectStore, address: Address, upload: str) -> None:
