@@ -305,6 +305,7 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str | None:
+    """Return the text of a file; None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -153,6 +153,7 @@ class _Folder:
 
 
 def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
+    """Return the matching files with their sizes, or the content of a folder."""
     path = user_path(uri).absolute()  # workers have other working directories
     try:
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():

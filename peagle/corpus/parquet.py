@@ -257,6 +257,7 @@ class _ForwardParquet:
         self._parquet.close(force=True)
 
     def _pieces(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the next rows in batches, and advance `position`."""
         while num_rows > 0:
             if self._batch is None or not self._batch.num_rows:
                 with _parquet_errors(self._path):

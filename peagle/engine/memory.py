@@ -268,6 +268,7 @@ def _weight_files_bytes(folder: Path) -> int:
 
 
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
+    """Return the KV cache of one request of full length, including the drafter's."""
     dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
     in_flight, ranks = 0, 1

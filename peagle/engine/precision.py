@@ -149,6 +149,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
 
 
 def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
+    """Return the precision that `auto` means on this hardware."""
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
     # float32 needs twice the memory. An explicitly requested cache requires bf16 weights.

@@ -86,6 +86,7 @@ class ResponseParser:
         )
 
     def _request(self, parsing: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return vLLM's request and parser for these fields."""
         from peagle.engine.vllm_internals import chat_request
 
         try:

@@ -99,6 +99,7 @@ class Trials:
         self._process.close()
 
     async def _verdict(self, digest: str, job: Mapping[str, Any]) -> str | None:
+        """Return the reason for a refusal, or None if the constraint is accepted."""
         reason, expires_at = self._verdicts.get(digest, (None, -math.inf))
         if self._monotonic() < expires_at:
             self._verdicts.move_to_end(digest)
@@ -124,6 +125,7 @@ class Trials:
             task.exception()  # Python would log an exception that no requester retrieves
 
     async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
+        """Run a trial, and return as `_verdict` does."""
         await self._lock.acquire(requester)
         try:
             verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.run, job)

@@ -107,7 +107,7 @@ def schema_error(schema: Any) -> str | None:
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        if error := _too_long(text, MAX_BYTES):
+        if error := _length_error(text, MAX_BYTES):
             return error
         value = json.loads(schema) if isinstance(schema, str) else schema
     except RecursionError:
@@ -125,13 +125,13 @@ def pattern_error(pattern: Any) -> str | None:
     """
     if not isinstance(pattern, str):
         return None
-    return _too_long(pattern, MAX_PATTERN_BYTES) or _repetition_error(pattern)
+    return _length_error(pattern, MAX_PATTERN_BYTES) or _repetition_error(pattern)
 
 
 def grammar_error(grammar: Any) -> str | None:
     if not isinstance(grammar, str):
         return None
-    return _too_long(grammar, MAX_BYTES) or _repetition_error(grammar)
+    return _length_error(grammar, MAX_BYTES) or _repetition_error(grammar)
 
 
 def choice_error(choices: Any) -> str | None:
@@ -139,7 +139,7 @@ def choice_error(choices: Any) -> str | None:
         return None
     if len(choices) > MAX_ALTERNATIVES:
         return f"it has {len(choices):,} alternatives; the limit is {MAX_ALTERNATIVES:,}"
-    return _too_long("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
+    return _length_error("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
 
 
 _CHECKS_BY_KIND = {
@@ -177,7 +177,7 @@ def _constraint_errors(body: Mapping[str, Any]) -> Iterator[tuple[str, str | Non
             yield f"tools[{index}]", schema_error(tool)
 
 
-def _too_long(text: str, limit: int) -> str | None:
+def _length_error(text: str, limit: int) -> str | None:
     size = len(text.encode(errors="surrogatepass"))
     return f"it has {size:,} bytes; the limit is {limit:,}" if size > limit else None
 

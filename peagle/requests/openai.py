@@ -115,6 +115,7 @@ def _template(set_fields: Mapping[str, Any], *, has_tool_parser: bool) -> dict[s
 
 
 def _flag(set_fields: Mapping[str, Any], name: str) -> bool | None:
+    """Return a boolean field; None if it is not set."""
     value = set_fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise _InvalidField(f"{name}: must be true or false, not {shown(value)}")

@@ -140,6 +140,7 @@ class PromptBuilder:
         self._template = None if spec.template is None else Template(spec.template)
 
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
+        """Return the token ids of a row, or why it is invalid."""
         content = self._content(columns)
         if isinstance(content, RowError):
             return content

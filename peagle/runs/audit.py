@@ -388,6 +388,7 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
 
 
 def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
+    """Return how the input differs from the plan, or None."""
     try:
         _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), earlier_fingerprint=plan.corpus_fingerprint)
     except InputError as error:

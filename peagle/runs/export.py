@@ -142,6 +142,7 @@ def _write(
 
 
 def _existing(folder: StoragePath) -> Export | None:
+    """Return the stored export if its files have the recorded sizes, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         existing = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
         if all((folder / name).stat().st_size == size for name, size in existing.files.items()):
@@ -212,6 +213,7 @@ class _OpenAiFormatter(_JsonFormatter):
 
 
 def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
+    """Write the rows, and return their number."""
     num_rows = 0
     for family in families:
         finished_at = int(max(run.usage(unit).finished_at for unit in family))
@@ -222,6 +224,7 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, f
 
 
 def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
+    """Write the rows, and return their number."""
     num_rows = 0
     schema = pa.schema([])
     if families:

@@ -165,6 +165,7 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
 
 
 def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
+    """Return percentiles and a histogram, or None without values."""
     import numpy as np
 
     if not len(values):
@@ -175,6 +176,7 @@ def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
 
 
 def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
+    """Return the first batch of a unit's rows, or None if the unit has no rows."""
     with contextlib.closing(read_rows(path, columns)) as batches:
         return next(batches, None)
 

@@ -132,6 +132,7 @@ class StatusReader:
         return max(_SILENT_AFTER_S, _SILENT_AFTER_BEATS * heartbeat_s)
 
     def _read_units(self) -> set[int]:
+        """Read the new units, and return the numbers of all committed units."""
         committed = self._run.committed()
         new_units = committed - self._usages.keys()
         self._run.read_ahead(new_units)

@@ -287,6 +287,7 @@ class ObjectStore:
     # --- requests
 
     def _get(self, address: Address, **parameters: str) -> tuple[bytes, str]:
+        """Return the content and the etag of an object."""
         response = self.api.get_object(Bucket=address.bucket, Key=address.key, **parameters)
         return response["Body"].read(), response["ETag"]
 
