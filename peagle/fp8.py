@@ -18,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-MAY_STAY_BF16 = ("fc", "lm_head")  # other modules may not, because vLLM fuses q, k, v and gate, up
+MAY_STAY_BF16 = ("fc", "lm_head")  # others must not, because vLLM fuses q, k, v and gate, up
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_ROWS = 256
-_UNITS_PER_ENGINE = 16  # with fewer units, the others wait too long for the engine with the last unit
+_UNITS_PER_ENGINE = 16  # with fewer units, engines wait too long for the engine with the last unit
 # The next three were chosen with a simulation, whose longest response is six times the mean
 # (benchmarks/bulk/tail_simulated.py).
 _SMALL_UNITS_PER_ENGINE = 24  # how many of the smallest units fill an engine

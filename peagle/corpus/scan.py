@@ -61,6 +61,7 @@ class UniqueIds:
 
     @staticmethod
     def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Occurrences | None:
+        """Return the first repeated id of a bucket, or None."""
         bucket.seek(0)
         entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
         sorted_indices = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
@@ -71,7 +72,7 @@ class UniqueIds:
         return min(pairs, key=lambda pair: pair[1], default=None)
 
 
-_VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet
+_VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet files
 
 
 def find_files(

@@ -65,7 +65,7 @@ class PromptLookup:
             for num_from_head in range(1, len(drafts)):
                 if (source := self._match()) is not None:
                     for position in range(source, source + len(drafts) - num_from_head):
-                        tokens.append(tokens[position])  # source and target may overlap
+                        tokens.append(tokens[position])  # the copy may overlap its source
                     return tokens[num_tokens:], num_from_head
                 tokens.append(drafts[num_from_head])
             return list(drafts), len(drafts)

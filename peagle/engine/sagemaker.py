@@ -108,7 +108,7 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
     values_to_set = dict(_parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env))
     options |= {name: values_to_set.pop(name) for name in _SAME_OPTIONS if name in values_to_set}
     values_to_set.pop("enable_auto_tool_choice", None)  # the parser implies it here
-    if values_to_set.get("max_model_len") == -1:  # auto
+    if values_to_set.get("max_model_len") == -1:  # automatic
         del values_to_set["max_model_len"]
     for name, value in values_to_set.items():
         if name == "max_model_len":

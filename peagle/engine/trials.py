@@ -122,7 +122,7 @@ class Trials:
         del self._running[digest]
         self._num_by_requester[requester] -= 1
         if not task.cancelled():
-            task.exception()  # Python would log an exception that no requester retrieves
+            task.exception()  # otherwise Python logs an exception that no requester retrieves
 
     async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
         """Run a trial, and return as `_verdict` does."""

@@ -192,12 +192,13 @@ def _repetition_error(text: str) -> str | None:
 
 
 class _SchemaSize:
-    """The number of properties, alternatives and references in a whole schema."""
+    """Counts the properties, alternatives and references of a schema."""
 
     def __init__(self) -> None:
         self._properties = self._alternatives = self._references = 0
 
     def error(self, value: Any) -> str | None:
+        """Return how the schema exceeds a limit, or None."""
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(MAX_DEPTH + 1):
             if not level:
