@@ -26,7 +26,7 @@ from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.meter import is_lent
 from peagle.storage import StoragePath, is_remote, storage_path
 
-_RESPONSES = "responses"  # the folder of `TrainConfig.answers`
+_RESPONSES = "responses"  # the folder of `TrainConfig.responses_folder`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
