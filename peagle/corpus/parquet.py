@@ -82,7 +82,7 @@ def scan_parquet(
 
 
 def read_parquet(span: Span) -> Iterator[RawRow]:
-    """Yield the rows of a span; raises InputError if it is not valid Parquet."""
+    """Yield the rows of a span; raises InputError if the file is not valid Parquet."""
     reader = _readers.take(span.path, span.first_row) or _ForwardParquet(span.path, span.first_row)
     reader.skip_to(span.first_row)
     yield from reader.rows(span.num_rows)

@@ -96,21 +96,25 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
     default_model = str(model_folder) if has_model_data else env.get("HF_MODEL_ID", "").strip()
     if model := _text(raw, "model") or default_model:
         options["model"] = model
-    names = raw.get("served_model_name")
-    if isinstance(names, list) and len(names) > 1:
+    served_names = raw.get("served_model_name")
+    if isinstance(served_names, list) and len(served_names) > 1:
         raise ConfigError(
-            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(names)}",
+            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(served_names)}",
             hint="set one name; if the endpoint has only one model, requests may also omit `model`",
         )
-    if names is not None:
-        options["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
+    if served_names is not None:
+        options["name"] = (
+            str(served_names[0]).strip() if isinstance(served_names, list) else _text(raw, "served_model_name")
+        )
     options |= _precisions(raw)
-    values_to_set = dict(_parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env))
-    options |= {name: values_to_set.pop(name) for name in _SAME_OPTIONS if name in values_to_set}
-    values_to_set.pop("enable_auto_tool_choice", None)  # the parser implies it here
-    if values_to_set.get("max_model_len") == -1:  # automatic
-        del values_to_set["max_model_len"]
-    for name, value in values_to_set.items():
+    parsed_arguments = dict(
+        _parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env)
+    )
+    options |= {name: parsed_arguments.pop(name) for name in _SAME_OPTIONS if name in parsed_arguments}
+    parsed_arguments.pop("enable_auto_tool_choice", None)  # implied by tool_call_parser
+    if parsed_arguments.get("max_model_len") == -1:  # automatic
+        del parsed_arguments["max_model_len"]
+    for name, value in parsed_arguments.items():
         if name == "max_model_len":
             options[name] = value
         elif name == "kv_cache_memory_bytes":
