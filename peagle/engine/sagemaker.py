@@ -96,16 +96,14 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
     default_model = str(model_folder) if has_model_data else env.get("HF_MODEL_ID", "").strip()
     if model := _text(raw, "model") or default_model:
         options["model"] = model
-    served_names = raw.get("served_model_name")
-    if isinstance(served_names, list) and len(served_names) > 1:
+    names = raw.get("served_model_name")
+    if isinstance(names, list) and len(names) > 1:
         raise ConfigError(
-            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(served_names)}",
+            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(names)}",
             hint="set one name; if the endpoint has only one model, requests may also omit `model`",
         )
-    if served_names is not None:
-        options["name"] = (
-            str(served_names[0]).strip() if isinstance(served_names, list) else _text(raw, "served_model_name")
-        )
+    if names is not None:
+        options["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
     options |= _precisions(raw)
     parsed_arguments = dict(
         _parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env)
