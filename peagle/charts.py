@@ -85,8 +85,8 @@ def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
                 previous_count + count,
             )
         pools.append((first, count))
-    firsts = [first for first, count in pools for _ in range(count)]
-    placed = zip(firsts, ordered, strict=True)
+    first_heights = [first for first, count in pools for _ in range(count)]
+    placed = zip(first_heights, ordered, strict=True)
     return [(first + n * _LABEL_HEIGHT, label) for n, (first, (_, label)) in enumerate(placed)]
 
 
@@ -159,20 +159,20 @@ class Axes:
 
 def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     """Return a chart with a line for each series. A series with a single point is a dot."""
-    xs = sorted({at for _, points in curves for at, _ in points})
+    xs = sorted({x_value for _, points in curves for x_value, _ in points})
     span = max(value for _, points in curves for _, value in points) - axes.y_start
     step = grid_step(span)
     num_steps = max(1, math.ceil(span / step))
     labels_every_value = len(curves) <= 2  # otherwise only the last point of each curve has a label
     width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if labels_every_value else 30)
 
-    def x(at: int) -> float:
+    def x(x_value: int) -> float:
         if len(xs) == 1:
             share = 0.5
         elif axes.is_evenly_spaced:
-            share = xs.index(at) / (len(xs) - 1)
+            share = xs.index(x_value) / (len(xs) - 1)
         else:
-            share = (at - xs[0]) / (xs[-1] - xs[0])
+            share = (x_value - xs[0]) / (xs[-1] - xs[0])
         return LEFT + _INSET + share * width
 
     def y(value: float) -> float:
@@ -180,26 +180,31 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
 
     ticks = [axes.y_start + step * n for n in range(num_steps + 1)]
     parts = [grid_line(y(tick), f"{tick:.3g}" if tick < 1000 else f"{tick:.0f}") for tick in ticks]
-    parts += [text(x(at), HEIGHT - BOTTOM + 16, str(at), "tick", "middle") for at in xs]
+    parts += [text(x(x_value), HEIGHT - BOTTOM + 16, str(x_value), "tick", "middle") for x_value in xs]
     for series, (label, points) in enumerate(curves):
-        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
+        path = " ".join(f"{x(x_value):.1f},{y(value):.1f}" for x_value, value in points)
         parts.append(f'<polyline class="line-{series}" points="{path}"/>')
-        for at, value in points:
-            tooltip = title(f"{label}, {axes.x_prefix}{at}: {value:.{axes.decimals}f}")
+        for x_value, value in points:
+            tooltip = title(f"{label}, {axes.x_prefix}{x_value}: {value:.{axes.decimals}f}")
             parts.append(
-                f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{tooltip}</circle>'
+                f'<circle class="series-{series}" cx="{x(x_value):.1f}" cy="{y(value):.1f}" r="4">{tooltip}</circle>'
             )
     if labels_every_value:
-        for at, value in (point for _, points in curves for point in points):
-            others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
+        for x_value, value in (point for _, points in curves for point in points):
+            others = [y(other) for _, points in curves for other_x, other in points if other_x == x_value]
             is_crowded = any(0 < y(value) - other < 24 for other in others)  # if so, the label is below its point
             label = f"{value:.{axes.decimals}f}"
-            parts.append(text(x(at), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
+            parts.append(text(x(x_value), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:
-        last = [
-            (y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == xs[-1]
+        end_labels = [
+            (y(value), f"{value:.{axes.decimals}f}")
+            for _, points in curves
+            for x_value, value in points
+            if x_value == xs[-1]
         ]
-        parts += [text(x(xs[-1]) + 10, height + 4, label, "value", "start") for height, label in spread_labels(last)]
+        parts += [
+            text(x(xs[-1]) + 10, height + 4, label, "value", "start") for height, label in spread_labels(end_labels)
+        ]
     parts += [x_axis_name(axes.x_name), y_axis_name(axes.y_name)]
     return drawing(HEIGHT, axes.name, parts)
 

@@ -306,7 +306,7 @@ def resolve_defaults(
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the memory footprint of a model. Before its download, sizes are those of the store or the model card."""
+    """Return a model's memory footprint. Before its download, sizes are those of the object store or the model card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 _MAX_SHOWN = 100  # characters of a user's value
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _MAX_SHOWN
+_VALUE_REPR = reprlib.Repr()
+_VALUE_REPR.maxstring = _VALUE_REPR.maxother = _MAX_SHOWN
 
 
 class PeagleError(Exception):
@@ -99,7 +99,7 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
-    return _SHORT.repr(value)
+    return _VALUE_REPR.repr(value)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -51,10 +51,10 @@ def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line atomically: all of it or none."""
     with path.open("ab", buffering=0) as file:
-        end = file.seek(0, io.SEEK_END)
+        original_size = file.seek(0, io.SEEK_END)
         # A nearly full disk may write only a part of the line, and the next line would be joined to that part.
         if file.write(line + b"\n") <= len(line):
-            file.truncate(end)
+            file.truncate(original_size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
@@ -181,7 +181,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
                 _flush(file)  # before publishing: otherwise a power cut could leave the name without the bytes
-                published = publish(file, temporary, path)
+                is_published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
             # Another process removed the temporary file, or the response to its creation was lost (NFS).
@@ -190,7 +190,7 @@ def _put(path: Path, data: bytes, publish: Callable[[BinaryIO, Path, Path], bool
         finally:
             temporary.unlink(missing_ok=True)
     sync_folder(path.parent)  # also if another writer was first, because the caller relies on that writer's file
-    return published
+    return is_published
 
 
 def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:
@@ -248,30 +248,30 @@ class GroupSync:
 
         It fails with OSError if the disk failed; then it is unknown which writes are durable.
         """
-        done: Future[None] = Future()
+        future: Future[None] = Future()
         with self._changed:
-            self._waiting.append(done)
+            self._waiting.append(future)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
             self._changed.notify()
-        return done
+        return future
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
                 # Skips futures that their waiters have cancelled.
-                group = [done for done in self._waiting if done.set_running_or_notify_cancel()]
+                group = [future for future in self._waiting if future.set_running_or_notify_cancel()]
                 self._waiting = []
             try:
                 self._sync()
             except OSError as error:
-                for done in group:
-                    done.set_exception(error)
+                for future in group:
+                    future.set_exception(error)
             else:
-                for done in group:
-                    done.set_result(None)
+                for future in group:
+                    future.set_result(None)
 
     def _sync(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY)

@@ -1,6 +1,6 @@
 """FP8 weights of drafter heads: quantisation, scales, errors.
 
-A matrix [N, K] becomes float8_e4m3fn with a float32 scale per output. The largest element of a row becomes 448, the
+A matrix [N, K] becomes float8_e4m3fn with a float32 scale per row. The largest element of a row becomes 448, the
 largest value of the format. The engine quantises activations per token.
 
 Only weights that vLLM 0.29 can load in FP8 are quantised (`model_executor/models/llama_eagle3.py` and
@@ -18,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-MAY_STAY_BF16 = ("fc", "lm_head")  # other modules may not, because vLLM fuses q, k, v and gate, up
+MAY_STAY_BF16 = ("fc", "lm_head")  # others must not, because vLLM fuses q, k, v and gate, up
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -115,17 +115,17 @@ def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, 
 
     `tensors` are the head's weights before quantisation; `kept` has the tensors that stay as they are, with the reason.
     """
-    # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. lm_head needs a
-    # target of its own, because it is not a `Linear` in vLLM.
+    # Layers are named by patterns, because vLLM continues the target's layer numbers in the drafter. `targets`
+    # names lm_head separately, because it is not a `Linear` in vLLM.
     has_fp8_lm_head = "lm_head.weight" in tensors.keys() - kept.keys()
     matrices = [name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name])]
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}
     ignored |= set() if has_fp8_lm_head else {"lm_head"}
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    number_format = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"] + ([_pattern("lm_head")] if has_fp8_lm_head else []),
-        "weights": numbers | {"strategy": "channel", "dynamic": False},
-        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+        "weights": number_format | {"strategy": "channel", "dynamic": False},
+        "input_activations": number_format | {"strategy": "token", "dynamic": True},
     }
     return {
         "quant_method": "compressed-tensors",

@@ -26,7 +26,7 @@ _FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_
 
 
 class _Gpu(NamedTuple):
-    """A row of `nvidia-smi`. Memory is in GiB, or None if the GPU uses the machine's memory."""
+    """A line of `nvidia-smi`. Memory is in GiB, or None if the GPU uses the machine's memory."""
 
     number: str
     name: str
@@ -157,25 +157,25 @@ def detect(*, root: Path = Path("/")) -> Hardware:
     return _with_accelerators(host, _nvidia_smi())
 
 
-def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
+def _with_accelerators(host: Hardware, gpus: list[_Gpu]) -> Hardware:
     """Return the node with its GPUs. If they differ, the properties are those of the weakest GPU."""
-    if not rows:
+    if not gpus:
         return host
-    kinds: dict[str, list[str]] = {}
-    for row in rows:
-        kinds.setdefault(row.name, []).append(row.number)
-    weakest = min(rows, key=lambda row: (row.capability, row.memory_gib or host.memory_gib))
+    numbers_by_name: dict[str, list[str]] = {}
+    for gpu in gpus:
+        numbers_by_name.setdefault(gpu.name, []).append(gpu.number)
+    weakest = min(gpus, key=lambda gpu: (gpu.capability, gpu.memory_gib or host.memory_gib))
     return replace(
         host,
         platform="cuda",
         accelerator=weakest.name,
-        num_accelerators=len(rows),
-        accelerator_kinds={name: ",".join(numbers) for name, numbers in kinds.items()},
-        has_mig=any(row.is_sliced for row in rows),
+        num_accelerators=len(gpus),
+        accelerator_kinds={name: ",".join(numbers) for name, numbers in numbers_by_name.items()},
+        has_mig=any(gpu.is_sliced for gpu in gpus),
         driver=weakest.driver,
         compute_capability=weakest.capability,
-        memory_gib=min(row.memory_gib or host.memory_gib for row in rows),
-        free_memory_gib=min(row.free_gib or host.free_memory_gib for row in rows),
+        memory_gib=min(gpu.memory_gib or host.memory_gib for gpu in gpus),
+        free_memory_gib=min(gpu.free_gib or host.free_memory_gib for gpu in gpus),
     )
 
 
@@ -206,8 +206,8 @@ def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
         gpus[uuid] = _Gpu(
             number=str(index),
             name=name.removeprefix("NVIDIA "),
-            memory_gib=_gib(total),
-            free_gib=_gib(free),
+            memory_gib=_mib_to_gib(total),
+            free_gib=_mib_to_gib(free),
             capability=(int(major), int(minor)) if minor else (0, 0),
             is_sliced=mig == "Enabled",
             driver=driver,
@@ -230,7 +230,7 @@ def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
     return selected
 
 
-def _gib(mib: str) -> float | None:
+def _mib_to_gib(mib: str) -> float | None:
     """Return GiB; None for "[N/A]", which GPUs without their own memory report."""
     try:
         return float(mib) / 1024
@@ -305,6 +305,7 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str | None:
+    """Return the text of a file; None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -338,7 +339,7 @@ def detect_machine() -> Hardware:
 
 
 def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | None:
-    """Return the cloud's name of this kind of machine, such as "p5.48xlarge", or None."""
+    """Return the cloud's name for this type of machine, such as "p5.48xlarge", or None."""
     vendor, product = (_read(root / "sys/class/dmi/id" / name) or "" for name in ("sys_vendor", "product_name"))
     if vendor == "Amazon EC2":
         name = product
@@ -351,9 +352,9 @@ def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | 
 
 def _query(url: str, headers: dict[str, str]) -> str:
     """Return the last path segment of the response; empty on failure."""
-    direct = build_opener(ProxyHandler({}))  # a proxy would return the type of its own machine
+    opener = build_opener(ProxyHandler({}))  # a proxy would return the type of its own machine
     try:
-        with direct.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+        with opener.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
             text: str = response.read(256).decode(errors="replace")
     except (OSError, HTTPException):
         return ""

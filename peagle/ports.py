@@ -31,18 +31,18 @@ def is_service_link(value: str) -> bool:
 
 def is_free(port: int, host: str = "") -> bool:
     """Return whether a process could listen on a port of `host`."""
-    return _fault(port, host) is None
+    return _bind_error(port, host) is None
 
 
 def require_free(option: str, port: int, host: str = "", *, hint: str) -> None:
     """Raise ConfigError, naming `option`, if a port is in use or `host` is not an address of this machine."""
     # Without this check, Ray Serve would share the port with another Serve, and each would get some connections.
-    if (error := _fault(port, host)) is not None:
+    if (error := _bind_error(port, host)) is not None:
         where = f" of {host}" if host else ""
         raise ConfigError(f"{option} {port}{where}: {error.strerror}", hint=hint) from error
 
 
-def _fault(port: int, host: str) -> OSError | None:
+def _bind_error(port: int, host: str) -> OSError | None:
     """Return the error of binding the port, or None if it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections

@@ -27,12 +27,12 @@ def git_revision() -> str | None:
     """Return the commit of this checkout, with `-dirty` if files were changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def require_same_fingerprint(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

@@ -14,7 +14,7 @@ Record = TypeVar("Record", bound=BaseModel)
 def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
     """Return the unvalidated entries of a file; empty if the file does not exist.
 
-    `noun` is the plural of the records, for messages; `hint` is for a file that is not a JSON list.
+    `noun` names the records in messages, in the plural; `hint` is for a file that is not a JSON list.
     """
     try:
         values = from_json(path.read_bytes())
@@ -32,5 +32,7 @@ def validate_record(kind: type[Record], values: Any, *, where: str) -> Record:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{where}: {'.'.join(map(str, first['loc'])) or 'an entry'}: {first['msg']}") from None
+        first_error = error.errors()[0]
+        raise ConfigError(
+            f"{where}: {'.'.join(map(str, first_error['loc'])) or 'an entry'}: {first_error['msg']}"
+        ) from None

@@ -114,7 +114,7 @@ class SpeculationStats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted draft tokens / drafted tokens; None if none was drafted."""
+        """Accepted draft tokens / drafted tokens; None without drafted tokens."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
@@ -151,7 +151,7 @@ class SpeculationStats:
         required = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
         optional = {"num_lookup_tokens", "num_dropped_tokens", "verified_per_position"}
         if not isinstance(data, Mapping) or not required <= set(data) <= required | optional:
-            raise ValueError(f"speculation counts must have exactly the keys {sorted(required)}, got {data!r}")
+            raise ValueError(f"speculation counts must have the keys {sorted(required)}, got {data!r}")
         counts = dict(data)
         for name in ("accepted_per_position", "verified_per_position"):
             per_position = counts.get(name) or ()
@@ -199,8 +199,8 @@ def sources_note(stats: SpeculationStats) -> str | None:
     looked_up, accepted = stats.num_lookup_tokens, stats.num_accepted_tokens
     if not looked_up:
         return None
-    were = "was" if looked_up == 1 else "were"
+    verb = "was" if looked_up == 1 else "were"
     return (
-        f"Of {accepted:,} accepted draft tokens, {looked_up:,} {were} found by the prompt lookup; "
+        f"Of {accepted:,} accepted draft tokens, {looked_up:,} {verb} found by the prompt lookup; "
         f"the other {accepted - looked_up:,} are the head's."
     )

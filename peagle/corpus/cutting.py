@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_ROWS = 256
-_UNITS_PER_ENGINE = 16  # with fewer units, the others wait too long for the engine with the last unit
-# The next three were chosen with benchmarks/bulk/tail_simulated.py. Its longest response is six times the mean.
+_UNITS_PER_ENGINE = 16  # with fewer units, engines wait too long for the engine with the last unit
+# The next three were chosen with a simulation, whose longest response is six times the mean
+# (benchmarks/bulk/tail_simulated.py).
 _SMALL_UNITS_PER_ENGINE = 24  # how many of the smallest units fill an engine
 _OPEN_ROWS_PER_SLOT = 3  # rows of open units per engine slot; most of these rows have already finished
 _MAX_SLOWDOWN = 3  # an engine that is this many times slower than the others still finishes with them
@@ -30,7 +31,7 @@ class Cut:
 
 
 def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
-    """Return a cut with few units, but with small units at the end of the run.
+    """Return sizes for few units, but with small units at the end of the run.
 
     The smallest units are large enough that `_SMALL_UNITS_PER_ENGINE` of them keep an engine full. Counted from the end
     of the run, the size of each unit is proportional to the number of rows after it, up to `rows_per_unit`: a third of
@@ -62,12 +63,12 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
 
 
 def max_rows_affecting_cut(num_engines: int) -> int:
-    """Return a number of rows above which the cut does not change."""
+    """Return a number of rows above which `auto_cut` returns the same sizes."""
     return _MAX_ROWS * max(_UNITS_PER_ENGINE, _num_shares(1)) * num_engines
 
 
 def _num_shares(num_engines: int) -> int:
-    # Each engine works on these units, and has one more waiting.
+    # Each engine works on `_SMALL_UNITS_PER_ENGINE` units, and one more waits.
     return _MAX_SLOWDOWN * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 
 

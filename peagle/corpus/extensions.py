@@ -32,9 +32,11 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
 
 def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Return rows as Python values. Of the extension types, only UUIDs and booleans become Python's own types."""
-    stored = storage_schema(batch.schema)
-    if not stored.equals(batch.schema):
-        batch = batch.cast(stored).cast(pa.schema([_converted(column, _as_uuid_or_bool) for column in batch.schema]))
+    stored_schema = storage_schema(batch.schema)
+    if not stored_schema.equals(batch.schema):
+        batch = batch.cast(stored_schema).cast(
+            pa.schema([_converted(column, _as_uuid_or_bool) for column in batch.schema])
+        )
     rows: list[dict[str, Any]] = batch.to_pylist()
     return rows
 
@@ -42,10 +44,10 @@ def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 def from_values(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
     """Inverse of `to_values`, for one column."""
     column = pa.field("", type_)
-    stored = _converted(column, _as_storage).type
-    if stored == type_:
+    storage_type = _converted(column, _as_storage).type
+    if storage_type == type_:
         return pa.array(values, type_)
-    return pa.array(values, _converted(column, _as_bool).type).cast(stored).cast(type_)
+    return pa.array(values, _converted(column, _as_bool).type).cast(storage_type).cast(type_)
 
 
 def child_fields(type_: pa.DataType) -> Iterator[pa.Field]:

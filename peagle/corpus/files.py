@@ -30,7 +30,7 @@ from peagle.private import user_path
 FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
+_KNOWN_SUFFIXES = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
 # Data formats that are not supported: such files in a folder are not ignored silently.
 _OTHER_DATA = frozenset({
     ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
@@ -146,13 +146,14 @@ def filesystem(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Folder:
-    """The files of a folder with their sizes, and subfolders that may contain data."""
+    """The files of a folder with their sizes, and subfolders that might contain data."""
 
     files: list[tuple[str, int]]
     sub_folders: list[str]
 
 
 def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Folder":
+    """Return the matching files with their sizes, or the content of a folder."""
     path = user_path(uri).absolute()  # workers have other working directories
     try:
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
@@ -179,7 +180,7 @@ def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Fo
 
 
 def _has_data(folder: Path) -> bool:
-    """Whether a subfolder has files of known formats among its first entries, and is not a run's folder."""
+    """Whether a subfolder has data files, except text, among its first entries, and is not a run's folder."""
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
@@ -235,9 +236,9 @@ def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, 
     if is_folder:
         return [info for info in infos if info["type"] != "file" or not _is_folder_object(store, info)], True
     infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
-    run = None if exclude is None else exclude.removeprefix("s3://").rstrip("/") + "/"
+    run_prefix = None if exclude is None else exclude.removeprefix("s3://").rstrip("/") + "/"
     names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
-    return [i for i in infos if i["name"] in names and not (run and i["name"].startswith(run))], False
+    return [i for i in infos if i["name"] in names and not (run_prefix and i["name"].startswith(run_prefix))], False
 
 
 def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
@@ -262,6 +263,7 @@ def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
 
 
 def _is_skipped(part: str, spelled_out: list[str]) -> bool:
+    """Return whether a part of a path is hidden or a marker, and matches no pattern in `spelled_out`."""
     is_special = part.startswith(".") or any(fnmatch.fnmatchcase(part, marker) for marker in _MARKERS)
     return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in spelled_out)
 
@@ -315,7 +317,7 @@ def _notes_on_ignored(uri: str, ignored: list[str], sub_folders: list[str], inpu
             is_text = kind == "text" and input_format == "auto"
             reason = "text is only read in folders without other formats" if is_text else f"not {input_format}"
         elif name.suffix.lower() in {*_OTHER_DATA, *COMPRESSIONS} or name.name.startswith("part-"):
-            reason = f"unknown format; known: {_KNOWN}"
+            reason = f"unknown format; known: {_KNOWN_SUFFIXES}"
         else:
             continue
         names.setdefault(reason, []).append(name.name)
@@ -332,8 +334,8 @@ def _abbreviated(names: list[str]) -> str:
     >>> _abbreviated(["a", "b"]), _abbreviated(["a", "b", "c", "d", "e"])
     ('a and b', 'a, b, c and 2 more')
     """
-    shown = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    parts = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _is_compressed_parquet(path: str) -> bool:
@@ -348,7 +350,9 @@ def _required_format(path: str, input_format: str) -> str:
                 f"input {path}: a marker or a hidden file, which has no rows", hint="use the data files next to it"
             )
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
-        raise InputError(f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN}; or set --input-format")
+        raise InputError(
+            f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN_SUFFIXES}; or set --input-format"
+        )
     if kind == "parquet" and compression_of(path):
         kind = compression_of(path)
         raise InputError(f"input {path}: Parquet compressed with {kind} is not supported", hint="decompress the file")

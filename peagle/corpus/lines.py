@@ -91,11 +91,11 @@ def carriage_return_error(path: str) -> InputError:
     )
 
 
-def _refuse_binary(path: str, first: bytes) -> None:
+def _refuse_binary(path: str, first_line: bytes) -> None:
     for magic, name in _MAGIC.items():
-        if first.startswith(magic):
+        if first_line.startswith(magic):
             raise InputError(f"input {path}: this is {name}, not text", hint="rename it with the suffix of its format")
-    if first.startswith(_UTF_16):
+    if first_line.startswith(_UTF_16):
         raise InputError(f"input {path}: this is UTF-16", hint="convert it to UTF-8")
-    if b"\r" in first.rstrip(b"\r\n") and not first.endswith(b"\n"):
+    if b"\r" in first_line.rstrip(b"\r\n") and not first_line.endswith(b"\n"):
         raise carriage_return_error(path)

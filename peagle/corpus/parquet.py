@@ -57,9 +57,9 @@ def scan_parquet(
             [column.with_metadata(own_metadata) for column, own_metadata in zip(schema, metadata, strict=True)]
         )
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
-        stored = storage_schema(schema)
+        storage_columns = storage_schema(schema)
         schema = pa.schema(
-            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, stored, strict=True)]
+            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, storage_columns, strict=True)]
         )
     with read_errors_as_input_error(file.path), open_raw(file.path) as handle:
         if old_digest:  # reads only the footer, so it misses some edits that do not change the length
@@ -82,7 +82,7 @@ def scan_parquet(
 
 
 def read_parquet(span: Span) -> Iterator[RawRow]:
-    """Yield the rows of a span; raises InputError if it is not valid Parquet."""
+    """Yield the rows of a span; raises InputError if the file is not valid Parquet."""
     reader = _readers.take(span.path, span.first_row) or _ForwardParquet(span.path, span.first_row)
     reader.skip_to(span.first_row)
     yield from reader.rows(span.num_rows)
@@ -90,7 +90,7 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
 
 
 def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
-    """Yield all rows of a file; raises as `scan_parquet`."""
+    """Yield all rows of a file; raises the errors of `scan_parquet`."""
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = parquet.metadata.num_rows
@@ -188,12 +188,12 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
 def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
     """Yield columns that cannot be converted, because Arrow lacks functions for their types. Tries the first row."""
     with _parquet_errors(path):
-        first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
-    if first is None:
+        first_row: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
+    if first_row is None:
         return
-    for column in first.schema:
+    for column in first_row.schema:
         try:
-            rows = cast_to_plain(first.select([column.name]))
+            rows = cast_to_plain(first_row.select([column.name]))
             values = [row[column.name] for row in to_values(rows)]
             pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
         except (pa.ArrowException, NotImplementedError, TypeError):
@@ -257,6 +257,7 @@ class _ForwardParquet:
         self._parquet.close(force=True)
 
     def _pieces(self, num_rows: int) -> Iterator[pa.RecordBatch]:
+        """Yield the next rows in batches, and advance `position`."""
         while num_rows > 0:
             if self._batch is None or not self._batch.num_rows:
                 with _parquet_errors(self._path):

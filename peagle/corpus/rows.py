@@ -34,7 +34,7 @@ class RawRow:
 
 
 _BYTES_PER_TOKEN = 4
-_PROMPT_TOKEN = 0.1  # work relative to an output token; a step can prefill many prompt tokens
+_PROMPT_TOKEN_WORK = 0.1  # work relative to an output token; a step can prefill many prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class WorkEstimate:
     column: str = "sampling"  # the column with a row's own sampling parameters
 
     def of_row(self, row: RawRow, num_bytes: int) -> int:
-        """Return the work of a text row of `num_bytes`; 0 for an invalid one."""
+        """Return the work of a text row of `num_bytes`; 0 for an invalid row."""
         if row.error is not None:
             return 0
         parameters = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
@@ -65,7 +65,7 @@ class WorkEstimate:
 
     @staticmethod
     def of_prompt(num_bytes: float) -> int:
-        return int(num_bytes / _BYTES_PER_TOKEN * _PROMPT_TOKEN)
+        return int(num_bytes / _BYTES_PER_TOKEN * _PROMPT_TOKEN_WORK)
 
 
 def _parameters(value: Any) -> dict[str, Any]:

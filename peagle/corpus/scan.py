@@ -50,6 +50,7 @@ class UniqueIds:
             bucket.close()
 
     def add(self, value: str, file: int, line: int) -> None:
+        """Add an id with the index of its file and the number of its line."""
         digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=16).digest()
         self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
 
@@ -60,17 +61,18 @@ class UniqueIds:
 
     @staticmethod
     def _repeated_in(bucket: "tempfile.SpooledTemporaryFile[bytes]") -> _Occurrences | None:
+        """Return the first repeated id of a bucket, or None."""
         bucket.seek(0)
         entries = np.frombuffer(bucket.read(), dtype=[(name, "<u8") for name in ("high", "low", "file", "line")])
         sorted_indices = np.lexsort((entries["line"], entries["file"], entries["low"], entries["high"]))
-        entry, following = entries[sorted_indices[:-1]], entries[sorted_indices[1:]]
-        is_same = (entry["high"] == following["high"]) & (entry["low"] == following["low"])
+        entry, next_entry = entries[sorted_indices[:-1]], entries[sorted_indices[1:]]
+        is_same = (entry["high"] == next_entry["high"]) & (entry["low"] == next_entry["low"])
         columns = ["file", "line"]
-        pairs = zip(entry[is_same][columns].tolist(), following[is_same][columns].tolist(), strict=True)
+        pairs = zip(entry[is_same][columns].tolist(), next_entry[is_same][columns].tolist(), strict=True)
         return min(pairs, key=lambda pair: pair[1], default=None)
 
 
-_VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet
+_VERSION_PREFIX = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet files
 
 
 def find_files(
@@ -200,6 +202,7 @@ class _TextScan:
         self.first_error: str | None = None
 
     def run(self, sizes: Iterator[int], max_rows: int, digest: Any) -> tuple[list[Span], pa.Schema]:
+        """Return the spans and the schema of the file, and update `digest` with its lines."""
         spans: list[Span] = []
         first_row = 0
         with contextlib.closing(Lines(self._file.path)) as lines:
@@ -214,7 +217,7 @@ class _TextScan:
         self, rows: Iterator[Record], lines: Lines, first_row: int, max_rows: int, sizes: Iterator[int]
     ) -> Span | None:
         """Return the next span; None at the end of the file."""
-        start, number, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
+        start, first_line, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
         num_rows = work = size = 0
         previous_position = start
         for record in rows:
@@ -234,7 +237,7 @@ class _TextScan:
             num_rows=num_rows,
             start=start,
             end=lines.position,
-            line=number,
+            line=first_line,
             header=header,
             work=work,
         )

@@ -192,7 +192,7 @@ class Columns:
 
 
 def json_text(name: str) -> pa.Field:
-    """Return a text column for arbitrary values."""
+    """Return a text column for arbitrary values as JSON."""
     return pa.field(name, pa.string(), metadata=JSON_TEXT)
 
 

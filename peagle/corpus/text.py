@@ -44,6 +44,7 @@ def _csv_records(lines: Lines, header: str) -> Iterator[Record]:
 def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
     """Yield the fields of non-blank rows with the numbers of their first lines."""
     csv.field_size_limit(MAX_LINE_BYTES)
+    # While the first line is read, `lines.number` is already 2.
     without_bom = (line.removeprefix(_BOM) if lines.number == 2 else line for line in lines)
     # Invalid bytes are escaped, so that only the row that contains them is refused.
     reader = csv.reader((line.decode(errors="surrogateescape") for line in without_bom), strict=True)
@@ -65,6 +66,7 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
 
 
 def _header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
+    """Return the column names as JSON; raises InputError if the header is invalid."""
     names, number = next(rows, ([], 1))
     where = f"input {path} line {number}"
     if not names:

@@ -43,9 +43,9 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
         return
     cuda_major = int(cuda.split(".")[0])
     # NVIDIA's forward compatibility package provides the newer part of the driver.
-    is_compat = "VLLM_ENABLE_CUDA_COMPATIBILITY" in os.environ or "compat" in os.environ.get("LD_LIBRARY_PATH", "")
+    has_compat = "VLLM_ENABLE_CUDA_COMPATIBILITY" in os.environ or "compat" in os.environ.get("LD_LIBRARY_PATH", "")
     oldest_driver, driver = _OLDEST_DRIVER.get(cuda_major), hardware.driver.split(".")[0]
-    if oldest_driver and driver.isdecimal() and int(driver) < oldest_driver and not is_compat:
+    if oldest_driver and driver.isdecimal() and int(driver) < oldest_driver and not has_compat:
         raise CapacityError(
             f"NVIDIA's driver {hardware.driver} is too old for CUDA {cuda}, which this torch was built for",
             hint=f"install driver {oldest_driver} or newer on the node; for a data centre GPU, you can instead install "

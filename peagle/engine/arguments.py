@@ -37,7 +37,7 @@ _MANAGED = {
     "allowed_local_media_path": "allowed_media_domains",
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), "num_nodes"),
 }
-# Arguments that would break a promise, and why.
+# Arguments that would break one of peagle's guarantees, and why.
 _REFUSED = {
     "trust_remote_code": "code in a model's folder never runs",
     "tokenizer": "prompts are prepared with the target's own tokenizer",
@@ -57,7 +57,7 @@ _REFUSED = {
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. None leaves the choice to vLLM.
+    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM chooses missing ones.
 
     Args:
         num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
@@ -112,7 +112,7 @@ def engine_args(
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for vLLM arguments that peagle manages or that would break a promise."""
+    """Raise a ConfigError for vLLM arguments that peagle manages or refuses."""
     if _DYNAMIC_K in json.dumps(extra, default=str):
         raise ConfigError(
             f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"
@@ -169,10 +169,10 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.method == "peagle":
         config["parallel_drafting"] = True
     if drafter.method in ("peagle", "eagle3"):
-        # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this vLLM scatters the logits of a
-        # draft vocabulary into the target's first, and gathers them whole from all ranks: 0.64 ms of a step against
-        # 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). In vLLM 0.29, all classes
-        # for EAGLE-3 and P-EAGLE heads support it; the DFlash classes do not.
+        # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this option, vLLM first scatters the
+        # logits of a draft vocabulary into the target's, and gathers all logits from all ranks: 0.64 ms of a step
+        # instead of 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). In vLLM 0.29,
+        # all classes for EAGLE-3 and P-EAGLE heads support it; the DFlash classes do not.
         config["use_local_argmax_reduction"] = True
     if drafter.method == "dspark" and drafter.verify == "auto":
         config["enable_adaptive_verification"] = True

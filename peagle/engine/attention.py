@@ -1,7 +1,7 @@
 """Choose attention back ends that are safe with an FP8 KV cache and a drafter.
 
 vLLM uses any back end that declares support. For combinations that vLLM issues report as broken, peagle chooses another
-back end and refuses an explicit choice of the broken one.
+back end and refuses an explicit choice of the broken back end.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the drafter's back end, or None if vLLM chooses; raises as `target_backend`."""
+    """Return the drafter's back end, or None if vLLM chooses; raises ConfigError as `target_backend` does."""
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None
@@ -119,7 +119,7 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
         head_dim: dimension of the target's widest attention heads; the drafter's heads are assumed to be as wide.
 
     Raises:
-        ConfigError: as `target_backend`; or vLLM would choose a broken back end for the drafter and there is no other.
+        ConfigError: see `target_backend`; or vLLM would choose a broken back end for the drafter and no other exists.
     """
     if spec.drafter is not None and spec.extra.get("decode_context_parallel_size", 1) != 1:
         raise ConfigError(
@@ -130,17 +130,18 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     _check_drafter(spec, hardware)
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
-    row = next((row for row in AVOIDED if row.replacement is None and row.affects(spec, hardware)), None)
-    if is_fp8 and backend is None and row is not None and head_dim > WIDEST_FP8_HEAD:
+    broken = next((a for a in AVOIDED if a.replacement is None and a.affects(spec, hardware)), None)
+    if is_fp8 and backend is None and broken is not None and head_dim > WIDEST_FP8_HEAD:
         raise ConfigError(
             f"with heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in fp8, which"
-            f" is refused on {hardware.accelerator}: {row.symptom} ({row.source})",
+            f" is refused on {hardware.accelerator}: {broken.symptom} ({broken.source})",
             hint=f"use --kv-cache-precision bf16, or --draft-attention-backend {_TRITON}",
         )
 
 
 def _backend(requested: str | None, spec: EngineSpec, hardware: Hardware, kv_cache: str | None) -> str | None:
-    avoided = next((row for row in AVOIDED if kv_cache == "fp8" and row.affects(spec, hardware)), None)
+    """Return the requested back end, or another one if vLLM would choose a broken one."""
+    avoided = next((a for a in AVOIDED if kv_cache == "fp8" and a.affects(spec, hardware)), None)
     if avoided is None:
         return requested
     if requested is not None and requested.upper() == _FLASHINFER:

@@ -29,12 +29,12 @@ def checkpoint_quant_method(config: Mapping[str, Any]) -> str | None:
 
 
 def checkpoint_kv_cache_dtype(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """Return "fp8" if a checkpoint was quantised for such a KV cache, or None.
+    """Return "fp8" if a checkpoint was quantised for an FP8 KV cache, or None.
 
     compressed-tensors has a `kv_cache_scheme`; ModelOpt has that or a `kv_cache_quant_algo`.
     """
     quantization = _quantization(config)
-    is_fp8 = _format(quantization.get("kv_cache_scheme")) == (8, "float")
+    is_fp8 = _bits_and_type(quantization.get("kv_cache_scheme")) == (8, "float")
     return "fp8" if is_fp8 or str(quantization.get("kv_cache_quant_algo")).lower() == "fp8" else None
 
 
@@ -53,7 +53,7 @@ def require_supported(config: Mapping[str, Any], hardware: Hardware) -> None:
         )
     quantization = _quantization(config)
     groups = (quantization.get("config_groups") or {}).values()
-    activations = {_format(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
+    activations = {_bits_and_type(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
     has_fp8_method = quantization.get("quant_method") == "fp8"
     has_fp8_algorithm = str(quantization.get("quant_algo")).upper().startswith("FP8")
     if (8, "int") in activations:
@@ -71,7 +71,7 @@ def require_supported(config: Mapping[str, Any], hardware: Hardware) -> None:
         )
 
 
-def _format(scheme: Any) -> tuple[Any, Any] | None:
+def _bits_and_type(scheme: Any) -> tuple[Any, Any] | None:
     return (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else None
 
 

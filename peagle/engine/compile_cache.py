@@ -37,17 +37,17 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
         ConfigError: neither folder is usable.
     """
     root = user_path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
-    kind = f"peagle-{_kind(cpuinfo)}"
+    kind = f"peagle-{_setup_id(cpuinfo)}"
     folder = root if root.name == kind else root / kind
     if (why := _why_unusable(folder)) is not None:
-        instead = temporary_folder("compiled") / kind
-        sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {why}. Using {instead} for now\n")
-        if (why := _why_unusable(instead)) is not None:
+        fallback = temporary_folder("compiled") / kind
+        sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {why}. Using {fallback} for now\n")
+        if (why := _why_unusable(fallback)) is not None:
             raise ConfigError(
-                f"cannot store compiled code in {instead}: {why}",
+                f"cannot store compiled code in {fallback}: {why}",
                 hint=f"set {ROOT} to a folder that only this user can write",
             )
-        folder = instead
+        folder = fallback
     return {ROOT: str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
@@ -82,13 +82,13 @@ def _marker_file(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:
     return Path(cache_root(inherited)[ROOT]) / "compiled" / digest
 
 
-def _kind(cpuinfo: Path) -> str:
+def _setup_id(cpuinfo: Path) -> str:
     """Return an id of the versions and of the kind of processor."""
     try:
-        first = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
+        first_core = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
     except OSError:
-        first = ""
-    lines = [line.partition(":") for line in first.splitlines()]
+        first_core = ""
+    lines = [line.partition(":") for line in first_core.splitlines()]
     processor = {key.strip(): value.strip() for key, _, value in lines if key.strip() in _PROCESSOR}
     facts = [platform.machine(), platform.python_version(), processor, {name: _version(name) for name in _PACKAGES}]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
@@ -117,7 +117,7 @@ def _why_unusable(folder: Path) -> str | None:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether another user can write. A group named after the user does not count."""
+    """Return whether another user can write to a folder. A group named after the user does not count."""
     if status.st_mode & stat.S_IWOTH:
         return True
     if not status.st_mode & stat.S_IWGRP:

@@ -21,7 +21,7 @@ from peagle.private import require_short_sockets
 
 _SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
 # Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
-# reach. Compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
+# reach. The last variable limits the compiled grammars that stay in the engine's memory; vLLM's default is 512 MB.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # The variables at the start of this process, without those of an earlier engine.
@@ -77,8 +77,8 @@ def set_environment(
     """Set this process's variables for an engine, and remove variables that vLLM would mistake for its own.
 
     Raises:
-        CapacityError, ConfigError: as `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
-            plug-in that drafts need.
+        CapacityError, ConfigError: see `environment`; the path of vLLM's sockets is too long; or vLLM would not load
+            the plug-in that drafts need.
     """
     if spec.drafter:
         vllm_plugin.require_installed()
@@ -116,7 +116,7 @@ def _preload(inherited: str) -> dict[str, str]:
 
 
 def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines: int) -> dict[str, str]:
-    """Return the cores of this engine: each engine gets its own range of physical cores.
+    """Return variables that bind this engine to its own range of physical cores.
 
     By default, vLLM on CPU binds every engine to the first NUMA node except its last core: engines of a node would
     share those cores, and on a machine with two cores only one would be used. Measured on 2 cores (SmolLM2-135M, bf16,
@@ -140,9 +140,9 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             hint="use fewer engines on this node",
         )
     # After the loss of another node, this node may have more engines than planned. Then engines share cores.
-    first = engine_index % num_engines * spec.accelerators_per_node
+    first_rank = engine_index % num_engines * spec.accelerators_per_node
     cores_by_rank = []
-    for rank in range(first, first + spec.accelerators_per_node):
+    for rank in range(first_rank, first_rank + spec.accelerators_per_node):
         cores = hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks]
         cores_by_rank.append(",".join(map(str, cores)))
     return {_BINDING: "|".join(cores_by_rank)}

@@ -93,7 +93,7 @@ class FakeEngine:
             await asyncio.sleep(self._traits.token_s)
             first_token_at = time.monotonic()
             await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
-            await self._hang()
+            await self._wait_if_hanging()
         ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
         return self._end(prompt_token_ids, completions, ttft_s, latency_s)
 
@@ -103,14 +103,14 @@ class FakeEngine:
         """Yield the partial responses of a request after each token, then the complete ones.
 
         Raises:
-            RequestRefused, EngineError: as `generate`.
+            RequestRefused, EngineError: see `generate`.
         """
         completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
         first_token_at = started_at
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
                 await asyncio.sleep(self._traits.token_s)
-                await self._hang()
+                await self._wait_if_hanging()
                 self.check_alive()
                 first_token_at = time.monotonic() if num_tokens == 1 else first_token_at
                 if num_tokens < longest:
@@ -148,6 +148,7 @@ class FakeEngine:
     def _end(
         self, prompt_token_ids: list[int], completions: list[CompletionOutput], ttft_s: float, latency_s: float
     ) -> Generation:
+        """Count the drafts, and return the result of a finished request."""
         self.check_alive()
         num_tokens = sum(c.num_output_tokens for c in completions)
         speculation = self._speculation(num_tokens)
@@ -164,7 +165,7 @@ class FakeEngine:
             completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
         )
 
-    async def _hang(self) -> None:
+    async def _wait_if_hanging(self) -> None:
         while self._hangs:
             await asyncio.sleep(60.0)
 
@@ -229,7 +230,7 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> CompletionOutput:
     """Return a response made of digests, which depends on the prompt and on `index`.
 
-    The prompt decides its length; with `ignore_eos` it is `max_tokens`.
+    The prompt determines the length; with `ignore_eos`, the length is `max_tokens`.
     """
     seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
     digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()

@@ -45,7 +45,7 @@ class Generation:
         num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter or if unknown.
-        completions: every response, if several or log-probabilities were requested; otherwise empty.
+        completions: every response, if several responses or log-probabilities were requested; otherwise empty.
         ttft_s: seconds from the first step in which the request was scheduled to its first token, without time in the
             queue.
         latency_s: seconds from the same moment to the last token.
@@ -115,7 +115,7 @@ class Checkable(Protocol):
         """Generate exactly `num_tokens` tokens, ignoring the end-of-text token.
 
         Raises:
-            RequestRefused, EngineError: as `Engine.generate`.
+            RequestRefused, EngineError: see `Engine.generate`.
         """
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
@@ -123,7 +123,7 @@ class Checkable(Protocol):
 
         Raises:
             RequestRefused: the engine does not report log-probabilities of a prompt.
-            EngineError: as `Engine.generate`.
+            EngineError: see `Engine.generate`.
         """
 
 
@@ -188,7 +188,7 @@ class RowEngine(Protocol):
         """Stop the engine and its processes."""
 
     def kill(self) -> None:
-        """Kill the engine's processes immediately, even if they hang. This process must exit next."""
+        """Kill the engine's processes immediately, even if they hang. The calling process must exit next."""
 
 
 class Engine(RowEngine, Protocol):
@@ -209,4 +209,4 @@ class Engine(RowEngine, Protocol):
         """The version of vLLM's model runner: "V1", "V2", or None if unknown."""
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """Return drafts of all requests since the engine started; None without a drafter or if unknown."""
+        """Return the draft statistics since the engine started; None without a drafter or if unknown."""

@@ -1,7 +1,7 @@
 """The engine options that all commands share.
 
-`engine_args` accepts any other argument of vLLM. Their names are checked against the installed vLLM before an engine or
-a node is requested. vLLM checks their values when it starts.
+`engine_args` accepts all other arguments of vLLM. Their names are checked against the installed vLLM before an engine
+or a node is requested. vLLM checks their values when it starts.
 """
 
 import dataclasses
@@ -86,6 +86,7 @@ class TargetOptions(BaseModel):
         return arguments
 
 
+# The options above, except the model and its precisions.
 TARGET_SIZES = tuple(
     name for name in TargetOptions.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
@@ -145,10 +146,10 @@ def check_argument_names(arguments: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a name that the installed vLLM does not have."""
     from vllm import AsyncEngineArgs
 
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    known_names = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in arguments:
-        if name not in known:
-            raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
+        if name not in known_names:
+            raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known_names))
 
 
 def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware: Hardware) -> DrafterSpec:
@@ -168,10 +169,10 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
         )
     # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
     is_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
-    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and vLLM does so only on
-    # request.
-    is_requested = drafter.method == "dspark" and "verify" in options.model_fields_set
-    can_verify_some = hardware.platform == "cpu" or is_requested
+    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
+    # `verify`.
+    is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
+    can_verify_some = hardware.platform == "cpu" or is_dspark_with_verify
     return replace(
         drafter,
         kv_cache_precision="bf16" if is_bf16 else options.draft_kv_cache_precision,

@@ -32,7 +32,7 @@ class PromptLookup:
     def __init__(self, min_ngram: int) -> None:
         if min_ngram < 1:
             raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
-        self._n = min_ngram
+        self._min_ngram = min_ngram
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
         self._earlier: list[int] = []  # position -> the position after the previous occurrence, or -1
@@ -43,7 +43,7 @@ class PromptLookup:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Index more tokens: first the prompt, then the output."""
-        first, n = len(self._tokens) + 1, self._n
+        first, n = len(self._tokens) + 1, self._min_ngram
         self._tokens.extend(tokens)
         text, latest, earlier = self._tokens, self._latest, self._earlier
         for end in range(first, len(text) + 1):
@@ -65,7 +65,7 @@ class PromptLookup:
             for num_from_head in range(1, len(drafts)):
                 if (source := self._match()) is not None:
                     for position in range(source, source + len(drafts) - num_from_head):
-                        tokens.append(tokens[position])  # source and target may overlap
+                        tokens.append(tokens[position])  # the copy may overlap its source
                     return tokens[num_tokens:], num_from_head
                 tokens.append(drafts[num_from_head])
             return list(drafts), len(drafts)
@@ -73,15 +73,15 @@ class PromptLookup:
             del tokens[num_tokens:]
 
     def _match(self) -> int | None:
-        """Return the position after the longest earlier match of the last tokens, the latest of equal ones, or None."""
+        """Return the position after the longest (if equal, latest) earlier match of the last tokens, or None."""
         tokens = self._tokens
         end = len(tokens)
-        candidate = self._latest.get(tuple(tokens[end - self._n :]), -1) if end >= self._n else -1
+        candidate = self._latest.get(tuple(tokens[end - self._min_ngram :]), -1) if end >= self._min_ngram else -1
         best, longest = None, 0
         for _ in range(_CANDIDATES):
             if candidate < 0 or longest == _LONGEST:
                 break
-            length = self._n
+            length = self._min_ngram
             while length < min(_LONGEST, candidate) and tokens[candidate - length - 1] == tokens[end - length - 1]:
                 length += 1
             if length > longest:

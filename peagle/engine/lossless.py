@@ -1,7 +1,7 @@
 """Compare a response with the target's response without a drafter, and distinguish rounding ties from differences.
 
 Drafts are verified in one pass and share the batch with other requests, so terms are added in a different order, and
-the sums differ in their last bits. If the two most likely tokens are that close, either may be chosen, and the texts
+the sums differ in their last bits. If the two highest logits are that close, either token can be chosen, and the texts
 diverge.
 """
 
@@ -18,8 +18,8 @@ NUM_LIKELIEST = 5  # tokens requested at each position
 Outcome = Literal["same", "tie", "different"]
 
 # Logits of bf16 have 8 significant bits: between 16 and 32, where the largest logits are, neighbouring values are
-# 0.125 apart, and both tokens may move by one. float16 has 11 bits. In float32, long sums differ by far more than its
-# precision.
+# 0.125 apart, and both logits may move by that much. float16 has 11 bits. In float32, long sums differ by far more
+# than its precision.
 _TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
 
 
@@ -107,8 +107,8 @@ def _alternatives(
     if committed.finish_reason == "stop":
         complete_texts += [committed.text + end for end in ends]
     target_text = "".join(token.token for token in tokens)
-    shared = len(os.path.commonprefix([target_text, committed.text]))  # noqa: RUF071 - a text, not a path
-    within_character = not committed.text[shared : shared + 1].isascii()
+    num_shared_chars = len(os.path.commonprefix([target_text, committed.text]))  # noqa: RUF071 - a text, not a path
+    within_character = not committed.text[num_shared_chars : num_shared_chars + 1].isascii()
     prefix = ""
     for position, token in enumerate(tokens):
         if not any(text.startswith(prefix) for text in complete_texts):
@@ -121,7 +121,7 @@ def _alternatives(
                 fits = any(_fits(new_prefix, complete, complete != committed.text) for complete in complete_texts)
                 fits = fits and (same_text or not target_text.startswith(new_prefix))
             else:  # a part of a character
-                fits = within_character and len(prefix) == shared and logprob < token.logprob
+                fits = within_character and len(prefix) == num_shared_chars and logprob < token.logprob
             if fits:
                 yield token.logprob - logprob, position, text
         prefix += token.token

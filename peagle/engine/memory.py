@@ -128,13 +128,13 @@ def checkpoint_bytes(num_parameters: int | None, native_quantization: str | None
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
     """Return the KV cache size of one CPU engine: as much as its requests can use, at most a quarter of free memory."""
     # vLLM's default is 90 % of the machine, which leaves no room for the run's other processes.
-    share_gib = 0.25 * hardware.free_memory_gib / num_engines_on_node
+    max_gib = 0.25 * hardware.free_memory_gib / num_engines_on_node
     footprint = read_footprint(spec.model)
     if footprint is None:
-        return round(share_gib, 2)
+        return round(max_gib, 2)
     # vLLM keeps whole blocks, one of them empty.
     needed_gib = spec.max_num_seqs * _request_kv_gib(spec, hardware, footprint) + 0.1
-    return round(min(needed_gib, share_gib), 2)
+    return round(min(needed_gib, max_gib), 2)
 
 
 def check_capacity(
@@ -142,8 +142,8 @@ def check_capacity(
 ) -> None:
     """Refuse an engine that clearly cannot fit, and say how much it needs.
 
-    The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the
-    size of the model is unknown.
+    The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Does
+    nothing if the size of the model is unknown.
 
     Args:
         known: the footprint, for a model that is not on this disk yet.
@@ -213,7 +213,7 @@ class GpuNeed:
 
 
 def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
-    """Estimate the memory of an engine on GPUs; vLLM measures it when it starts."""
+    """Estimate the memory of an engine on GPUs; vLLM measures the memory when it starts."""
     num_accelerators = spec.num_accelerators
     head_bytes = 0
     if spec.drafter is not None and spec.drafter.has_head and Path(spec.drafter.model).is_dir():
@@ -268,14 +268,15 @@ def _weight_files_bytes(folder: Path) -> int:
 
 
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
+    """Return the KV cache of one request of full length, including the drafter's."""
     dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
     in_flight, ranks = 0, 1
     if hardware.platform == "cuda":  # with asynchronous scheduling two steps are in flight
         num_tokens, ranks = (ceil(num_tokens / _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS, spec.tensor_parallel_size
         in_flight = 2 * (spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware))
-    drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
-    drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
+    drafter_precision = spec.drafter.kv_cache_precision if spec.drafter else "auto"
+    drafter_dtype_bytes = dtype_bytes if drafter_precision == "auto" else _KV_CACHE_DTYPE_BYTES[drafter_precision]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
     skips_sliding_layers = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
     target_bytes = footprint.kv_cache_bytes(
@@ -293,8 +294,8 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     """Return the key and value elements per token of all layers of the drafter.
 
-    If its `config.json` is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of
-    EAGLE-3, 5 of others.
+    If its `config.json` is not on this disk, its layers are assumed to be as wide as the target's: 4 layers for
+    P-EAGLE, 1 for EAGLE-3, 5 for others.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0

@@ -59,11 +59,11 @@ class Precision:
 
     @property
     def weights(self) -> str:
-        return self.native_quantization or self.quantization or _SHORT[self.dtype]
+        return self.native_quantization or self.quantization or _SHORT_NAMES[self.dtype]
 
     @property
     def kv_cache(self) -> str:
-        return _SHORT[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return _SHORT_NAMES[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Precision:
         >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
         'bf16'
         """
-        return self.quantization or _SHORT[self.dtype]
+        return self.quantization or _SHORT_NAMES[self.dtype]
 
     @property
     def kv_cache_name(self) -> str:
@@ -83,7 +83,7 @@ class Precision:
         return f"{self.weights} weights, {self.kv_cache} KV cache"
 
 
-_SHORT: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
+_SHORT_NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "float16", "float32": "float32"}
 
 
 def resolve_precision(
@@ -135,7 +135,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
     if chosen == "int8":
         if not hardware.supports_int8:
             needs = INT8_NEEDS[hardware.platform]
-            raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
+            raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_other_formats(hardware))
         if not hardware.supports_bf16:
             return Precision(dtype="float16", quantization="int8")
         return Precision(dtype="float32" if hardware.has_slow_bf16 else "bfloat16", quantization="int8")
@@ -144,11 +144,12 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
             f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
             hint="use --precision float16, or float32 if exactness matters more than speed",
         )
-    dtypes: dict[str, Dtype] = {short: dtype for dtype, short in _SHORT.items()}
+    dtypes: dict[str, Dtype] = {short: dtype for dtype, short in _SHORT_NAMES.items()}
     return Precision(dtype=dtypes[chosen], native_quantization=native_quantization)
 
 
 def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
+    """Return the precision that `auto` means on this hardware."""
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
     # float32 needs twice the memory. An explicitly requested cache requires bf16 weights.
@@ -161,7 +162,7 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     if not hardware.supports_fp8_kv_cache:
         needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
         raise PrecisionError(
-            f"fp8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware, native_quantization)
+            f"fp8 needs {needs}; this is {hardware.describe()}", hint=_other_formats(hardware, native_quantization)
         )
     quantize = hardware.supports_fp8_weights and native_quantization is None
     return Precision(
@@ -172,8 +173,8 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
     )
 
 
-def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
-    """Return the precisions to use instead of an 8-bit format that this hardware lacks."""
+def _other_formats(hardware: Hardware, native_quantization: str | None = None) -> str:
+    """Return a hint with the precisions to use instead of an 8-bit format that this hardware lacks."""
     eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
     names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
     return f"use --precision {', '.join(names)}, or auto for the best precision on this hardware"
@@ -185,7 +186,7 @@ def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> P
         raise PrecisionError(f"unknown precision {kv_cache!r} of the KV cache", hint=hint)
     if precision.dtype != "bfloat16":
         raise PrecisionError(
-            f"a KV cache in {kv_cache} requires an engine in bf16, fp8 or int8, not {_SHORT[precision.dtype]}",
+            f"a KV cache in {kv_cache} requires an engine in bf16, fp8 or int8, not {_SHORT_NAMES[precision.dtype]}",
             hint="remove --kv-cache-precision, or use --precision bf16",
         )
     if kv_cache == "fp8" and not hardware.supports_fp8_kv_cache:

@@ -38,7 +38,7 @@ class ResponseParser:
 
         self._tokenizer = tokenizer
         self._calls_tools = tool_call_parser is not None
-        self._kind = parser_class(tool_call_parser, reasoning_parser)
+        self._parser_class = parser_class(tool_call_parser, reasoning_parser)
 
     def sampling(self, parsing: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the parsers need: a constraint for required tools, special tokens.
@@ -54,8 +54,8 @@ class ResponseParser:
         sampling: dict[str, Any] = {} if adjusted.skip_special_tokens else {"skip_special_tokens": False}
         if adjusted.structured_outputs is not None:
             constraint = asdict(adjusted.structured_outputs)
-            given = {key: value for key, value in constraint.items() if key in _CONSTRAINTS and value is not None}
-            sampling |= {"structured_outputs": given, "json_schema": None}
+            constraints = {key: value for key, value in constraint.items() if key in _CONSTRAINTS and value is not None}
+            sampling |= {"structured_outputs": constraints, "json_schema": None}
         return sampling
 
     def parse(self, generation: Generation, parsing: Mapping[str, Any]) -> Generation:
@@ -67,7 +67,7 @@ class ResponseParser:
             reasoning, content, calls = parser.parse(generation.text, request, enable_auto_tools=self._calls_tools)
         except Exception as error:  # vLLM's parsers raise anything for a text that they do not expect
             raise RequestFailed(f"the parser failed on this response: {error!r}") from error
-        whole = CompletionOutput(
+        undivided = CompletionOutput(
             text=generation.text,
             finish_reason=generation.finish_reason,
             num_output_tokens=generation.num_output_tokens,
@@ -77,7 +77,7 @@ class ResponseParser:
             generation,
             text=content or "",
             finish_reason="tool_calls" if is_call else generation.finish_reason,
-            completions=generation.completions or (whole,),
+            completions=generation.completions or (undivided,),
             reasoning=reasoning if request.include_reasoning else None,
             tool_calls=tuple(
                 FunctionCall(id=call.id or tool_call_id(), name=call.name, arguments=call.arguments)
@@ -86,6 +86,7 @@ class ResponseParser:
         )
 
     def _request(self, parsing: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return vLLM's request and parser for these fields."""
         from peagle.engine.vllm_internals import chat_request
 
         try:
@@ -93,7 +94,7 @@ class ResponseParser:
         except ValueError as error:  # pydantic's, and vLLM's own
             raise RequestRefused(f"tools: {error}") from error
         kwargs = request.chat_template_kwargs or {}
-        return request, self._kind(self._tokenizer, request.tools, chat_template_kwargs=kwargs)
+        return request, self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=kwargs)
 
 
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

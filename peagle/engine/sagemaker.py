@@ -21,7 +21,7 @@ SPECULATIVE_CONFIG_VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")  # SageMaker puts the model data here before it starts the container
 # Does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
-_KEYS = (
+_SPECULATIVE_KEYS = (
     "method",
     "model",
     "revision",
@@ -68,7 +68,7 @@ _TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", 
 _HANDLED_SEPARATELY = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
 # Arguments of vLLM's API server, and what to set instead.
 _PAGES = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"
-_INSTEAD = {
+_HINTS = {
     "api_key": "set PEAGLE_API_KEYS=NAME=KEY, or PEAGLE_KEYS to a file of keys",
     "ssl_certfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
     "ssl_keyfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
@@ -105,12 +105,14 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
     if names is not None:
         options["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
     options |= _precisions(raw)
-    given = dict(_parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env))
-    options |= {name: given.pop(name) for name in _SAME_OPTIONS if name in given}
-    given.pop("enable_auto_tool_choice", None)  # the parser implies it here
-    if given.get("max_model_len") == -1:  # auto
-        del given["max_model_len"]
-    for name, value in given.items():
+    parsed_arguments = dict(
+        _parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env)
+    )
+    options |= {name: parsed_arguments.pop(name) for name in _SAME_OPTIONS if name in parsed_arguments}
+    parsed_arguments.pop("enable_auto_tool_choice", None)  # implied by tool_call_parser
+    if parsed_arguments.get("max_model_len") == -1:  # automatic
+        del parsed_arguments["max_model_len"]
+    for name, value in parsed_arguments.items():
         if name == "max_model_len":
             options[name] = value
         elif name == "kv_cache_memory_bytes":
@@ -197,10 +199,10 @@ def drafter_options(env: Mapping[str, str]) -> dict[str, Any]:
             f"{SPECULATIVE_CONFIG_VARIABLE}: peagle does not serve the method {shown(method)}",
             hint='P-EAGLE is "method": "eagle3" with "parallel_drafting": true; EAGLE-3 is the same without it',
         )
-    if unknown := [key for key in config if key not in _KEYS]:
+    if unknown := [key for key in config if key not in _SPECULATIVE_KEYS]:
         raise ConfigError(
             f"{SPECULATIVE_CONFIG_VARIABLE}: peagle does not support the key {shown(unknown[0])}",
-            hint=did_you_mean(unknown[0], _KEYS),
+            hint=did_you_mean(unknown[0], _SPECULATIVE_KEYS),
         )
     if "num_speculative_tokens" not in config:
         raise ConfigError(f"{SPECULATIVE_CONFIG_VARIABLE}: num_speculative_tokens is missing")
@@ -240,7 +242,7 @@ def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
         return {}
     return {
         SPECULATIVE_CONFIG_VARIABLE: json.dumps(
-            {key: config[key] for key in _KEYS if key in config and key != _LOCAL_ARGMAX}
+            {key: config[key] for key in _SPECULATIVE_KEYS if key in config and key != _LOCAL_ARGMAX}
         )
     }
 
@@ -322,8 +324,8 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
     for name, value in raw.items():
         variable = _variable(name)
         if name not in arguments.names:
-            near = [_variable(known) for known in arguments.names]
-            raise ConfigError(f"{variable}: vLLM has no such argument", hint=did_you_mean(variable, near))
+            known_variables = [_variable(known) for known in arguments.names]
+            raise ConfigError(f"{variable}: vLLM has no such argument", hint=did_you_mean(variable, known_variables))
         if value is True and not env[variable].strip() and not arguments.is_switch(name):
             continue  # an empty variable sets nothing
         field = arguments.destination(name)
@@ -337,7 +339,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
         if field not in (*_SAME_OPTIONS, "enable_auto_tool_choice") and field not in arguments.of_engine:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
-                hint=_INSTEAD.get(field, "remove the variable"),
+                hint=_HINTS.get(field, "remove the variable"),
             )
         if field not in (*_SAME_OPTIONS, *SPEC_FIELDS, *_TRANSLATED, "enable_auto_tool_choice"):
             try:

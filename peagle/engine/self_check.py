@@ -27,7 +27,7 @@ NUM_TOKENS = 32
 _NUM_TOKENS_UNDRAFTED = 16  # without a drafter; each token takes a step
 LIMIT_S = 1800.0  # a kernel may be compiled on first use, which takes minutes
 # In code with a docstring, drafts of all lengths are accepted, so a few steps verify a lot. In prose, drafts of the
-# embedded heads are hardly ever accepted (0.8 s for 32 tokens of prose, 0.5 s for these, on two cores with AMX).
+# shipped heads are hardly ever accepted (0.8 s for 32 tokens, 0.5 s for 32 tokens of code, on two cores with AMX).
 TEXT = '''def celsius(fahrenheit):
     """Convert degrees Fahrenheit to degrees Celsius."""
     return (fahrenheit - 32) * 5 / 9
@@ -134,7 +134,7 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) ->
 
 
 class CheckableLlm:
-    """See `Checkable`."""
+    """A vLLM engine as a `Checkable`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm

@@ -57,8 +57,10 @@ class DrafterSpec:
             raise ConfigError(f"unknown precision {self.kv_cache_precision!r} of the drafter's KV cache", hint=hint)
         _require_positive("num_speculative_tokens", self.num_speculative_tokens)
         if self.synthetic_rates is not None:
-            is_falling = all(before >= after for before, after in pairwise((1.0, *self.synthetic_rates, 0.0)))
-            if len(self.synthetic_rates) != self.num_speculative_tokens or not is_falling:
+            is_non_increasing = all(
+                rate >= next_rate for rate, next_rate in pairwise((1.0, *self.synthetic_rates, 0.0))
+            )
+            if len(self.synthetic_rates) != self.num_speculative_tokens or not is_non_increasing:
                 raise ConfigError(
                     f"synthetic rates must be {self.num_speculative_tokens} non-increasing shares from 0 to 1, not "
                     f"{list(self.synthetic_rates)}",
@@ -186,7 +188,7 @@ class EngineSpec:
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
-    """Return the formats of an engine on its hardware; raises as `resolve_precision`."""
+    """Return the formats of an engine on its hardware; raises the errors of `resolve_precision`."""
     return resolve_precision(
         spec.precision,
         hardware,

@@ -11,9 +11,8 @@ from typing import Any
 
 from peagle.errors import ConfigError, EngineError
 
-TIMEOUT_VARIABLE = (
-    "VLLM_ENGINE_READY_TIMEOUT_S"  # in vLLM it only limits the last step of a start, the engine's ready message
-)
+# In vLLM, the variable only limits the wait for the engine's ready message, the last part of a start.
+TIMEOUT_VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
 DEFAULT_S = 3600
 TIMEOUT_PATTERN = r"the engine did not start within \d+ s"
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
@@ -38,20 +37,20 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
 
     Raises:
         EngineError: the time limit passed.
-        ConfigError: as `start_limit_s`.
+        ConfigError: see `start_limit_s`.
     """
     limit_s = start_limit_s()
     message = f"the engine did not start within {limit_s} s"
     timed_out, has_ended = threading.Event(), threading.Event()
-    thread = threading.current_thread()
+    starting_thread = threading.current_thread()
 
     def abort() -> None:
         if has_ended.wait(limit_s):
             return
         timed_out.set()
         kill_children()
-        if not has_ended.wait(_UNWIND_S) and thread is threading.main_thread():
-            signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # also ends a wait in the kernel
+        if not has_ended.wait(_UNWIND_S) and starting_thread is threading.main_thread():
+            signal.pthread_kill(starting_thread.ident or 0, signal.SIGINT)  # also ends a wait in the kernel
         if not has_ended.wait(_UNWIND_S):
             sys.stdout.write(f"peagle: {message}, and cannot be aborted; this process exits\n")
             sys.stdout.flush()
@@ -93,20 +92,20 @@ def interruptible() -> Iterator[None]:
         yield
         return
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+    previous_handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         try:
-            before[number](number, frame)
+            previous_handlers[number](number, frame)
         except KeyboardInterrupt:
             raise _Interrupt from None
 
-    for number in before:
+    for number in previous_handlers:
         signal.signal(number, interrupt)
     try:
         yield
     except _Interrupt:
         raise KeyboardInterrupt from None
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

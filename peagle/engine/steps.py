@@ -9,7 +9,7 @@ from peagle.hardware import Hardware
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 # vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# The largest useful size: a wider step computes for longer than Python takes to launch it. The commands in the model
+# The largest useful size: a larger step computes for longer than Python takes to launch it. The commands in the model
 # cards of amazon/gpt-oss-20b-p-eagle and its long-context variant have the same maximum.
 _MAX_TOKENS = 4096
 # Each size is captured twice, with attention and in pieces around it. A size takes 24 to 28 MiB and 0.06 s in the log
@@ -81,18 +81,20 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
         return None
     if spec.drafter is None and spec.max_num_seqs in _VLLM_SIZES:
         return None  # vLLM's own list is long enough
-    width = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
-    widest = _rounded_up(spec.max_num_seqs * max(width, slots_per_request(spec.drafter)), width)
+    verify_tokens = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
+    max_decode_tokens = _rounded_up(
+        spec.max_num_seqs * max(verify_tokens, slots_per_request(spec.drafter)), verify_tokens
+    )
     # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default maximum on most cards.
-    with_prefill = min(2 * spec.max_num_seqs * width, 1024)
-    ceiling = min(max(widest, with_prefill), _MAX_TOKENS) // width * width
+    with_prefill = min(2 * spec.max_num_seqs * verify_tokens, 1024)
+    max_size = min(max(max_decode_tokens, with_prefill), _MAX_TOKENS) // verify_tokens * verify_tokens
     sizes = list(_VLLM_SIZES)
-    while sizes[-1] < ceiling:
+    while sizes[-1] < max_size:
         sizes.append(round(sizes[-1] * 1.125))  # padding is then at most a ninth of a step
     if spec.drafter is not None and spec.drafter.method == "peagle":  # as model runner V1 rounds them
-        sizes = [_rounded_up(size, width) for size in sizes]
-    required = {spec.max_num_seqs * width, widest, ceiling}
-    sizes = sorted(size for size in {*sizes, *required} if size <= ceiling)
+        sizes = [_rounded_up(size, verify_tokens) for size in sizes]
+    required = {spec.max_num_seqs * verify_tokens, max_decode_tokens, max_size}
+    sizes = sorted(size for size in {*sizes, *required} if size <= max_size)
     max_sizes = min(_MAX_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
     while len(sizes) > max_sizes:  # remove the sizes with the closest neighbours
         gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
@@ -104,7 +106,7 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
 
 
 def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
-    """Estimate the memory of the graphs on one accelerator in GiB; vLLM measures it when it starts."""
+    """Estimate the memory of the graphs on one accelerator in GiB; vLLM measures the memory when it starts."""
     if hardware.platform != "cuda" or spec.enforce_eager:
         return 0.0
     sizes = capture_sizes(spec, hardware) or [

@@ -16,10 +16,11 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 
-# Signals of a crash of the compiler, which would also crash an engine. Other signals come from outside.
+# Signals of a crash of the compiler (None: it ran out of memory), which would also crash an engine. Other signals come
+# from outside.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-_NUM_STEPS = 16
-_MAX_STEP_S = 0.01  # CPU time per token mask; every request on the engine waits for it
+_NUM_MASKS = 16
+_MAX_MASK_S = 0.01  # CPU time per token mask; every request on the engine waits for it
 
 
 def main() -> None:
@@ -91,10 +92,10 @@ def _compile(xgrammar: Any, vocabulary: Any, job: dict[str, Any]) -> dict[str, A
         return {"outcome": "large"}
     except Exception as error:  # xgrammar raises any type; vLLM handles or reports the error
         return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
-    step_s = _step_s(xgrammar, compiled, vocabulary.vocab_size)
-    if step_s is None:
+    mask_s = _mask_s(xgrammar, compiled, vocabulary.vocab_size)
+    if mask_s is None:
         return {"outcome": "unsatisfiable"}
-    return {"outcome": "ok" if step_s <= _MAX_STEP_S else "slow_steps"}
+    return {"outcome": "ok" if mask_s <= _MAX_MASK_S else "slow_steps"}
 
 
 def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
@@ -108,23 +109,23 @@ def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
     return compiler.compile_structural_tag(items, tags["triggers"])
 
 
-def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
+def _mask_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
     """Return the mean CPU seconds of a token mask along one valid response; None if no token can start a response."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)
     started_at = time.process_time()
-    for step in range(1, _NUM_STEPS + 1):
+    for number in range(1, _NUM_MASKS + 1):
         matcher.fill_next_token_bitmask(mask, 0)
         words = mask[0].nonzero()
         if not len(words):
-            if step == 1:
+            if number == 1:
                 return None
             break
-        index = int(words[(step * 7919) % len(words)])
+        index = int(words[(number * 7919) % len(words)])  # any word with a valid token
         bits = int(mask[0][index]) & 0xFFFFFFFF
         if not matcher.accept_token(index * 32 + (bits & -bits).bit_length() - 1) or matcher.is_terminated():
             break
-    return (time.process_time() - started_at) / step
+    return (time.process_time() - started_at) / number
 
 
 def _write(verdict: dict[str, Any]) -> None:

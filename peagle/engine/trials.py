@@ -99,6 +99,7 @@ class Trials:
         self._process.close()
 
     async def _verdict(self, digest: str, job: Mapping[str, Any]) -> str | None:
+        """Return the reason for a refusal, or None if the constraint is accepted."""
         reason, expires_at = self._verdicts.get(digest, (None, -math.inf))
         if self._monotonic() < expires_at:
             self._verdicts.move_to_end(digest)
@@ -121,9 +122,10 @@ class Trials:
         del self._running[digest]
         self._num_by_requester[requester] -= 1
         if not task.cancelled():
-            task.exception()  # Python would log an exception that no requester retrieves
+            task.exception()  # otherwise Python logs an exception that no requester retrieves
 
     async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
+        """Run a trial, and return as `_verdict` does."""
         await self._lock.acquire(requester)
         try:
             verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.run, job)
@@ -165,7 +167,7 @@ class _Process:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
-                    # One thread, because the process forks. It needs no accelerator.
+                    # The process forks, so it has only one thread; it needs no accelerator.
                     env=os.environ
                     | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
                 )

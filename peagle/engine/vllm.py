@@ -119,7 +119,7 @@ async def generate(
 
 
 class _StepCounter:
-    """A vLLM statistics logger that counts steps, including prefill chunks. vLLM creates one per core."""
+    """A vLLM statistics logger that counts the steps of all cores. vLLM calls it to get each core's logger."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -138,7 +138,7 @@ class _StepCounter:
 def kill_children() -> None:
     """Kill all descendants of this process, including those that vLLM has just started.
 
-    Python's resource tracker is not killed: it frees shared memory when the others are gone.
+    Python's resource tracker is not killed: it frees shared memory when the other processes are gone.
     """
     import psutil
 
@@ -199,14 +199,14 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:
-    first = output.outputs[0]
+    first_completion = output.outputs[0]
     times = output.metrics
     has_times = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
-    with_completions = len(output.outputs) > 1 or first.logprobs is not None
+    with_completions = len(output.outputs) > 1 or first_completion.logprobs is not None
     drafts = [stats for completion in output.outputs if (stats := drafts_of(completion)) is not None]
     return Generation(
-        text=first.text,
-        finish_reason=str(first.finish_reason),
+        text=first_completion.text,
+        finish_reason=str(first_completion.finish_reason),
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),

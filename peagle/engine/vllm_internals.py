@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29, listed in docs/upstream.md. Others: `vllm_plugin.py`, `vllm_drafts.py`.
+"""Private and internal names of vLLM 0.29 (docs/upstream.md), except those in `vllm_plugin.py` and `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -101,11 +101,11 @@ def before_each_request(client: Any, check: Callable[[Any, Any], Awaitable[None]
     """
     add_request = client.add_request
 
-    async def checked(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+    async def add_checked_request(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
         await check(prompt, params)
         return await add_request(request_id, prompt, params, *arguments, **options)
 
-    client.add_request = checked
+    client.add_request = add_checked_request
 
 
 def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
@@ -182,7 +182,7 @@ def root_cause(log: str) -> str | None:
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """Return the error of a failed start with its logged cause, if there is one."""
+    """Return the error of a failed start with the cause that vLLM logged, if any."""
     cause = root_cause(log)
     if cause is None:
         return error
@@ -200,7 +200,7 @@ _HARMLESS = (
     "Failed to create oneDNN linear",  # for `lm_head`; torch's own kernel is used instead
     "is not found in LD_PRELOAD",  # `peagle doctor` advises about libraries
 )
-_MAX_LENGTH = 400  # characters
+_MAX_WARNING_CHARS = 400  # characters
 
 
 def costly_warnings(log: str) -> list[str]:
@@ -212,7 +212,7 @@ def costly_warnings(log: str) -> list[str]:
     warnings = []
     for warning in _WARNING.findall(log):
         if _COSTLY.search(warning) and not any(text in warning for text in _HARMLESS):
-            warnings.append(warning if len(warning) <= _MAX_LENGTH else f"{warning[:_MAX_LENGTH]}...")
+            warnings.append(warning if len(warning) <= _MAX_WARNING_CHARS else f"{warning[:_MAX_WARNING_CHARS]}...")
     return list(dict.fromkeys(warnings))[:10]
 
 

@@ -1,6 +1,6 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-They fix compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot be drafted for, the
+They concern compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot have drafts, the
 priority of grammar compilation, the end of drafted answers, and cores that outlive their parent process.
 `vllm_drafts.py` changes drafts.
 docs/upstream.md lists the purpose and versions of each, and the test that fails once vLLM has fixed it.
@@ -121,15 +121,15 @@ def share_between_cores() -> None:
     envs.compile_factors = compile_factors
 
 
-def _num_cores(bound: str) -> str:
+def _num_cores(binding: str) -> str:
     """Return the number of cores of each rank; a binding that is not a list of cores is returned unchanged.
 
     >>> _num_cores("0,1|2,3"), _num_cores("0-3"), _num_cores("nobind")
     ('2|2', '0-3', 'nobind')
     """
-    ranks = [rank.split(",") for rank in bound.split("|")]
+    ranks = [rank.split(",") for rank in binding.split("|")]
     are_lists = all(core.isdecimal() for rank in ranks for core in rank)
-    return "|".join(str(len(rank)) for rank in ranks) if are_lists else bound
+    return "|".join(str(len(rank)) for rank in ranks) if are_lists else binding
 
 
 def expand(
@@ -271,9 +271,9 @@ def lower_grammar_compile_priority() -> None:
 def skip_drafts() -> None:
     """Run requests with `logit_bias` or `min_p` without drafts in an engine that drafts for other requests.
 
-    vLLM (0.29) refuses such requests, because it does not apply these parameters to the logits that verify drafts. A
-    request without drafts has only the last row of its step, whose token vLLM samples as without a drafter. So the
-    scheduler drops the drafts of such a request, and the worker gets the processors of both parameters.
+    vLLM (0.29) refuses such requests, because it does not apply these parameters to the logits that verify drafts. But
+    without drafts, a request's token is sampled as without a drafter. So the scheduler drops the drafts of such a
+    request, and the worker gets the processors of both parameters.
 
     Only for schedulers that receive drafts as lists, as on CPUs: otherwise drafts never leave the device.
     """
@@ -299,8 +299,8 @@ def skip_drafts() -> None:
         processors = build(vllm_config, device, *arguments, **options)
         if vllm_config.speculative_config is None or vllm_config.model_config.runner_type == "pooling":
             return processors
-        kinds = (logits_processor.LogitBiasLogitsProcessor, logits_processor.MinPLogitsProcessor)
-        added = [kind(vllm_config, device, False) for kind in kinds]
+        processor_classes = (logits_processor.LogitBiasLogitsProcessor, logits_processor.MinPLogitsProcessor)
+        added = [processor_class(vllm_config, device, False) for processor_class in processor_classes]
         return logits_processor.LogitsProcessors([*processors.all, *added])
 
     update_verifiable.skips_drafts = True  # type: ignore[attr-defined]
@@ -316,7 +316,7 @@ def cut_at_stop_strings() -> None:
 
     One step with drafts can accept several tokens. vLLM cuts the text at the stop string but keeps all tokens and their
     log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the tokens after
-    the stop string. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server.
+    the stop string. This code runs in the process that calls the engine: `LLM`, `AsyncLLM` or vLLM's API server.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -390,8 +390,8 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     names = ("logits_slice", "restore_logits_slice")  # older versions only have the first
     banned = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
     for name, (indices, tokens) in banned.items():
-        stays = ~torch.isin(indices, indices.new_tensor(reached))
-        setattr(processor, name, (indices[stays], tokens[stays]))
+        is_kept = ~torch.isin(indices, indices.new_tensor(reached))
+        setattr(processor, name, (indices[is_kept], tokens[is_kept]))
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Limits for requests and responses in bulk and online: lists, texts, schemas, patterns, response size.
 
-Oversized schemas, patterns and grammars are refused immediately. All others are compiled in a trial process
+Oversized schemas, patterns and grammars are refused immediately. The others are compiled in a trial process
 (`engine/trials.py`) before they reach an engine.
 """
 
@@ -41,7 +41,7 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield field, f"{field} has {size:,} bytes; the limit is 8,192"
     detection = values.get("repetition_detection")
     detection = detection if isinstance(detection, dict) else {}
-    for name in ("max_pattern_size", "min_count"):  # vLLM checks every pattern length at each token
+    for name in ("max_pattern_size", "min_count"):  # vLLM tries every pattern size at each token
         number = detection.get(name)
         # pydantic also accepts a number as text.
         if (isinstance(number, int | float) and number > 64) or (isinstance(number, str) and len(number) > 2):
@@ -85,7 +85,7 @@ def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] 
     return None
 
 
-MAX_BYTES = 65_536
+MAX_BYTES = 65_536  # of a schema, a grammar, or all choices together
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
 MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least quadratically with them
@@ -107,7 +107,7 @@ def schema_error(schema: Any) -> str | None:
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        if error := _too_long(text, MAX_BYTES):
+        if error := _length_error(text, MAX_BYTES):
             return error
         value = json.loads(schema) if isinstance(schema, str) else schema
     except RecursionError:
@@ -125,13 +125,13 @@ def pattern_error(pattern: Any) -> str | None:
     """
     if not isinstance(pattern, str):
         return None
-    return _too_long(pattern, MAX_PATTERN_BYTES) or _repetition_error(pattern)
+    return _length_error(pattern, MAX_PATTERN_BYTES) or _repetition_error(pattern)
 
 
 def grammar_error(grammar: Any) -> str | None:
     if not isinstance(grammar, str):
         return None
-    return _too_long(grammar, MAX_BYTES) or _repetition_error(grammar)
+    return _length_error(grammar, MAX_BYTES) or _repetition_error(grammar)
 
 
 def choice_error(choices: Any) -> str | None:
@@ -139,10 +139,10 @@ def choice_error(choices: Any) -> str | None:
         return None
     if len(choices) > MAX_ALTERNATIVES:
         return f"it has {len(choices):,} alternatives; the limit is {MAX_ALTERNATIVES:,}"
-    return _too_long("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
+    return _length_error("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
 
 
-_KINDS = {
+_CHECKS_BY_KIND = {
     "json": schema_error,
     "structural_tag": schema_error,
     "regex": pattern_error,
@@ -164,7 +164,7 @@ def _constraint_errors(body: Mapping[str, Any]) -> Iterator[tuple[str, str | Non
     if isinstance(response_format := body.get("response_format"), dict):
         yield "response_format", schema_error(response_format)
     if isinstance(constraints := body.get("structured_outputs"), dict):
-        for kind, error_of in _KINDS.items():
+        for kind, error_of in _CHECKS_BY_KIND.items():
             if constraints.get(kind) is not None:
                 yield f"structured_outputs.{kind}", error_of(constraints[kind])
     tools = body.get("tools")
@@ -177,7 +177,7 @@ def _constraint_errors(body: Mapping[str, Any]) -> Iterator[tuple[str, str | Non
             yield f"tools[{index}]", schema_error(tool)
 
 
-def _too_long(text: str, limit: int) -> str | None:
+def _length_error(text: str, limit: int) -> str | None:
     size = len(text.encode(errors="surrogatepass"))
     return f"it has {size:,} bytes; the limit is {limit:,}" if size > limit else None
 
@@ -186,18 +186,19 @@ def _repetition_error(text: str) -> str | None:
     for minimum, maximum in _REPEATED.findall(text):
         digits = max(minimum, maximum, key=len)
         if len(digits) > len(str(MAX_REPETITIONS)) or int(digits) > MAX_REPETITIONS:
-            shown = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
-            return f"it repeats an element {shown} times; the limit is {MAX_REPETITIONS:,}"
+            count_text = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
+            return f"it repeats an element {count_text} times; the limit is {MAX_REPETITIONS:,}"
     return None
 
 
 class _SchemaSize:
-    """The number of properties, alternatives and references in a whole schema."""
+    """Counts the properties, alternatives and references of a schema."""
 
     def __init__(self) -> None:
         self._properties = self._alternatives = self._references = 0
 
     def error(self, value: Any) -> str | None:
+        """Return how the schema exceeds a limit, or None."""
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(MAX_DEPTH + 1):
             if not level:

@@ -16,7 +16,7 @@ class SamplingSpec:
 
     Attributes:
         base: the run's parameters.
-        column: the column with a row's own parameters, if there is one.
+        column: the column with a row's own parameters, or None.
         limits: the engine's limits.
         has_tool_parser, has_parser: whether a parser for tool calls, or any parser, is configured.
     """
@@ -45,7 +45,7 @@ class RequestBuilder:
         self.sampling = sampling
 
     def build(self, columns: Mapping[str, Any]) -> Request | RowError:
-        body_column, column = self._prompts.spec.body_column, self.sampling.column
+        body_column, sampling_column = self._prompts.spec.body_column, self.sampling.column
         spec = self.sampling
         parsing: dict[str, Any] | None = {} if spec.has_parser and self._prompts.spec.chat else None
         if body_column is not None:
@@ -56,9 +56,9 @@ class RequestBuilder:
                 return _invalid(body)
             prompt, overrides, parsing = self._prompts.build_from_body(body), body.sampling, body.parsing
         else:
-            parsed = {} if column is None else parse_overrides(columns.get(column))
+            parsed = {} if sampling_column is None else parse_overrides(columns.get(sampling_column))
             if isinstance(parsed, str):
-                return _invalid(f"column {column!r}: {parsed}")
+                return _invalid(f"column {sampling_column!r}: {parsed}")
             prompt, overrides = self._prompts.build(columns), parsed
         if "structured_outputs" in overrides:  # replaces the run's schema
             overrides = {"json_schema": None, **overrides}
@@ -68,8 +68,8 @@ class RequestBuilder:
             return _invalid("n: must be 1 with a tool_call_parser or reasoning_parser")
         if isinstance(prompt, RowError):
             return prompt
-        if unknown := token_id_error({"prompt": prompt}, self.sampling.limits.vocab_size):
-            return RowError(reason="invalid_prompt", message=unknown[1])
+        if id_error := token_id_error({"prompt": prompt}, self.sampling.limits.vocab_size):
+            return RowError(reason="invalid_prompt", message=id_error[1])
         return Request(prompt_token_ids=prompt, sampling=overrides, parsing=parsing)
 
 

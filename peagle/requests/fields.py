@@ -1,6 +1,6 @@
 """The fields of OpenAI's and vLLM's chat and completion requests, and their support online and in bulk.
 
-`docs/requests.md` is generated from this table. Values are validated elsewhere.
+`docs/requests.md` is generated from `FIELDS`. Values are validated elsewhere.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool, has_par
 
 
 def has_no_effect(name: str, value: Any) -> bool:
-    """Return whether an accepted field can be dropped: its value is null, or neutral."""
+    """Return whether a field can be dropped: its value is null, or neutral and its use is "honoured" or "refused"."""
     if value is None:
         return True
     field = FIELDS[name]

@@ -9,13 +9,13 @@ from typing import Any
 from jinja2 import nodes, sandbox
 
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
-# A message with one of these fields needs no content.
+# An assistant message with one of these fields needs no content.
 _CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
 _REQUIRED = "it needs a role and text content"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """Return the messages, or an error message, to which the caller adds where the messages come from.
+    """Return the messages, or the end of an error message, which the caller starts with their location.
 
     `value` may be JSON text, as in CSV. As in vLLM, each message gets text as its content: text parts are joined by
     newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.
@@ -75,7 +75,7 @@ def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
     # In columnar files every struct has every key, so null means not set.
     parsed = {key: item for key, item in message.items() if item is not None}
     if (reasoning := parsed.get("reasoning", parsed.get("reasoning_content"))) is not None:
-        parsed |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
+        parsed |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read one or the other
     if calls := parsed.pop("tool_calls", None):
         parsed["tool_calls"] = list(map(_with_arguments, calls))
     if keep_parts and isinstance(message.get("content"), list) and message["role"] != "tool":
@@ -84,7 +84,7 @@ def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
 
 
 def _texts(content: Any) -> list[str] | None:
-    """Return the texts of a content, or None if a part is not text."""
+    """Return the texts of a message's content, or None if a part is not text."""
     if isinstance(content, str):
         return [content]
     if content is None:
@@ -141,7 +141,7 @@ def convert_messages(messages: Sequence[Mapping[str, Any]], template: str) -> li
 
 @functools.lru_cache(maxsize=32)
 def expects_parts(template: str) -> bool:
-    """Return whether the template iterates over the parts of a content.
+    """Return whether the template iterates over the parts of a message's content.
 
     >>> expects_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     True

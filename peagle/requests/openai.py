@@ -12,7 +12,7 @@ from peagle.plain_json import logprob_number
 from peagle.requests.fields import CHAT_URL, refused_field
 from peagle.requests.sampling import MAX_LOGPROBS, RequestSampling, parse_overrides
 
-_PARSED = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+_PARSER_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -49,22 +49,24 @@ def parse_body(
         has_parser: whether any parser is configured.
     """
     is_chat = url == CHAT_URL
-    given = {key: value for key, value in body.items() if value is not None}
-    if refused := refused_field(url, given, in_bulk=True, has_parser=has_parser):
+    set_fields = {key: value for key, value in body.items() if value is not None}
+    if refused := refused_field(url, set_fields, in_bulk=True, has_parser=has_parser):
         if refused.hint is not None:
             return f"body: {refused}"
         return f"body.{refused.field}: {shown(refused.value)} is not supported: {refused.why}"
     source = "messages" if is_chat else "prompt"
-    if source not in given:
+    if source not in set_fields:
         return f"body: the request has no {source}"
     try:
         return Body(
-            content=given[source] if is_chat else _single_prompt(given[source]),
+            content=set_fields[source] if is_chat else _single_prompt(set_fields[source]),
             is_chat=is_chat,
-            template=_template(given, has_tool_parser=has_tool_parser) if is_chat else {},
-            add_special_tokens=_flag(given, "add_special_tokens"),
-            sampling=_sampling(given, is_chat),
-            parsing={name: given[name] for name in _PARSED if name in given} if is_chat and has_parser else None,
+            template=_template(set_fields, has_tool_parser=has_tool_parser) if is_chat else {},
+            add_special_tokens=_flag(set_fields, "add_special_tokens"),
+            sampling=_sampling(set_fields, is_chat),
+            parsing={name: set_fields[name] for name in _PARSER_FIELDS if name in set_fields}
+            if is_chat and has_parser
+            else None,
         )
     except _InvalidField as error:
         return f"body.{error}"
@@ -87,33 +89,34 @@ def _single_prompt(prompt: Any) -> Any:
     return prompt[0]
 
 
-def _template(given: Mapping[str, Any], *, has_tool_parser: bool) -> dict[str, Any]:
+def _template(set_fields: Mapping[str, Any], *, has_tool_parser: bool) -> dict[str, Any]:
     """Return the variables of the chat template, as in vLLM."""
-    arguments = given.get("chat_template_kwargs", {})
+    arguments = set_fields.get("chat_template_kwargs", {})
     if error := template_error(arguments):
         raise _InvalidField(f"chat_template_kwargs: {error}")
     flags = ("add_generation_prompt", "continue_final_message")
-    template = {**arguments, **{name: _flag(given, name) for name in flags if name in given}}
+    template = {**arguments, **{name: _flag(set_fields, name) for name in flags if name in set_fields}}
     if template.get("continue_final_message") and template.get("add_generation_prompt", True):
         raise _InvalidField("continue_final_message: requires add_generation_prompt: false")
-    if "reasoning_effort" in given:
-        if (effort := given["reasoning_effort"]) not in EFFORTS:
+    if "reasoning_effort" in set_fields:
+        if (effort := set_fields["reasoning_effort"]) not in EFFORTS:
             raise _InvalidField(f"reasoning_effort: must be one of {', '.join(EFFORTS)}, not {shown(effort)}")
         template = {"enable_thinking": effort != "none", **template, "reasoning_effort": effort}
-    if (documents := given.get("documents")) is not None:
+    if (documents := set_fields.get("documents")) is not None:
         is_list = isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
         if not is_list or not all(isinstance(text, str) for document in documents for text in document.values()):
             raise _InvalidField(f"documents: must be a list of objects with string values, not {shown(documents)}")
         template["documents"] = documents
-    if tools := given.get("tools"):
+    if tools := set_fields.get("tools"):
         template["tools"] = _tools(tools)
-        if given.get("tool_choice") != "none" and not has_tool_parser:
+        if set_fields.get("tool_choice") != "none" and not has_tool_parser:
             raise _InvalidField('tools: require a tool_call_parser, or tool_choice: "none"')
     return template
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool | None:
-    value = given.get(name)
+def _flag(set_fields: Mapping[str, Any], name: str) -> bool | None:
+    """Return a boolean field; None if it is not set."""
+    value = set_fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise _InvalidField(f"{name}: must be true or false, not {shown(value)}")
     return value
@@ -135,13 +138,13 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     return functions
 
 
-def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
-    values = {key: value for key, value in given.items() if key in RequestSampling.model_fields}
+def _sampling(set_fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+    values = {key: value for key, value in set_fields.items() if key in RequestSampling.model_fields}
     values.pop("json_schema", None)
-    if "max_completion_tokens" in given:
-        values["max_tokens"] = given["max_completion_tokens"]
+    if "max_completion_tokens" in set_fields:
+        values["max_tokens"] = set_fields["max_completion_tokens"]
     if is_chat:
-        is_requested, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+        is_requested, top = set_fields.get("logprobs", False), set_fields.get("top_logprobs", 0)
         if not isinstance(is_requested, bool):
             raise _InvalidField(f"logprobs: must be true or false, not {shown(is_requested)}")
         if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
@@ -149,7 +152,7 @@ def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         if top and not is_requested:
             raise _InvalidField("top_logprobs: requires logprobs: true")
         values["logprobs"] = top if is_requested else None
-    values |= _constraint(given.get("response_format", {"type": "text"}))
+    values |= _constraint(set_fields.get("response_format", {"type": "text"}))
     parsed = parse_overrides(values)
     if isinstance(parsed, str):
         raise _InvalidField(parsed)
@@ -179,6 +182,7 @@ ANSWER_COLUMNS = frozenset(
     {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
      "completions", "reasoning", "tool_calls"}
 )  # fmt: skip
+# Reasons of dead letters whose request is invalid.
 _REQUEST_FAULTS = frozenset(
     {"invalid", "invalid_row", "invalid_prompt", "invalid_messages", "empty_prompt", "prompt_too_long",
      "template_error", "refused"}
@@ -320,10 +324,10 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 def _logprobs(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
     if tokens is None:
         return None
-    ends = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
+    end_offsets = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
         "top_logprobs": [{top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens],
-        "text_offset": ends[:-1],
+        "text_offset": end_offsets[:-1],
     }

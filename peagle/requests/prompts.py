@@ -140,6 +140,7 @@ class PromptBuilder:
         self._template = None if spec.template is None else Template(spec.template)
 
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
+        """Return the token ids of a row, or why it is invalid."""
         content = self._content(columns)
         if isinstance(content, RowError):
             return content
@@ -166,7 +167,7 @@ class PromptBuilder:
         # Passed only if necessary, because not every tokenizer has this argument.
         options = {} if with_special else {"add_special_tokens": False}
         try:
-            text = self._chat(body) if body.is_chat else body.content
+            text = self._render_chat(body) if body.is_chat else body.content
             token_ids = list(self._tokenizer.encode(text, **options))
         except Exception as error:  # templates reject roles, and filters raise various errors
             # Clients of a batch see this: include the template's own message, but not Python's.
@@ -205,7 +206,7 @@ class PromptBuilder:
             return RowError(reason="invalid_messages", message=f"{where}{messages}")
         return messages
 
-    def _chat(self, body: Body) -> Any:
+    def _render_chat(self, body: Body) -> Any:
         content = body.content
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         if self.spec.system_prompt is not None:

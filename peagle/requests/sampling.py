@@ -56,7 +56,7 @@ class SamplingOptions(BaseModel):
 
     @field_validator("top_k")
     @classmethod
-    def _normalise_off(cls, value: int) -> int:
+    def _normalise_top_k(cls, value: int) -> int:
         return max(value, 0)
 
     @field_validator("stop", mode="before")
@@ -156,10 +156,10 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     >>> conflict({"n": 2, "temperature": 0.0, "max_tokens": 8}, SamplingLimits(max_model_len=100))
     'n: 2 responses require a temperature above 0: greedy responses are identical'
     """
-    greedy = sampling.get("temperature", 0) == 0
+    is_greedy = sampling.get("temperature", 0) == 0
     if sampling["max_tokens"] > limits.max_model_len:
         return f"max_tokens: {sampling['max_tokens']} exceeds the context of {limits.max_model_len} tokens"
-    if sampling.get("n", 1) > 1 and greedy:
+    if sampling.get("n", 1) > 1 and is_greedy:
         return f"n: {sampling['n']} responses require a temperature above 0: greedy responses are identical"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
         return "min_p: not supported by vLLM on a GPU with a drafter; use top_p, or drafter: none"
@@ -170,7 +170,7 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:
         return "structured_outputs: cannot be combined with json_schema and response_format"
     # vLLM 0.29 rewinds a seeded request's generator when it prefills in chunks, which CPU generators do not support.
-    if sampling.get("seed") is not None and not greedy and not limits.can_seed:
+    if sampling.get("seed") is not None and not is_greedy and not limits.can_seed:
         return "seed: vLLM on CPU crashes with seeded sampling ('CPU Generator does not use offset'); leave it out"
     if error := token_id_error(sampling, limits.vocab_size):
         return error[1]
@@ -215,11 +215,11 @@ def _overrides(values: Any) -> dict[str, Any] | str:
     try:
         model = RequestSampling.model_validate(set_values, strict=True)
     except pydantic.ValidationError as invalid:
-        first = invalid.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
+        first_error = invalid.errors()[0]
+        name = ".".join(map(str, first_error["loc"]))
+        if first_error["type"] == "extra_forbidden":
             return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
-        return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
+        return f"{name}: {first_error['msg'].removeprefix('Value error, ')}, not {shown(first_error['input'])}"
     return {key: getattr(model, key) for key in set_values}
 
 

@@ -36,7 +36,7 @@ class Template:
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """Return the text for a row. Filters may raise any exception."""
-        return self._template.render({name: _value(value, name) for name, value in columns.items()})
+        return self._template.render({name: _with_missing_values(value, name) for name, value in columns.items()})
 
 
 class _Missing(jinja2.Undefined):
@@ -68,19 +68,19 @@ class _Missing(jinja2.Undefined):
         return hash(None)
 
 
-def _value(value: Any, name: str) -> Any:
+def _with_missing_values(value: Any, name: str) -> Any:
     """Replace every null and NaN in a value with a missing value."""
     if value is None or is_nan(value):
         return _Missing(hint=f"{name!r} is {'null' if value is None else 'NaN'}", name=name)
     if isinstance(value, dict):
-        return {key: _value(item, f"{name}.{key}") for key, item in value.items()}
+        return {key: _with_missing_values(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list):
-        return [_value(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [_with_missing_values(item, f"{name}[{index}]") for index, item in enumerate(value)]
     return value
 
 
 def _check_printed(value: Any) -> Any:
-    """Raise an error if the template prints null or NaN, such as a method's result None."""
+    """Raise an error if the template prints null or NaN, for example because a method returned None."""
     if value is None or is_nan(value):
         raise jinja2.UndefinedError(f"a rendered value is {'null' if value is None else 'NaN'}")
     return value

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-# (model_type in config.json, tokenizer_class in tokenizer_config.json) for which AutoTokenizer uses this class.
+# The model_type in config.json and the tokenizer_class in tokenizer_config.json for which AutoTokenizer uses
+# PreTrainedTokenizerFast.
 _GENERIC = ("llama", "TokenizersBackend")
 
 

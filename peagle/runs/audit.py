@@ -33,8 +33,10 @@ from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
 _MAX_SHOWN = 50
-_ROOT = re.compile(r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease")
-_FOLDERS = {
+_ROOT_NAMES = re.compile(
+    r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease"
+)
+_FILES_BY_FOLDER = {
     "data": UNIT_FILE,
     "failed": re.compile(r"unit-\d{8,}\.\w+\.jsonl"),
     "ledger": re.compile(r"session-.+\.parquet"),
@@ -147,7 +149,8 @@ def audit(
     """Audit a run, and generate `num_rows` of its rows again.
 
     Args:
-        max_tie: largest margin of a rounding tie; None means the default for the run's precision.
+        max_tie: largest difference of log-probabilities that counts as a tie; None means the default for the
+            run's precision.
         start: starts an engine on this machine.
 
     Raises:
@@ -195,9 +198,9 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
         return audit
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
-    rows = plan.retried_rows()
-    whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
-    retried = {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole_units}
+    retried_rows = plan.retried_rows()
+    whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
+    retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
     _count_totals(audit, plan, units, retried)
     _check_retries(audit, plan, units, retried)
@@ -228,7 +231,7 @@ def _audit_units(
     planned = {unit.unit: unit for unit in plan.units}
     audits = {}
     for name in _names(run.data):
-        match = _FOLDERS["data"].fullmatch(name)
+        match = _FILES_BY_FOLDER["data"].fullmatch(name)
         if match is None:
             continue  # `_check_other_files` reports it
         number = int(match[1])
@@ -302,7 +305,7 @@ def _check_ledger(audit: FilesAudit, run: RunDirectory, units: dict[int, "UnitAu
 def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSession]:
     sessions: dict[str, EngineSession] = {}
     for name in _names(run.ledger):
-        if not _FOLDERS["ledger"].fullmatch(name):
+        if not _FILES_BY_FOLDER["ledger"].fullmatch(name):
             continue  # `_check_other_files` reports it
         try:
             with open_to_read(run.ledger / name) as file:
@@ -324,9 +327,9 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     for name in _names(run.root):
         if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
             leftovers.append(name)
-        elif not _ROOT.fullmatch(name) and name != plan_name:
+        elif not _ROOT_NAMES.fullmatch(name) and name != plan_name:
             audit.add("foreign", name, "not a file of a run")
-    for folder, pattern in _FOLDERS.items():
+    for folder, pattern in _FILES_BY_FOLDER.items():
         for name in _names(run.root / folder):
             where = f"{folder}/{name}"
             is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
@@ -385,6 +388,7 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
 
 
 def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
+    """Return how the input differs from the plan, or None."""
     try:
         _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), earlier_fingerprint=plan.corpus_fingerprint)
     except InputError as error:
@@ -445,6 +449,7 @@ def audit_unit(
     Args:
         schema: from `expected_schema`.
         expected_values: the values that the columns `model` and `drafter` must have.
+        retried: ids of the rows that were retried in another unit.
     """
     path = run.unit_path(unit.unit)
     try:
@@ -462,7 +467,7 @@ def audit_unit(
     rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
     problems = [("usage", message) for message in _usage_problems(usage, rows, None if damage else len(letters))]
-    if not damage:  # otherwise every failed row would be missing
+    if not damage:  # if dead letters are unreadable, failed rows would seem lost
         problems += list(_id_problems(unit, ids, letter_ids, retried))
     for column, value in expected_values.items():
         if others := {row[column] for row in rows} - {value}:
@@ -545,5 +550,5 @@ def _usage_problems(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letter
 
 
 def _first_ids(ids: Any) -> str:
-    first = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
-    return first if len(ids) <= _MAX_IDS_SHOWN else f"{first}, ... ({len(ids):,} ids)"
+    text = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
+    return text if len(ids) <= _MAX_IDS_SHOWN else f"{text}, ... ({len(ids):,} ids)"

@@ -1,7 +1,7 @@
 """The tag budgets that a bulk run shares with an endpoint, through the endpoint's ledger.
 
-The endpoint need not be running. Run and endpoint read each other's spending every few seconds, so together they can
-exceed a budget by what they spend between two reads.
+The endpoint need not be running. The run and the endpoint read each other's spending every few seconds, so together
+they can exceed a budget by what they spend between two reads.
 """
 
 import logging
@@ -60,7 +60,7 @@ class TagBudgets:
         self._reader = RequestTotalsReader(ledger)
         self._spent_by_requests: UsdByDay = {account: defaultdict(float) for account in self._accounts}
         self._spent_by_other_runs: UsdByDay = {}
-        self._held: dict[str, float] = {}
+        self._held_by_other_runs: dict[str, float] = {}
         self._budgets: list[SharedBudget] = []
         self._polled_at = -math.inf
 
@@ -79,7 +79,7 @@ class TagBudgets:
                     raise
                 _log.warning("cannot read the budgets at %s: %s", self._ledger, error)
             self._polled_at = now
-        return next(filter(None, (self._message(budget, reserve_usd) for budget in self._budgets)), None)
+        return next(filter(None, (self._message_if_reached(budget, reserve_usd) for budget in self._budgets)), None)
 
     def end(self, spent_usd: float) -> None:
         """Write the final cost of the run, without a reservation; raises OSError if it cannot be written."""
@@ -90,7 +90,7 @@ class TagBudgets:
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
                 self._spent_by_requests[account][group.day] += work.usd
-        self._spent_by_other_runs, self._held = sum_tag_spending(
+        self._spent_by_other_runs, self._held_by_other_runs = sum_tag_spending(
             spending for spending in read_tag_spending(self._ledger) if spending.run != self._spending.run
         )
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
@@ -104,16 +104,16 @@ class TagBudgets:
         self._spending = replace(self._spending, usd_by_day=days, held_usd=held_usd, at=time.time())
         write_tag_spending(self._ledger, self._spending)
 
-    def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
+    def _message_if_reached(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
-        first = day_number(period[0]) if period else -math.inf
+        first_day = day_number(period[0]) if period else -math.inf
         spent = (
             self._spent_by_requests[budget.account],
             self._spent_by_other_runs.get(budget.account, {}),
             self._spending.usd_by_day,
         )
-        spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first)
-        left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)
+        spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first_day)
+        left_usd = budget.budget_usd - spent_usd - self._held_by_other_runs.get(budget.account, 0.0)
         if left_usd > reserve_usd:
             return None
         reset = f"; it resets on {period[1]}" if period else ""

@@ -1,9 +1,9 @@
-"""The columns of a unit's file: those of the input, then those of the output.
+"""The columns of a unit's file: the input's columns, then the output's.
 
 In the file, the input's columns keep their names, and an output column is renamed if its name is already taken. Names
 are compared without regard to case, as DuckDB, Spark, Hive and BigQuery do. In memory, output columns have the names
-in `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. These are the internal names. The
-files of older runs have internal names, too.
+in `OUTPUT_SCHEMA`, and an input column with such a name gets the prefix `input_`. These are the internal names. Files
+of older runs also use them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,16 +72,16 @@ def names_in_file(inputs: Sequence[str], *, keeps_inputs: bool, outputs: pa.Sche
     taken = {name.casefold() for name in inputs}
     renamed = []
     for name in outputs.names:
-        stored = "row_id" if name == "id" and name in taken else name
-        while stored.casefold() in taken:
-            stored = f"peagle_{stored}"
-        taken.add(stored.casefold())
-        renamed.append(stored)
+        name_in_file = "row_id" if name == "id" and name in taken else name
+        while name_in_file.casefold() in taken:
+            name_in_file = f"peagle_{name_in_file}"
+        taken.add(name_in_file.casefold())
+        renamed.append(name_in_file)
     return [*inputs, *renamed]
 
 
 def internal_names(file: pa.Schema) -> list[str]:
-    """Return the internal names of a file's columns. A file with fewer columns keeps its names.
+    """Return the internal names of a file's columns, or the file's own names if output columns are missing.
 
     Example: the internal names of the file's columns `id`, `row_id` and `response` are `input_id`, `id` and `response`.
     """

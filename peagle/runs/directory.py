@@ -4,7 +4,7 @@
     plan.ID.parquet               the units; only the file that run.json names is valid
     plan-N.parquet                units of retry N, each with the unit whose dead letters it retries; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it, and until they are retried
+    failed/unit-N.ATTEMPT.jsonl   dead letters of unit N; valid if unit-N.parquet names the file, until they are retried
     ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the report
     logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
@@ -58,8 +58,8 @@ _FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
 _WRITABLE_HINT = "free some space, or make the folder writable; the same command continues the run"
 _LETTERS_HINT = "restore the file, or delete the unit's file in data/ to run its rows again"
 _NEW_HINT = "start a new run directory"
-_USAGE, _FAILED = b"peagle.usage", b"peagle.failed"
-BATCH_ROWS = 1024
+_USAGE, _FAILED = b"peagle.usage", b"peagle.failed"  # metadata keys of a unit's file
+BATCH_ROWS = 1024  # rows per batch of `read_rows`
 _READERS = 16  # concurrent requests to a store
 _Parsed = TypeVar("_Parsed")
 
@@ -201,9 +201,9 @@ class RunDirectory:
         if not self._retry_plans():
             return frozenset()
         plan = self.plan()
-        earlier = plan.retried_rows().keys() & self.committed()
-        self.read_ahead(earlier)
-        usages = {unit: self.usage(unit) for unit in earlier}
+        retried = plan.retried_rows().keys() & self.committed()
+        self.read_ahead(retried)
+        usages = {unit: self.usage(unit) for unit in retried}
         return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
 
     def _plan_name(self) -> str:
@@ -231,7 +231,7 @@ class RunDirectory:
 
         Raises:
             CapacityError: the disk is full, or the folder cannot be written. The unit is not committed.
-            StorageError: the store does not answer. The unit may be committed.
+            StorageError: the store does not answer. The unit might be committed.
         """
         failed_name = ""
         if dead_letters:
@@ -318,7 +318,7 @@ class RunDirectory:
         """Delete leftovers of killed or slower attempts, and return their number.
 
         Leftovers are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes
-        of committed units are also deleted, but not counted.
+        (`suspects.py`) of committed units are also deleted, but not counted.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
@@ -331,15 +331,15 @@ class RunDirectory:
         self._delete([*leftovers, *stale_notes(self.suspects, committed)])
         return len(leftovers)
 
-    def _delete(self, listed: Iterable[StoragePath]) -> None:
+    def _delete(self, paths: Iterable[StoragePath]) -> None:
         """Delete files that were listed while this driver had the lease.
 
         A suspended driver may resume after its successor has finished. File names are never reused, and the lease is
         checked after the listing, so a successor's files are never deleted.
         """
-        listed = list(listed)
+        paths = list(paths)
         self.require_lease()
-        for path in listed:
+        for path in paths:
             path.unlink(missing_ok=True)
 
     def _make_folders(self) -> None:
@@ -381,9 +381,11 @@ def read_rows(
     """
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
-            stored = parquet.schema_arrow.names
-            names = dict(zip(stored, stored if as_stored else internal_names(parquet.schema_arrow), strict=True))
-            selected = [name for name in stored if columns is None or names[name] in columns]
+            stored_names = parquet.schema_arrow.names
+            names = dict(
+                zip(stored_names, stored_names if as_stored else internal_names(parquet.schema_arrow), strict=True)
+            )
+            selected = [name for name in stored_names if columns is None or names[name] in columns]
             new_names = [names[name] for name in selected]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=selected, use_threads=False):
                 yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns(new_names)
@@ -405,6 +407,6 @@ def _parse_file(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed
 
 
 def _temporary_files(folders: Iterable[StoragePath]) -> list[StoragePath]:
-    """Return unfinished files. A store has no unfinished files: objects are created atomically."""
+    """Return unfinished files. S3 has none, since objects are created atomically."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]

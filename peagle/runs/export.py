@@ -1,4 +1,4 @@
-"""Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; print the first answers.
+"""Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; describe the first answers.
 
     OUT/export/FORMAT/output.*      the rows, in the order of the corpus
     OUT/export/FORMAT/errors.jsonl  the dead letters
@@ -80,19 +80,19 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: b
             hint="repeat the run's command to finish it, or export the committed rows with --partial",
         )
     folder = run.root / "export" / output_format
-    commits = _commits(run, units)
-    if not force and (existing := _existing(folder)) is not None and existing.commits == commits:
+    commits = _commits_digest(run, units)
+    if not force and (existing := _existing_export(folder)) is not None and existing.commits == commits:
         return existing
     try:
         make_folder(folder)
         remove_temporaries(folder, older_than_s=_MAX_DURATION_S)  # another process may be exporting
         (folder / "export.json").unlink(missing_ok=True)
-        return _write(run, run_id, _families(plan, units), commits, output_format, folder)
+        return _write(run, run_id, _group_with_retries(plan, units), commits, output_format, folder)
     except OSError as error:
         raise PeagleError(f"export {folder}: cannot be written: {error}") from error
 
 
-def _commits(run: RunDirectory, units: list[int]) -> str:
+def _commits_digest(run: RunDirectory, units: list[int]) -> str:
     """Return a digest of which engine processes committed these units, and when."""
     run.read_ahead(units)
     digest = hashlib.sha256()
@@ -102,46 +102,52 @@ def _commits(run: RunDirectory, units: list[int]) -> str:
     return digest.hexdigest()
 
 
-def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
-    """Return the committed units in the order of the corpus, each with its retries."""
-    root: dict[int, int] = {}
+def _group_with_retries(plan: Plan, committed: list[int]) -> list[list[int]]:
+    """Return the committed units in the order of the corpus, each in a group with its retries."""
+    first_attempt: dict[int, int] = {}
     for unit in plan.units:
-        root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
-    families: defaultdict[int, list[int]] = defaultdict(list)
+        first_attempt[unit.unit] = unit.unit if unit.supersedes is None else first_attempt[unit.supersedes]
+    unit_groups: defaultdict[int, list[int]] = defaultdict(list)
     for number in committed:
-        families[root[number]].append(number)
-    return [families[number] for number in sorted(families)]
+        unit_groups[first_attempt[number]].append(number)
+    return [unit_groups[number] for number in sorted(unit_groups)]
 
 
 def _write(
-    run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: StoragePath
+    run: RunDirectory,
+    run_id: str,
+    unit_groups: list[list[int]],
+    commits: str,
+    output_format: Format,
+    folder: StoragePath,
 ) -> Export:
-    lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
+    formatter = _OpenAiFormatter(run, run_id) if output_format == "openai-batch" else _JsonFormatter()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
     errors = folder / "errors.jsonl"
     with atomic_file(output) as file:
         write_rows = _write_parquet if output_format == "parquet" else _write_jsonl
-        num_rows = write_rows(run, families, file, lines)
+        num_rows = write_rows(run, unit_groups, file, formatter)
     num_failed_rows = 0
     with atomic_file(errors) as file:
         for letter in run.dead_letters():
-            file.write(_json_line(lines.letter(letter)))
+            file.write(_json_line(formatter.letter(letter)))
             num_failed_rows += 1
     result = Export(
         format=output_format,
         folder=str(folder),
-        num_units=sum(map(len, families)),
+        num_units=sum(map(len, unit_groups)),
         commits=commits,
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
         files={path.name: path.stat().st_size for path in (output, errors)},
-        num_nulls=dict(lines.num_nulls),
+        num_nulls=dict(formatter.num_nulls),
     )
     write_json(folder / "export.json", asdict(result))
     return result
 
 
-def _existing(folder: StoragePath) -> Export | None:
+def _existing_export(folder: StoragePath) -> Export | None:
+    """Return the stored export if its files have the recorded sizes, or None."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         existing = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
         if all((folder / name).stat().st_size == size for name, size in existing.files.items()):
@@ -149,8 +155,8 @@ def _existing(folder: StoragePath) -> Export | None:
     return None
 
 
-class _PlainLines:
-    """Writes rows and dead letters unchanged. `columns` are the columns to read; None means all."""
+class _JsonFormatter:
+    """Formats rows and dead letters as JSON lines. `columns` are the columns to read; None means all."""
 
     columns: frozenset[str] | None = None
 
@@ -172,8 +178,8 @@ class _PlainLines:
         return letter
 
 
-class _OpenAiLines(_PlainLines):
-    """Writes rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
+class _OpenAiFormatter(_JsonFormatter):
+    """Formats rows and dead letters in OpenAI's batch format. Without a column `custom_id`, row ids are used."""
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
@@ -211,26 +217,28 @@ class _OpenAiLines(_PlainLines):
         return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 
-def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_jsonl(run: RunDirectory, unit_groups: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
+    """Write the rows, and return their number."""
     num_rows = 0
-    for family in families:
-        finished_at = int(max(run.usage(unit).finished_at for unit in family))
-        for batch in _batches(run, family, lines.columns, as_stored=lines.columns is None):
-            file.write(b"".join(lines.to_bytes(row, finished_at) for row in to_values(batch)))
+    for unit_group in unit_groups:
+        finished_at = int(max(run.usage(unit).finished_at for unit in unit_group))
+        for batch in _batches(run, unit_group, formatter.columns, as_stored=formatter.columns is None):
+            file.write(b"".join(formatter.to_bytes(row, finished_at) for row in to_values(batch)))
             num_rows += batch.num_rows
     return num_rows
 
 
-def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
+def _write_parquet(run: RunDirectory, unit_groups: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
+    """Write the rows, and return their number."""
     num_rows = 0
     schema = pa.schema([])
-    if families:
-        with open_to_read(run.unit_path(families[0][0])) as unit:
+    if unit_groups:
+        with open_to_read(run.unit_path(unit_groups[0][0])) as unit:
             schema = plain_schema(pq.read_schema(unit).remove_metadata())
     # A single unit would be too small for a row group.
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
-        for batch in (b for family in families for b in _batches(run, family, None, as_stored=True)):
+        for batch in (b for unit_group in unit_groups for b in _batches(run, unit_group, None, as_stored=True)):
             pending.append(batch)
             num_rows += batch.num_rows
             if sum(b.num_rows for b in pending) >= _ROW_GROUP_ROWS:
@@ -242,14 +250,14 @@ def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO,
 
 
 def _batches(
-    run: RunDirectory, family: list[int], columns: frozenset[str] | None, *, as_stored: bool
+    run: RunDirectory, unit_group: list[int], columns: frozenset[str] | None, *, as_stored: bool
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows in the order of the corpus. A unit is merged with its retries in memory."""
-    batches = read_units(run, family, columns, as_stored=as_stored)
-    if len(family) == 1:
+    batches = read_units(run, unit_group, columns, as_stored=as_stored)
+    if len(unit_group) == 1:
         yield from batches
     elif merged := list(batches):
-        ids = [batch for unit in family for batch in read_rows(run.unit_path(unit), frozenset({"id"}))]
+        ids = [batch for unit in unit_group for batch in read_rows(run.unit_path(unit), frozenset({"id"}))]
         indices = pc.sort_indices(pa.Table.from_batches(ids)["id"])
         yield from pa.Table.from_batches(merged).take(indices).to_batches(BATCH_ROWS)
 
@@ -266,8 +274,8 @@ def batches_in_order(
     Raises:
         PeagleError: a unit is damaged.
     """
-    for family in _families(run.plan(), sorted(run.committed())):
-        yield from _batches(run, family, columns, as_stored=as_stored)
+    for unit_group in _group_with_retries(run.plan(), sorted(run.committed())):
+        yield from _batches(run, unit_group, columns, as_stored=as_stored)
 
 
 def read_units(
@@ -282,24 +290,24 @@ def _json_line(value: dict[str, Any], non_finite: Literal["null", "refuse"] = "n
     return to_json(value, non_finite=non_finite).encode(errors="backslashreplace") + b"\n"
 
 
-_NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
+_MAX_ANSWERS, _MAX_LINES, _MAX_LINE_CHARS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
     """Return the location of a run's answers and a few lines of the first two; empty without answers."""
     batches = read_units(run, sorted(run.committed()), frozenset({"id", "response"}))
-    answers = (row for batch in batches for row in batch.slice(length=_NUM_ANSWERS).to_pylist())
-    rows = list(islice(answers, _NUM_ANSWERS))
+    answers = (row for batch in batches for row in batch.slice(length=_MAX_ANSWERS).to_pylist())
+    rows = list(islice(answers, _MAX_ANSWERS))
     if not rows:
         return ""
-    shown = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
+    output_lines = [f"answers: {run.root / 'data'}, column response of unit-*.parquet; the first {len(rows)}:"]
     for row in rows:
         lines = row["response"].strip("\n").splitlines()
-        shown.append(f"  {printable(str(row['id']))}")
-        shown += [f"  | {printable(line)[:_NUM_COLUMNS]}" for line in lines[:_NUM_LINES]]
-        if len(lines) > _NUM_LINES:
-            shown.append("  | ...")
-    return "\n".join(shown)
+        output_lines.append(f"  {printable(str(row['id']))}")
+        output_lines += [f"  | {printable(line)[:_MAX_LINE_CHARS]}" for line in lines[:_MAX_LINES]]
+        if len(lines) > _MAX_LINES:
+            output_lines.append("  | ...")
+    return "\n".join(output_lines)
 
 
 def printable(line: str) -> str:

@@ -3,13 +3,14 @@
     OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
     OUT/.lease/N.stop.json    exists while that driver stops the run, to tell its workers (`stopping.py`)
 
-A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates wins. The
-holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own monotonic
-clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the lease's time to
-live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, there is no wait.
+A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates succeeds.
+The holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own
+monotonic clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the time to
+live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, the candidate
+does not wait.
 
-Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. It is
-ensured by creating units and plans exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
+Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. Instead,
+units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
 a driver checks it before it deletes or replaces anything.
 """
 
@@ -31,7 +32,7 @@ from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.storage import WRITE_ERRORS, StoragePath, make_folder, require_links, write_atomic, write_once
 
 FOLDER = ".lease"
-_RENEWALS = 6  # per time to live
+_RENEWALS = 6  # per `expiry_s`
 _POLL_S = 0.2
 _READ_ATTEMPTS, _READ_RETRY_S = 50, 0.1  # if listed leases disappear before they can be read
 
@@ -46,9 +47,9 @@ class Lease:
     host: str
     where: str  # the boot and the process namespace in which `pid` is valid
     pid: int
-    birth: int  # the process's start in kernel ticks, since a pid is reused
+    birth: int  # the process's start in kernel ticks, because pids are reused
     command: str
-    since: float
+    since: float  # Unix time at which the driver acquired the lease
     expiry_s: float  # the lease expires if it is not renewed for this long
     # Interval of the engines' heartbeats; None without engines, and in leases of older versions.
     heartbeat_s: float | None = None
@@ -156,7 +157,7 @@ def hold_lease(
     command: Sequence[str],
     announce: Callable[[str], None],
 ) -> Iterator[HeldLease]:
-    """Hold the run directory's lease. An exception that passes through becomes the lease's outcome.
+    """Hold the run directory's lease. An exception in the block becomes the lease's outcome.
 
     Raises RunInUse if a live driver holds the lease or has taken over, and ConfigError or StorageError if the folder
     cannot be written. `heartbeat_s` is the interval of the engines' heartbeats, for `peagle status`.
@@ -200,16 +201,16 @@ def _acquire(
     make_folder(root / FOLDER)
     require_links(root / FOLDER)
     while True:
-        before = read_lease(root)
-        if before is not None:
-            _wait_until_free(root, before, announce)
+        previous = read_lease(root)
+        if previous is not None:
+            _wait_until_free(root, previous, announce)
         now = time.time()
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # the user of a container may have no name
             user = str(os.getuid())
         lease = Lease(
-            number=before.number + 1 if before else 1,
+            number=previous.number + 1 if previous else 1,
             token=uuid.uuid4().hex,
             user=user,
             host=socket.gethostname(),
@@ -223,16 +224,16 @@ def _acquire(
             heartbeat_s=heartbeat_s,
         )
         path = root / FOLDER / f"{lease.number}.json"
-        won = write_once(path, _to_bytes(lease))
+        is_created = write_once(path, _to_bytes(lease))
         # If this process was suspended before it created its file, there may be leases with higher numbers.
-        if won and max(_numbers(root), default=0) == lease.number:
+        if is_created and max(_numbers(root), default=0) == lease.number:
             # Delete earlier leases and leftovers of killed drivers, but not files of other candidates.
             for other in (root / FOLDER).iterdir():
                 number = other.name.lstrip(".").partition(".")[0]
                 if number.isdecimal() and int(number) < lease.number:
                     other.unlink(missing_ok=True)
             return lease
-        if won:  # with a number that is too low
+        if is_created:  # with a number that is too low
             path.unlink(missing_ok=True)
         current = read_lease(root)
         if current is not None and current.outcome is None:

@@ -26,7 +26,7 @@ from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.meter import is_lent
 from peagle.storage import StoragePath, is_remote, storage_path
 
-_RESPONSES = "responses"  # the folder of `TrainConfig.answers`
+_RESPONSES = "responses"  # the folder of `TrainConfig.responses_folder`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
-    """Return the ledger folder of each source, by name; raises as `find_ledgers`."""
+    """Return the ledger folder of each source, by name; raises the errors of `find_ledgers`."""
     runs, state_folders, _ = _find_folders(sources)
     return {name: run.ledger for name, run in runs.items()} | {
         name: state / "ledger" for name, state in state_folders.items()
@@ -146,7 +146,7 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
         by_location[location] = (name, folder)
     for name, folder in by_location.values():
         run = RunDirectory(folder)
-        if run.exists and "plan" in run.manifest():  # the run.json of a training has no plan
+        if run.exists and "plan" in run.manifest():  # the run.json of a training run has no plan
             runs[name] = run
         elif _is_state(folder):
             state_folders[name] = folder
@@ -156,13 +156,13 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
 
 
 def _response_runs(name: str, folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the bulk runs that generated a training's responses, by name."""
+    """Return the bulk runs that generated the responses for a training run, by name."""
     runs = sorted((folder / _RESPONSES).glob("*"), key=str)
     return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
 
 
 def _is_state(folder: StoragePath) -> bool:
-    """Whether a folder has the ledger of an endpoint, a benchmark or a training."""
+    """Return whether a folder has the ledger of an endpoint, a benchmark or a training run."""
     return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
 
 
@@ -195,7 +195,7 @@ def _endpoint_ledger(name: str, state: StoragePath) -> Ledger:
 def _run_ledger(name: str, run: RunDirectory) -> Ledger:
     manifest = run.manifest()
     price, run_info = Price.from_dict(manifest["price"]), manifest["run"]
-    concurrency = run_info.get("concurrency") or 0  # units do not record their own
+    concurrency = run_info.get("concurrency") or 0  # units do not record their concurrency
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     # Usage of borrowed engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]

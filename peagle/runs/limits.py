@@ -98,7 +98,7 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
 
     A time of day means its next occurrence; a duration counts from `now`. A local time has the UTC offset of its
     own date. If a clock change makes it ambiguous, the first future moment is used; if a clock change skips it, it is
-    shifted by the change. A deadline without a time zone has that of `now`, or this machine's.
+    shifted by the change. A deadline without a time zone uses that of `now`, or this machine's.
     """
     text = text.strip()
     if text.lower() == "none":
@@ -129,7 +129,7 @@ def _moments(at: datetime.datetime) -> list[float]:
 
 
 def _require_formattable(moment: float) -> float:
-    """Return the moment if it can be formatted in this machine's time zone."""
+    """Return the moment, or raise ValueError if this machine cannot format it."""
     try:
         datetime.datetime.fromtimestamp(moment).astimezone()
     except (OverflowError, ValueError, OSError) as error:

@@ -25,11 +25,11 @@ def live_sessions(sessions: Iterable[EngineSession], *, since: float, silent_aft
     A session is dead if it has ended, or if its last heartbeat is `silent_after_s` older than the start of the driver
     (`since`) or than the latest heartbeat of any engine.
     """
-    last = {
+    last_sessions = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
     }
-    latest = max([since, *(session.last_seen_at for session in last.values())])
-    return [s for s in last.values() if not s.ended and s.last_seen_at > latest - silent_after_s]
+    latest = max([since, *(session.last_seen_at for session in last_sessions.values())])
+    return [s for s in last_sessions.values() if not s.ended and s.last_seen_at > latest - silent_after_s]
 
 
 class Heartbeats:
@@ -51,6 +51,7 @@ class Heartbeats:
         return [session for session in sessions if session.session_id not in self._before]
 
     def observe(self, sessions: Iterable[EngineSession]) -> None:
+        """Record when heartbeats changed."""
         for session in self.of_this_attempt(sessions):
             life_s, _ = self._beats.get(session.session_id, (None, 0.0))
             if life_s != _life_s(session):
@@ -65,7 +66,7 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """Return how long an engine has run. A silent engine is assumed to have run for two more heartbeats."""
+        """Return how long an engine has run. A silent engine counts as running for at most two heartbeat intervals."""
         silence_s = 0.0 if session.ended else min(self._silence_s(session), self._silent_after_s)
         return _life_s(session) + silence_s
 

@@ -68,14 +68,14 @@ def is_lent(session_id: str) -> bool:
 
 
 class EngineMeter:
-    """An account of one engine's time without gaps, since `started` on the clock `monotonic`.
+    """A gapless account of one engine's time since `started`, a time of the clock `monotonic`.
 
     While requests run, time is busy and is divided among their units in proportion to the number of requests that each
     unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the
     busy time exactly.
 
-    Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
-    unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
+    Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one request and unit 2 has three. Busy is
+    4 s: unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
@@ -135,15 +135,15 @@ class EngineMeter:
         with self._lock:
             now = self._monotonic()
             elapsed_s, self._last = now - self._last, now
-            sequences = self._running.total()
+            num_running = self._running.total()
             if not self._ready:
                 self.load_s += elapsed_s
-            elif not sequences:
+            elif not num_running:
                 self.idle_s += elapsed_s
             else:
                 self.busy_s += elapsed_s
                 for unit, count in self._running.items():
-                    self._busy_by_unit[unit] += elapsed_s * count / sequences
+                    self._busy_by_unit[unit] += elapsed_s * count / num_running
 
 
 class BilledMeter(EngineMeter):

@@ -36,7 +36,7 @@ class WorkUnit:
     span: Span
     rows: tuple[int, ...] | None = None  # indices of the span's rows that belong to the unit; None for all
     supersedes: int | None = None  # the unit whose dead letters this unit retries
-    attempt: int = 1  # number of the attempt at its rows, starting with 1
+    attempt: int = 1  # number of the attempt to generate these rows, starting with 1
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +63,7 @@ class Retry:
 
     unit: int
     supersedes: int
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # as in `WorkUnit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Plan:
     schema: pa.Schema
     corpus_fingerprint: str
     small_units: tuple[int, ...] = ()  # sizes of the first units; all other units have `rows_per_unit` rows
-    num_retries: int = 0
+    num_retries: int = 0  # attempts to retry dead letters, each with one or more units
     notes: tuple[str, ...] = ()  # input files that were skipped, with the reason
 
     @property
@@ -92,6 +92,7 @@ class Plan:
         return self.units[0].span.format == "openai-batch"
 
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
+        """Return the plan with the units of one more attempt to retry dead letters."""
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
             failed_unit = units[retry.supersedes]
@@ -258,7 +259,7 @@ def _to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-_NUM_SINGLE_UNITS = 512  # the last units are submitted one by one
+_CHUNK_DIVISOR = 512  # a chunk has at most 1/512 of the remaining units, so the last units are submitted one by one
 _MAX_CHUNK = 256
 
 
@@ -279,7 +280,7 @@ def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
     """
     pieces, start = [], 0
     while start < len(units):
-        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _NUM_SINGLE_UNITS))
+        size = max(1, min(_MAX_CHUNK, (len(units) - start) // _CHUNK_DIVISOR))
         pieces.append(units[start : start + size])
         start += size
     return pieces

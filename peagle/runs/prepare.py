@@ -1,4 +1,4 @@
-"""Prepare units on a CPU (read, apply the template, tokenise), plan retries, and estimate a corpus from a sample."""
+"""Prepare units on a CPU (read, apply the template, tokenise), plan retries, and estimate a corpus's tokens."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> 
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
-    """Plan new units for all dead letters, and return the new plan, or the same plan without dead letters."""
+    """Plan new units for all dead letters, and return the new plan; without dead letters, return the same plan."""
     superseded, committed = run.superseded(), run.committed()
     number = max(unit.unit for unit in plan.units)
     retries = []
@@ -54,6 +54,7 @@ class CorpusSample:
 
     @property
     def is_whole(self) -> bool:
+        """Whether all rows were sampled."""
         return self.num_sampled == self.num_rows
 
 

@@ -27,7 +27,7 @@ class Tally:
     tokens_per_s: float = 0.0
     num_engines: int = 0
     seconds_left: float | None = None
-    _rows_before: int = 0
+    _num_earlier_rows: int = 0
 
     def add(self, usage: UnitUsage, *, is_earlier: bool = False) -> None:
         """Count a committed unit; `is_earlier` means that an earlier attempt committed it."""
@@ -36,23 +36,23 @@ class Tally:
         self.num_output_tokens += usage.num_output_tokens
         self.speculation += usage.speculation
         if is_earlier:
-            self._rows_before += usage.num_rows + usage.num_failed_rows
+            self._num_earlier_rows += usage.num_rows + usage.num_failed_rows
 
     def observe(self, usd: float, *, num_engines: int, tokens_per_s: float) -> None:
         """Update the cost, and the speed of the running engines."""
         self.usd, self.num_engines, self.tokens_per_s = usd, num_engines, tokens_per_s
-        done = self.num_rows + self.num_failed_rows
-        left = self.num_rows_planned - done
-        self.seconds_left = seconds_left(left, done, self.num_output_tokens, self.tokens_per_s)
+        num_done = self.num_rows + self.num_failed_rows
+        num_left = self.num_rows_planned - num_done
+        self.seconds_left = seconds_left(num_left, num_done, self.num_output_tokens, self.tokens_per_s)
 
     @property
     def is_generating(self) -> bool:
         """Whether an engine of this attempt has generated something."""
-        return self.tokens_per_s > 0 or self.num_rows + self.num_failed_rows > self._rows_before
+        return self.tokens_per_s > 0 or self.num_rows + self.num_failed_rows > self._num_earlier_rows
 
     def line(self) -> str:
-        done = self.num_rows + self.num_failed_rows
-        parts = [f"{done}/{self.num_rows_planned} rows"]
+        num_done = self.num_rows + self.num_failed_rows
+        parts = [f"{num_done}/{self.num_rows_planned} rows"]
         if self.num_failed_rows:
             parts.append(f"{self.num_failed_rows} failed")
         if self.tokens_per_s:

@@ -233,7 +233,7 @@ async def _generate_all(
 ) -> dict[str, RowAudit]:
     slots = asyncio.Semaphore(target.spec.max_num_seqs)
     tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model, target.spec.revision)
-    specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
+    special_tokens = tuple(getattr(tokenizer, "all_special_tokens", ()))
 
     async def generate(sample: _Sample) -> RowAudit:
         sampling = {**sample.sampling, "logprobs": NUM_LIKELIEST}
@@ -242,11 +242,11 @@ async def _generate_all(
                 generation = await engine.generate(f"audit-{sample.id}", sample.prompt_token_ids, sampling)
             except RequestRefused as error:
                 return RowAudit(id=sample.id, skipped=f"refused without the drafter: {error}")
-        ends = (*specials, *(sample.sampling.get("stop") or ()))
+        end_texts = (*special_tokens, *(sample.sampling.get("stop") or ()))
         completion: CompletionOutput = generation.completions[0]
         if len(generation.completions) > 1:  # only with the fake engine; the row has the tokens of all responses
             completion = replace(completion, num_output_tokens=generation.num_output_tokens)
-        verdict = compare(sample.committed, completion, ends=ends, max_tie=target.max_tie)
+        verdict = compare(sample.committed, completion, ends=end_texts, max_tie=target.max_tie)
         return RowAudit(id=sample.id, verdict=verdict)
 
     audits = await asyncio.gather(*map(generate, samples))

@@ -40,10 +40,9 @@ def retry_if_changed(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
     newer report. For an unfinished run `make` is called once: the driver that finishes the run writes the report.
     """
     while True:
-        before = _finished(run)
+        finished_before = _finished(run)
         result = make()
-        after = _finished(run)
-        if after in (None, before):
+        if _finished(run) in (None, finished_before):
             return result
 
 
@@ -104,7 +103,7 @@ _READERS = 16
 _MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURES})
 _PERCENTS = (50, 95, 99)
-_MIN_COLUMNS = 6  # a histogram has up to four times as many
+_MIN_BARS = 6  # a histogram has up to four times as many
 _NUM_INPUTS, _INPUT_CHARS, _ANSWER_CHARS, _MESSAGE_CHARS = 6, 600, 1200, 200
 
 
@@ -155,17 +154,18 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
     import numpy as np
 
     low, high = float(values.min()), float(np.percentile(values, 99))
-    step = grid_step((high - low or abs(high) or 1.0) / _MIN_COLUMNS, finest=-9)
+    step = grid_step((high - low or abs(high) or 1.0) / _MIN_BARS, finest=-9)
     if np.issubdtype(values.dtype, np.integer):
         step = max(step, 1.0)
     first = step * np.floor(low / step)
-    num = int((high - first) / step) + 1
-    indices = np.minimum(((values - first) / step).astype(np.int64), num)
-    counts = np.bincount(indices, minlength=num).tolist()
-    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num}
+    num_bars = int((high - first) / step) + 1
+    indices = np.minimum(((values - first) / step).astype(np.int64), num_bars)
+    counts = np.bincount(indices, minlength=num_bars).tolist()
+    return {"first": float(first), "step": step, "counts": counts, "has_more": len(counts) > num_bars}
 
 
 def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
+    """Return percentiles and a histogram, or None without values."""
     import numpy as np
 
     if not len(values):
@@ -176,6 +176,7 @@ def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
 
 
 def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
+    """Return the first batch of a unit's rows, or None if the unit has no rows."""
     with contextlib.closing(read_rows(path, columns)) as batches:
         return next(batches, None)
 
@@ -191,16 +192,16 @@ def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
 
 
 def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
-    """Return the first, the middle and the last of the rows that were read from these units."""
-    ends = list(accumulate(num_rows for _, num_rows in units))
+    """Return the first, the middle and the last row. `units` are paths and numbers of rows read."""
+    end_numbers = list(accumulate(num_rows for _, num_rows in units))
     rows = []
-    for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):
-        index = bisect_right(ends, number)
+    for number in dict.fromkeys((0, end_numbers[-1] // 2, end_numbers[-1] - 1)):
+        index = bisect_right(end_numbers, number)
         path, num_rows = units[index]
         batch = _first_rows(path, None)
         with contextlib.suppress(OverflowError, ValueError):  # a timestamp that Python cannot represent
             if batch:
-                rows += to_values(batch.slice(number - (ends[index] - num_rows), 1))
+                rows += to_values(batch.slice(number - (end_numbers[index] - num_rows), 1))
     return [_sample(row) for row in rows]
 
 

@@ -72,10 +72,10 @@ class Run:
     @property
     def report(self) -> dict[str, Any]:
         """The content of `report.json`, which is written if it does not exist."""
-        stored = self._directory.root / "report.json"
-        if not stored.exists():
+        path = self._directory.root / "report.json"
+        if not path.exists():
             return make_report(self._directory)
-        report: dict[str, Any] = json.loads(stored.read_bytes())
+        report: dict[str, Any] = json.loads(path.read_bytes())
         return report
 
     def status(self) -> RunStatus:

@@ -28,7 +28,7 @@ _REQUEST_COLUMNS = (
 )
 _UNIT = b"peagle.unit"  # key in the metadata of a prepared unit
 _UNFINISHED = b"peagle.unfinished_unit"
-_ENCODED = "unit"
+_ENCODED = "unit"  # the column of `encode_rows`
 
 
 def require_storable(schema: pa.Schema) -> None:
@@ -37,7 +37,8 @@ def require_storable(schema: pa.Schema) -> None:
         if not can_be_stored(pa.schema([column])):
             raise InputError(
                 f"input: column {column.name!r} has a type that Parquet cannot store",
-                hint="remove the column from the input; or use a new run directory, if an older peagle planned it",
+                hint="remove the column from the input; or use a new run directory, if an older version of peagle "
+                "planned the run",
             )
 
 
@@ -93,18 +94,20 @@ class PreparedUnit:
         self.prompts: list[list[int] | None] = prompts  # token ids by row; None if the row is a dead letter
         # By row, the parameters that differ from the run's parameters.
         self.sampling: list[dict[str, Any]] = [json.loads(text) if text else {} for text in sampling]
+        # By row, the request's fields that the response parser uses; None without a parser.
         self.parsing: list[dict[str, Any] | None] = [json.loads(text) if text else None for text in parsing]
         # By row index.
         self.dead_letters = {index: json.loads(text) for index, text in enumerate(errors) if text is not None}
         self._input = table.select(list(range(num_inputs))).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
+        """Make row `index` a dead letter."""
         (batch,) = self._input.slice(index, 1).combine_chunks().to_batches()
         row = RawRow(to_values(batch)[0])
         self.dead_letters[index] = _letter(error, row)
 
     def letters(self) -> list[dict[str, Any]]:
-        """Return the dead letters with row id, unit and number of attempts."""
+        """Return the dead letters with row id, unit and attempt."""
         return [
             {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}
             for index, letter in sorted(self.dead_letters.items())

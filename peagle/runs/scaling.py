@@ -54,11 +54,11 @@ def max_concurrent_engines(sessions: Iterable[EngineSession]) -> int:
 def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_done: int, work_left: int) -> bool:
     """Return whether another engine would work for longer than it takes to load.
 
-    The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares the
-    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown. `work_done` and
+    The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares this
+    work, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown. `work_done` and
     `work_left` are sums of `WorkUnit.work`, not numbers of units, because small units come last.
 
-    Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
+    Example: two engines took 60 s to load and have 300 s of work left. A third engine would work (300 - 60) * 2 / 3 =
     160 s after 60 s of loading.
     """
     ready = [session for session in sessions if session.busy_s > 0]

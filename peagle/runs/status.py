@@ -104,7 +104,7 @@ class StatusReader:
         return RunStatus(
             path=str(self._run),
             state=state,
-            driver=_driver(state, lease),
+            driver=_describe_driver(state, lease),
             num_engines=len(alive),
             num_units=len(plan.units),
             num_units_done=len(committed),
@@ -132,10 +132,11 @@ class StatusReader:
         return max(_SILENT_AFTER_S, _SILENT_AFTER_BEATS * heartbeat_s)
 
     def _read_units(self) -> set[int]:
+        """Read the new units, and return the numbers of all committed units."""
         committed = self._run.committed()
-        new = committed - self._usages.keys()
-        self._run.read_ahead(new)
-        for unit in new:
+        new_units = committed - self._usages.keys()
+        self._run.read_ahead(new_units)
+        for unit in new_units:
             self._reasons[unit] = Counter(letter["reason"] for letter in self._run.letters_of_unit(unit))
             self._usages[unit] = self._run.usage(unit)
         return committed
@@ -149,7 +150,7 @@ def _state(plan: Plan, committed: set[int], lease: Lease | None) -> State:
     return "silent" if lease is not None and lease.outcome is None else "stopped"
 
 
-def _driver(state: State, lease: Lease | None) -> str:
+def _describe_driver(state: State, lease: Lease | None) -> str:
     if lease is None:
         return "no driver"
     if state == "running":
@@ -183,13 +184,13 @@ class Spending:
             (session.session_id for session in sessions), heartbeat_s=heartbeat_s, monotonic=monotonic
         )
         self._price = price
-        self._before_usd = account(usages, sessions, price).total_usd
-        self.usd = self._before_usd
+        self._earlier_usd = account(usages, sessions, price).total_usd
+        self.usd = self._earlier_usd
 
     def observe(self, sessions: Sequence[EngineSession]) -> float:
         """Return the total cost, including the time since the last heartbeats."""
         self.heartbeats.observe(sessions)
         current = self.heartbeats.of_this_attempt(sessions)
         device_s = sum(self.heartbeats.life_s(session) * session.num_devices for session in current)
-        self.usd = self._before_usd + device_s * self._price.usd_per_device_s
+        self.usd = self._earlier_usd + device_s * self._price.usd_per_device_s
         return self.usd

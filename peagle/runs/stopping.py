@@ -83,7 +83,9 @@ class GraceClock:
 
 
 def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:
-    """Return the command line that continues a run: this attempt's command with changed flags (None: no value).
+    """Return the command line that continues a run: this attempt's command with changed flags.
+
+    A flag whose value is None has no value.
 
     >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
     'peagle generate --budget-usd 2'

@@ -2,11 +2,11 @@
 
     OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 
-This file is the note of the unit. It is written before the rows enter the engine, so it exists no matter which process
-is killed. What it means depends on what ended:
+This file is the note of unit N. It is written before the rows enter the engine, so it exists no matter which process
+is killed. Its meaning depends on what ended:
 
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
-  each is retried alone. A row that was alone at two crashes is poisoned; a single crash may be coincidence.
+  each is retried alone. A row that was alone at two crashes is poisoned; a single crash might be coincidence.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
   The first time, the unit is simply run again; from the second time on, all its rows are suspects. If a row was alone
   in the engine, this counts as a crash of that row, and other units, which were waiting for that row, are not blamed.
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 from peagle.storage import StoragePath, write_atomic
 
-_MAX_LOST = _MAX_CRASHES = 2
+_LOST_LIMIT = _CRASH_LIMIT = 2  # at the limit, a unit's rows are suspects, or a row is poisoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class Note:
     """The rows of a unit in an engine process, by index; None means all rows."""
 
     rows: tuple[int, ...] | None = None
-    alone: bool = False
-    died: bool = False
+    alone: bool = False  # whether the only row in the engine was run alone on purpose
+    died: bool = False  # whether the actor noticed a crash of the engine
 
     @property
     def is_vague(self) -> bool:
@@ -63,9 +63,9 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
         suspects.update(rows)
         if note.alone:
             crashes_alone.update(rows)
-    if num_lost >= _MAX_LOST:
+    if num_lost >= _LOST_LIMIT:
         suspects.update(range(num_rows))
-    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _MAX_CRASHES)
+    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _CRASH_LIMIT)
     return Verdict(suspects=frozenset(suspects) - poisoned, poisoned=poisoned)
 
 
@@ -75,13 +75,13 @@ class UnitNotes:
     def __init__(self, folder: StoragePath, unit: int, session_id: str) -> None:
         self._folder = folder
         self._prefix = f"unit-{unit:08d}."
-        self._own = folder / f"{self._prefix}{session_id}.json"
+        self._own_path = folder / f"{self._prefix}{session_id}.json"
 
     def verdict(self, num_rows: int) -> Verdict:
         """Return the verdict from the notes of earlier engine processes."""
         notes = []
         for path in self._paths():
-            if path == self._own:
+            if path == self._own_path:
                 continue
             note = _read(path)
             # If another unit's row was alone in that engine process, this unit only waited.
@@ -94,11 +94,11 @@ class UnitNotes:
 
     def write(self, note: Note) -> None:
         """Replace this process's note."""
-        write_atomic(self._own, json.dumps(asdict(note)).encode())
+        write_atomic(self._own_path, json.dumps(asdict(note)).encode())
 
     def discard(self) -> None:
         """Delete this process's note, because the unit left the engine unfinished but without a crash."""
-        self._own.unlink(missing_ok=True)
+        self._own_path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete all notes, because the unit is committed."""
@@ -151,7 +151,7 @@ class RowsInEngine:
 
 
 def stale_notes(folder: StoragePath, committed: set[int]) -> list[StoragePath]:
-    """Return the notes that a new driver can delete: those of committed units, and vague ones of a killed driver."""
+    """Return the notes that a new driver can delete: those of committed units, and vague notes of a killed driver."""
     notes = [(int(path.name.removeprefix("unit-").partition(".")[0]), path) for path in folder.glob("unit-*.json")]
     return [path for unit, path in notes if unit in committed or _read(path).is_vague]
 

@@ -115,7 +115,7 @@ def presigned_url(path: StoragePath, valid_s: int, disposition: str) -> str | No
 def write_once(path: StoragePath, data: bytes) -> bool:
     """Create `path` with `data` unless it exists. Exactly one of several writers gets True.
 
-    After a StorageError, the object may exist.
+    After a StorageError, the object might exist.
     """
     return path.write_once(data) if isinstance(path, S3Path) else files.write_once(cast(Path, path), data)
 

@@ -26,7 +26,7 @@ from botocore.session import Session
 from peagle.errors import StorageError
 
 _Result = TypeVar("_Result")
-_PATIENCE_S = 120.0
+_PATIENCE_S = 120.0  # how long transient errors are retried
 SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _WRITER_KEY = "peagle-writer"
@@ -214,23 +214,23 @@ class ObjectStore:
 
     def entries(self, folder: Address, prefix: str = "", *, page_size: int = 1000) -> Iterator[ListEntry]:
         """Yield the entries of a folder that start with `prefix`, sorted within a page."""
-        begin = f"{folder.key}/" if folder.key else ""
+        key_prefix = f"{folder.key}/" if folder.key else ""
         continuation: dict[str, str] = {}
         while True:
             list_page = functools.partial(
                 self.api.list_objects_v2,
                 Bucket=folder.bucket,
-                Prefix=begin + prefix,
+                Prefix=key_prefix + prefix,
                 Delimiter="/",
                 MaxKeys=page_size,
                 **continuation,
             )
             response = self.request(f"{folder}: cannot be listed", folder, list_page)
             for item in response.get("Contents", ()):
-                if name := item["Key"].removeprefix(begin):  # some tools create an empty object for the folder itself
+                if name := item["Key"].removeprefix(key_prefix):  # some tools create an object for the folder
                     yield ListEntry(name, item["ETag"], item["Size"])
             for item in response.get("CommonPrefixes", ()):
-                yield ListEntry(item["Prefix"].removeprefix(begin).rstrip("/"), None)
+                yield ListEntry(item["Prefix"].removeprefix(key_prefix).rstrip("/"), None)
             if not response.get("NextContinuationToken"):
                 return
             continuation = {"ContinuationToken": response["NextContinuationToken"]}
@@ -287,6 +287,7 @@ class ObjectStore:
     # --- requests
 
     def _get(self, address: Address, **parameters: str) -> tuple[bytes, str]:
+        """Return the content and the etag of an object."""
         response = self.api.get_object(Bucket=address.bucket, Key=address.key, **parameters)
         return response["Body"].read(), response["ETag"]
 
@@ -297,7 +298,7 @@ class ObjectStore:
         """
         started_at = time.monotonic()
         patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_unresponsive else self._patience_s
-        for number in itertools.count(1):
+        for attempt in itertools.count(1):
             try:
                 result = call()
                 self._is_unresponsive = False
@@ -307,12 +308,12 @@ class ObjectStore:
                     raise FileNotFoundError(f"{address}: no such object") from error
                 if not is_transient(error):
                     raise permanent_error(what, error) from error
-                pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(number - 1, 16)) * random.uniform(0.5, 1)
+                pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1)
                 elapsed_s = time.monotonic() - started_at
                 if elapsed_s + pause_s > patience_s:
                     self._is_unresponsive = True
                     raise StorageError(
-                        f"{what}: failed for {elapsed_s:.0f} s and {number} requests; the last error: {error}",
+                        f"{what}: failed for {elapsed_s:.0f} s and {attempt} requests; the last error: {error}",
                         hint="make sure that the store is reachable, then repeat the command: committed units are safe;"
                         f" {_CHECK_ENDPOINT}",
                     ) from error

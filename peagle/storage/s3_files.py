@@ -29,8 +29,8 @@ class _Reader(io.RawIOBase):
     def __init__(self, store: ObjectStore, address: Address, read_ahead: int) -> None:
         self._store, self._address, self._read_ahead = store, address, read_ahead
         self._tail, self._size, self._etag = store.read_tail(address, _TAIL_BYTES)
-        self._tail_at = self._size - len(self._tail)
-        self._piece, self._piece_at = b"", 0
+        self._tail_start = self._size - len(self._tail)
+        self._piece, self._piece_start = b"", 0
         self._position = 0
 
     def readable(self) -> bool:
@@ -57,13 +57,13 @@ class _Reader(io.RawIOBase):
         """Return 1 to `num_bytes` bytes at the current position, or none at the end of the object."""
         if num_bytes <= 0:
             return b""
-        if (start := self._position - self._tail_at) >= 0:
+        if (start := self._position - self._tail_start) >= 0:
             return self._tail[start : start + num_bytes]
-        start = self._position - self._piece_at
+        start = self._position - self._piece_start
         if not 0 <= start < len(self._piece):
-            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_at) - 1
+            last = min(self._position + max(num_bytes, self._read_ahead), self._tail_start) - 1
             self._piece = self._store.read_range(self._address, self._position, last, self._etag)
-            self._piece_at = self._position
+            self._piece_start = self._position
             start = 0
         return self._piece[start : start + num_bytes]
 
@@ -89,13 +89,15 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
     An upload does not name its writer, so all uploads above an age, by the store's clock, are aborted.
     """
     list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
-    listed = store.request(f"{folder}: cannot be listed", folder, list_uploads)
-    now = parsedate_to_datetime(listed["ResponseMetadata"]["HTTPHeaders"]["date"])
-    uploads = listed.get("Uploads", ())
-    old = [upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s]
-    for upload in old:
+    listing = store.request(f"{folder}: cannot be listed", folder, list_uploads)
+    now = parsedate_to_datetime(listing["ResponseMetadata"]["HTTPHeaders"]["date"])
+    uploads = listing.get("Uploads", ())
+    old_uploads = [
+        upload for upload in uploads if max(0.0, (now - upload["Initiated"]).total_seconds()) >= older_than_s
+    ]
+    for upload in old_uploads:
         _abort(store, Address(folder.bucket, upload["Key"]), upload["UploadId"])
-    return len(old)
+    return len(old_uploads)
 
 
 def _abort(store: ObjectStore, address: Address, upload: str) -> None:
@@ -104,6 +106,8 @@ def _abort(store: ObjectStore, address: Address, upload: str) -> None:
 
 
 class _Writer(io.RawIOBase):
+    """Collects data, and uploads it at once or, if it is large, in parts."""
+
     def __init__(self, store: ObjectStore, address: Address) -> None:
         self._store, self._address = store, address
         self._writer_id = uuid.uuid4().hex
@@ -146,8 +150,8 @@ class _Writer(io.RawIOBase):
             self._upload = str(upload["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
-        sent = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
-        self._parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+        result = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
+        self._parts.append({"PartNumber": number, "ETag": result["ETag"]})
 
     def _complete(self) -> None:
         parts = {"Parts": self._parts}
@@ -186,5 +190,5 @@ def require_conditional_writes(folder: Address) -> None:
     raise StorageError(
         f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could commit"
         " the same unit",
-        hint="use a store that has them, or a local disk and copy the run at the end",
+        hint="use a store that supports them, or write to a local disk and copy the run at the end",
     )

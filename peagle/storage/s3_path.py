@@ -52,8 +52,8 @@ class S3Path:
 
     @property
     def stem(self) -> str:
-        before, dot, _ = self.name.rpartition(".")
-        return before if before and dot else self.name
+        base, dot, _ = self.name.rpartition(".")
+        return base if base and dot else self.name
 
     # --- reading
 
@@ -77,9 +77,9 @@ class S3Path:
     def glob(self, pattern: str) -> Iterator["S3Path"]:
         """Yield the entries of the folder that match a pattern of `*` and `?`."""
         literal = pattern.replace("?", "*").partition("*")[0]
-        for listed in self._store.entries(self._address, literal):
-            if fnmatchcase(listed.name, pattern):
-                yield S3Path(self.bucket, f"{self.key}/{listed.name}", listed.etag)
+        for entry in self._store.entries(self._address, literal):
+            if fnmatchcase(entry.name, pattern):
+                yield S3Path(self.bucket, f"{self.key}/{entry.name}", entry.etag)
 
     def read_bytes(self) -> bytes:
         return self._store.read(self._address, self.etag)
