@@ -97,9 +97,9 @@ def run(argv: Sequence[str]) -> int:
             return 2
     command, rest = split_command(argv)
     if command is None:
-        return _without_command(argv)
+        return _run_without_command(argv)
     parser = parser_of(command)
-    args = _parsed(parser, rest)
+    args = _parse_arguments(parser, rest)
     args.command_line = ["peagle", *argv]
     try:
         with signals_as_interrupts():
@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(code)
 
 
-def _without_command(argv: Sequence[str]) -> int:
+def _run_without_command(argv: Sequence[str]) -> int:
     """Print the help or the version, or say that the command is unknown; return the exit code."""
     if argv and argv[0] in _HELP_FLAGS:
         print(format_help())
@@ -171,7 +171,7 @@ def format_help() -> str:
     return "\n".join([*lines, "", "`peagle COMMAND --help` shows examples and options.", _EXIT_CODES])
 
 
-def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command; exit with a message that suggests the most similar flag if one is unknown."""
     args, unknown = parser.parse_known_args(argv)
     if getattr(args.module, "FORWARDS_ARGS", False):

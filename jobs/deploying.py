@@ -50,6 +50,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         )
         accelerators_per_node = config.accelerators_per_engine // config.nodes_per_engine
         engines = config.engine_range
+        # Pairs: accelerators on one node, and how many such nodes or engines.
         smallest = [(accelerators_per_node, engines.smallest * config.nodes_per_engine)]
         largest = [(accelerators_per_node, engines.largest * config.nodes_per_engine)]
     else:

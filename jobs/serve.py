@@ -154,9 +154,9 @@ def _banner(config: ServeConfig, metrics_port: int | None) -> str:
     url = config.url.replace("//0.0.0.0:", "//127.0.0.1:")
     body = {"model": config.served[0].served_name, "messages": [{"role": "user", "content": "Hello!"}]}
     requires_key = config.keys is not None or bool(os.environ.get("PEAGLE_API_KEYS"))
-    header = ' -H "Authorization: Bearer $API_KEY"' if requires_key else ""
+    curl_header = ' -H "Authorization: Bearer $API_KEY"' if requires_key else ""
     api_key = 'os.environ["API_KEY"]' if requires_key else '"none"'
-    who = (
+    access = (
         "every request needs an API key: peagle serve keys list shows their names"
         if requires_key
         else "none, so only this machine can use the endpoint: peagle serve keys --help"
@@ -165,8 +165,8 @@ def _banner(config: ServeConfig, metrics_port: int | None) -> str:
         ("page", url.removesuffix("/v1")),
         ("API", f"{url.removesuffix('/v1')}/docs"),
         *([] if metrics_port is None else [("metrics", f"http://127.0.0.1:{metrics_port}/metrics")]),
-        ("keys", who),
-        ("curl", f"curl {url}/chat/completions{header} -H 'Content-Type: application/json' -d '{to_json(body)}'"),
+        ("keys", access),
+        ("curl", f"curl {url}/chat/completions{curl_header} -H 'Content-Type: application/json' -d '{to_json(body)}'"),
         ("Python", f"{'import os; ' if requires_key else ''}from openai import OpenAI"),
         ("", f'client = OpenAI(base_url="{url}", api_key={api_key})'),
         ("", f"reply = client.chat.completions.create({', '.join(f'{k}={to_json(v)}' for k, v in body.items())})"),

@@ -64,7 +64,7 @@ class Session:
                 self._write(ended=False)
 
     def end(self) -> None:
-        """Write the last heartbeat of a normal shutdown."""
+        """Write the session's last heartbeat, before this process ends."""
         self.copy_log()
         with self._lock:
             self._ended.set()
@@ -77,7 +77,7 @@ class Session:
     def _keep_beating(self) -> None:
         copied_at = time.monotonic()
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat has the same totals and later ones
+            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat includes these totals
                 self.beat()
             if time.monotonic() - copied_at >= COPY_S:
                 self.copy_log()
@@ -107,7 +107,7 @@ class StartPolicy:
     Attributes:
         num_engines: minimum number of engines; below it, an actor loads its engine even for little work.
         work: estimated work of each unit by number (`work_by_unit`).
-        sessions_before: sessions of earlier attempts, which have all ended.
+        sessions_before: ids of the sessions of earlier attempts, which have all ended.
     """
 
     num_engines: int

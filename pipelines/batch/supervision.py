@@ -39,7 +39,7 @@ class Ending:
     Attributes:
         error: type of the error.
         resume_flags: additional flags of the command that continues the run.
-        advice: what to do before that.
+        advice: text that introduces that command.
     """
 
     error: type[PeagleError]
@@ -52,7 +52,7 @@ class CrashCounter:
     """Counts consecutive engine crashes without a finished row in between.
 
     Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
-    number of crashes is the number of sessions minus the number of slots. On a cluster, it may start on another host
+    number of crashes is the number of sessions minus the number of slots. On a cluster, it might start on another host
     and take a new slot, so at most `num_engines` slots count.
 
     Args:
@@ -143,7 +143,7 @@ class Supervisor:
             self._request_stop()
 
     def close(self) -> None:
-        """Charge the cost to the budgets of the run's tags, if their files can be written."""
+        """Charge the cost to the budgets of the run's tags, if the budgets' files can be written."""
         if self._tag_budgets is not None:
             with contextlib.suppress(*WRITE_ERRORS):  # otherwise the next attempt charges the cost
                 self._tag_budgets.end(self._spending.usd)

@@ -178,9 +178,8 @@ class UsageMetrics:
         def metric(name: str) -> Any:
             return create_metric(name, model_name=model_name, drafter=drafter or "")
 
-        self._lock = (
-            threading.Lock()
-        )  # a background thread sends heartbeats, but the thread that ends the account sends the last one
+        # A background thread records heartbeats; the thread that ends the account records the last one.
+        self._lock = threading.Lock()
         self._reported_usd: dict[tuple[str, str], float] = {}  # (session, state) -> USD
         self._engine_usd = metric("peagle_engine_usd_total")
         self._requests, self._usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")

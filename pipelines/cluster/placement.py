@@ -11,7 +11,7 @@ from peagle.hardware import Hardware
 
 PREPARE_CPUS = 0.25  # logical CPUs of the task that tokenises, small enough to fit next to engines on two cores
 ANY_ACCELERATOR = "any"
-_TYPE = "accelerator_type:"
+_TYPE_PREFIX = "accelerator_type:"
 _TYPE_AMOUNT = 0.001  # a node has 1 of this resource for any number of accelerators
 
 Resources = Mapping[str, float]
@@ -48,7 +48,7 @@ class Placement:
     def resources_per_node(self) -> dict[str, float]:
         """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
-        kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
+        kind = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
@@ -215,13 +215,13 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     remaining parts may be on the same node.
     """
     per_engine = placement.nodes_per_engine
-    least = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
-    return max(least[-1], math.ceil(sum(least) / per_engine)) if len(nodes) >= per_engine else 0
+    worst_case = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
+    return max(worst_case[-1], math.ceil(sum(worst_case) / per_engine)) if len(nodes) >= per_engine else 0
 
 
 def num_parts_on(node: Resources, placement: Placement) -> int:
     """Return the number of parts of engines that fit on one node."""
-    if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
+    if placement.accelerator_type and not node.get(f"{_TYPE_PREFIX}{placement.accelerator_type}"):
         return 0
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
     return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu

@@ -124,15 +124,15 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             prepared = prepare(config, listener, extract=spending.recording(on_actors))
             spending.start()
             with _ProgressFollower(prepared.folder.resolve(), listener, spending):
-                diverged = _run(prepared)
-        if diverged is not None:
+                divergence = _run_trainer(prepared)
+        if divergence is not None:
             spending.record_lost()
-        result = finish_from_checkpoint(prepared, diverged)
+        result = finish_from_checkpoint(prepared, divergence)
         spending.record_saved()
         return result
 
 
-def _run(prepared: Prepared) -> DivergedError | None:
+def _run_trainer(prepared: Prepared) -> DivergedError | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -159,8 +159,8 @@ def _run(prepared: Prepared) -> DivergedError | None:
             f"the workers failed: {_reason(error)}",
             hint=f"the same command resumes from the last checkpoint in {prepared.folder}",
         ) from error
-    diverged: DivergedError | None = result.return_value
-    return diverged
+    divergence: DivergedError | None = result.return_value
+    return divergence
 
 
 def _run_in_thread(fit: Callable[[], Any]) -> Any:

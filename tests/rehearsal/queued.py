@@ -47,11 +47,11 @@ def queued_commands(folder: Path) -> list[list[str]]:
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Rehearse every engine of the queue's commands on a card; return the cells with their outcomes."""
-    single = replace(hardware, num_accelerators=1)
+    one_card = replace(hardware, num_accelerators=1)
     commands = queued_commands(folder)  # before writing folders, because a block may skip existing results
     _write_folders(folder)
     os.chdir(folder)
-    return [cell for command in commands for cell in _rehearse(command, single)]
+    return [cell for command in commands for cell in _rehearse(command, one_card)]
 
 
 def _write_folders(folder: Path) -> None:

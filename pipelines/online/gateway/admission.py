@@ -102,7 +102,7 @@ def check_request(
     values = _parse(body)
     path = _detect_path(values) if path == INVOCATIONS_URL else path
     _check_types(path, values)
-    model = _model(values, key, models)
+    model = _requested_model(values, key, models)
     if refused := refused_field(path, values, in_bulk=False):
         code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
         raise ApiError(400, str(refused), code=code, param=refused.field)
@@ -237,11 +237,13 @@ def _whole_number(digits: str) -> int:
     is_short = len(digits) <= len(str(_MIN_INT))  # Python refuses thousands of digits
     if is_short and _MIN_INT <= (number := int(digits)) <= _MAX_INT:
         return number
-    shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
-    raise ApiError(400, f"the number {shown} is too large: whole numbers must fit in 64 bits", code="invalid_value")
+    shown_digits = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
+    raise ApiError(
+        400, f"the number {shown_digits} is too large: whole numbers must fit in 64 bits", code="invalid_value"
+    )
 
 
-def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
+def _requested_model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
     allowed = [name for name in models if key.models is None or name in key.models]
     name = values.get("model")
     if name is None:
@@ -299,8 +301,8 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
 def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
     """Return the number of choices of all prompts. Each choice needs an engine slot."""
     prompt = values.get("prompt")
-    is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    num_prompts = len(prompt) if is_batch and prompt else 1
+    has_prompt_list = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    num_prompts = len(prompt) if has_prompt_list and prompt else 1
     n = int(values.get("n") or 1)
     if model.max_choices is not None and n * num_prompts > model.max_choices:
         message = (
@@ -370,6 +372,7 @@ def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
 
 
 def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the location of each content part, and the part."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):

@@ -62,8 +62,8 @@ class EngineCrashes:
         self._on_crash = on_crash
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._attributed: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
+        self._retry_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
+        self._crash_times: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""
@@ -73,7 +73,7 @@ class EngineCrashes:
     async def retry(self, attempt: Attempt) -> AsyncIterator[None]:
         """Wait for the attempt's turn to be retried after its engine crashed. Raises 503 like `report`."""
         await self.report(attempt)
-        lock, loop = self._turns[attempt.model], asyncio.get_running_loop()
+        lock, loop = self._retry_locks[attempt.model], asyncio.get_running_loop()
         await lock.acquire()
         is_released = False
 
@@ -118,7 +118,7 @@ class EngineCrashes:
     def notes(self) -> list[str]:
         """Return a sentence for the operator about each key with a recent crash."""
         notes = []
-        for account in list(self._attributed):
+        for account in list(self._crash_times):
             num_crashes, wait_s = len(self._recent(account)), self._limited_for_s(account)
             if num_crashes:
                 times = "once" if num_crashes == 1 else f"{num_crashes} times"
@@ -127,14 +127,14 @@ class EngineCrashes:
         return notes
 
     def _attribute(self, suspect: Attempt) -> None:
-        self._attributed[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
+        self._crash_times[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
         text = "an engine of %s crashed; the most likely cause is request %s of key %s"
         _log.error(text, suspect.model, suspect.request_id, suspect.key)
         self._on_crash(suspect)
 
     def _recent(self, account: str) -> list[float]:
         since = self._monotonic() - _WINDOW_S
-        return [at for at in self._attributed.get(account, ()) if at > since]
+        return [at for at in self._crash_times.get(account, ()) if at > since]
 
     def _limited_for_s(self, account: str) -> float:
         times = self._recent(account)
