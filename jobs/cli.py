@@ -76,7 +76,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-_SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
+_WRITE_SHARED_FILES = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
 _JSON_HELP = "write the result as JSON to FILE, or to standard output; other output then goes to standard error"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (rerun to resume)"
 _HELP_FLAGS = ("-h", "--help")
@@ -117,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the command, write its result or error as JSON, and return its exit code."""
     try:
-        if args.command not in _SHARED:
+        if args.command not in _WRITE_SHARED_FILES:
             restrict_new_files()
         with human_output(args):
             code, result = args.module.run(args)

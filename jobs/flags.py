@@ -242,7 +242,7 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
 def _without_none(annotation: Any) -> Any:
     """Return the annotation without `| None`."""
     if isinstance(annotation, types.UnionType):
-        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+        (annotation,) = [part for part in typing.get_args(annotation) if part is not type(None)]
     return annotation
 
 

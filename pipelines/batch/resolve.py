@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: not if the user decided, compiled code is cached, or layers are pipelined."""
+    """Whether peagle may skip compiling: not if the user decided, compiled code is cached, or there are pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
@@ -267,7 +267,7 @@ def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, 
 
 
 def _tokenizer_name(config: GenerateConfig, engine: ResolvedEngine) -> str | None:
-    """Return the model whose tokenizer is used; None for the fake engine's bytes."""
+    """Return the model whose tokenizer is used; None for the fake engine, whose tokens are bytes."""
     return None if config.engine == "fake" else engine.spec.model
 
 

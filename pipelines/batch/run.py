@@ -142,7 +142,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
     drafter, watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
     return {
         "schema": provenance.SCHEMA,
-        "keeps_inputs": True,
+        "keeps_inputs": True,  # input columns keep their names
         "run_id": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
         "created_at": time.time(),
         "command": list(request.command),

@@ -128,8 +128,8 @@ class StartPolicy:
             time.sleep(_HEARTBEATS_PER_CHECK * self.heartbeat_s)
 
     def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
-        done = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
-        return is_worth_loading(sessions, num_alive, done, sum(self.work) - done)
+        committed_work = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
+        return is_worth_loading(sessions, num_alive, committed_work, sum(self.work) - committed_work)
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:

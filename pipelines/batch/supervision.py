@@ -234,8 +234,8 @@ class Supervisor:
     def _budget_to_finish(self) -> float:
         """Return a budget, rounded up, that suffices if remaining rows cost at most a fifth more than finished ones."""
         budget = self._limits.budget_usd or 0.0
-        done = self.tally.num_rows + self.tally.num_failed_rows
-        remaining_usd = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
+        num_done = self.tally.num_rows + self.tally.num_failed_rows
+        remaining_usd = self._spending.usd / num_done * (self._run.plan.num_rows - num_done) if num_done else budget
         suggested_usd = max(budget, self._spending.usd + 1.2 * remaining_usd) + 2 * self._limits.reserve_usd
         step = 10.0 ** (math.floor(math.log10(suggested_usd)) - 1)
         return math.ceil(suggested_usd / step) * step
@@ -260,8 +260,10 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     if allowed is None:
         return
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
-    done = Situation(now=0.0, spent_usd=0.0, num_processed_rows=num_done + num_failed, num_failed_rows=num_failed)
-    if limit := find_reached_limit(Limits(max_failed_rows=allowed), done):
+    final_situation = Situation(
+        now=0.0, spent_usd=0.0, num_processed_rows=num_done + num_failed, num_failed_rows=num_failed
+    )
+    if limit := find_reached_limit(Limits(max_failed_rows=allowed), final_situation):
         command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",

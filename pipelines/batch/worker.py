@@ -2,8 +2,8 @@
 
 A unit is one row of the dataset.
 
-When an engine crashes, its actor records the rows that were in it (`suspects.py`) and exits; Ray starts another actor
-with the same units. A hanging engine is killed (`watchdog.py`).
+When an engine crashes, its actor records the rows that it was running (`suspects.py`) and exits. Ray starts another
+actor with the same units. A hanging engine is killed (`watchdog.py`).
 """
 
 import asyncio

@@ -232,9 +232,9 @@ def missing_resources(nodes: Sequence[Resources], placement: Placement, num_engi
     num_fitting = _num_fitting(nodes, placement)
     if num_fitting < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
-        each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
-        on = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
-        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {num_fitting}"
+        needed = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
+        where = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
+        return f"each needs {needed} on {where}, and {len(nodes)} node(s) have room for {num_fitting}"
     spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"

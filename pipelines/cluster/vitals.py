@@ -73,7 +73,7 @@ class Vitals:
         """Watch during the block. An error inside becomes `RayDied` if a part is dead."""
         is_main = threading.current_thread() is threading.main_thread()
         self._is_raised = not is_main  # only the main thread can receive the exception; others end with the process
-        previous_handler = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
+        previous_handler = signal.signal(signal.SIGUSR1, self._raise_in_main_thread) if is_main else None
         self._thread.start()
         try:
             yield
@@ -128,7 +128,7 @@ class Vitals:
             _print(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
         return unreachable_s >= part.patience_s
 
-    def _raise(self, number: int, frame: Any) -> None:
+    def _raise_in_main_thread(self, number: int, frame: Any) -> None:
         if self._error is not None and not self._is_raised:
             self._is_raised = True
             raise self._error

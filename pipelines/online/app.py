@@ -226,7 +226,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
     settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
-    deployments, cards = {}, {}
+    deployments, model_cards = {}, {}
     for model in served:
         job = replica_job(config, hardware, model, price, app_id)
         deployments[model.options.served_name] = build_llm_deployment(
@@ -234,7 +234,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
+        model_cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # because the limits of keys are counted in its memory
@@ -245,7 +245,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     )
     return ingress.bind(
         llm_deployments=deployments,
-        model_cards=cards,
+        model_cards=model_cards,
         settings=settings,
         price=price,
         batches=batch_settings(

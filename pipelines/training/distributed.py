@@ -112,7 +112,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             )
             on_gpu = config.device == "cuda"
             require_workers(config.workers, on_gpu=on_gpu)
-            on_actors = functools.partial(
+            extract_features = functools.partial(
                 extract_on_actors,
                 reference=_target_for_workers(config),
                 workers=config.workers,
@@ -121,7 +121,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             spending = stack.enter_context(
                 training_spending(config, inspect(), listener.say, on_gpu=on_gpu, num_devices=config.workers)
             )
-            prepared = prepare(config, listener, extract=spending.recording(on_actors))
+            prepared = prepare(config, listener, extract=spending.recording(extract_features))
             spending.start()
             with _ProgressFollower(prepared.folder.resolve(), listener, spending):
                 divergence = _run_trainer(prepared)
@@ -156,7 +156,7 @@ def _run_trainer(prepared: Prepared) -> DivergedError | None:
         result = _run_in_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
-            f"the workers failed: {_reason(error)}",
+            f"the workers failed: {_failure_reason(error)}",
             hint=f"the same command resumes from the last checkpoint in {prepared.folder}",
         ) from error
     divergence: DivergedError | None = result.return_value
@@ -170,22 +170,22 @@ def _run_in_thread(fit: Callable[[], Any]) -> Any:
     permanently: Ctrl-C ends the process with exit code 0 during the training, and has no effect later. With a thread,
     Ctrl-C ends this process and the workers, and their last checkpoint remains.
     """
-    outcome: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(fit())
+            future.set_result(fit())
         except BaseException as error:
-            outcome.set_exception(error)
+            future.set_exception(error)
 
     try:
         threading.Thread(target=run, name="trainer", daemon=True).start()
         # Poll, because the system may deliver the signal to another thread. Python handles it when this thread runs.
-        while not wait([outcome], timeout=_POLL_S).done:
+        while not wait([future], timeout=_POLL_S).done:
             pass
-        return outcome.result()
+        return future.result()
     finally:
-        if not outcome.done():
+        if not future.done():
             abandon()
 
 
@@ -232,7 +232,7 @@ def _train_worker(loop_config: dict[str, Any]) -> DivergedError | None:
     return None
 
 
-def _reason(error: Exception) -> str:
+def _failure_reason(error: Exception) -> str:
     """Return the last line of the first failed worker's traceback."""
     failures = getattr(error, "worker_failures", None) or {0: error}
     lines = [line for line in str(next(iter(failures.values()))).splitlines() if line[:1].strip()]

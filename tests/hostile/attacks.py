@@ -313,8 +313,8 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
 
 async def connections(tenants: Tenants, seconds: float) -> AttackResult:
     """Open connections that send half a header, and send requests with an invalid key."""
-    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
-    sockets = [await _send_raw(tenants, half) for _ in range(200)]
+    half_request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
+    sockets = [await _send_raw(tenants, half_request) for _ in range(200)]
     without_valid_key = replace(tenants, keys={**tenants.keys, ATTACKER: "pk-nobody"})
     result = await _hammer(without_valid_key, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
     for writer in sockets:

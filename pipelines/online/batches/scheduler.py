@@ -103,6 +103,7 @@ def final_progress(
 def make_task(
     batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None
 ) -> BatchTask:
+    """Return the task of a batch whose input is valid."""
     request, model = batch.request, batch.progress.model
     assert model is not None, "its input was validated"
     key, batch_model = request.key, settings.models.get(model)

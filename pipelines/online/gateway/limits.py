@@ -237,8 +237,8 @@ class KeyLimits:
         for index, payer in enumerate(payers):
             refusal = self._budgets.reserve_request(request_id, payer.account, self._spending_limit(payer), usd)
             if refusal:
-                for earlier in payers[:index]:
-                    self._budgets.release_request(request_id, earlier.account)
+                for reserved_payer in payers[:index]:
+                    self._budgets.release_request(request_id, reserved_payer.account)
                 _raise_refusal(payer, refusal)
 
     async def _wait_for_spend(self, payers: Sequence[Payer]) -> None:

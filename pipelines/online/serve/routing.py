@@ -46,7 +46,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [cached, any_two] if cached else [any_two]
 
     def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines with the longest cached prefix of these blocks, unless it is short or they are too busy."""
+        """Return the engines with the longest cached prefix of these blocks, unless it is short or they are busy."""
         matched = [self._num_cached(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):
