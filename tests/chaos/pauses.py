@@ -123,7 +123,7 @@ class Stage:
         return plays
 
     def _play(self, plays: Plays, stops_by_driver: list[tuple[frozenset[int], int]]) -> bool:
-        """Play once; return whether a driver was stopped."""
+        """Play once, with the steps and the number of each driver. Return whether a driver was stopped."""
         scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
         folder = self._folder / f"play-{number:04d}"
         folder.mkdir()

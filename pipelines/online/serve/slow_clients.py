@@ -24,13 +24,13 @@ from pipelines.online.wire import error_response
 READER_LIMIT_S = 60.0
 MIN_READ_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
-SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
+SLOW_S = 5.0  # a client whose buffer filled up this long ago is slow
 _CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # if unread answers took more than this, freed memory is returned to the system afterwards
 
 
 class SlowReaders(asyncio.Protocol):
-    """Limits the answers that wait for slow clients. A base class for uvicorn's protocols.
+    """Limits the answers that wait for slow clients. A mixin for uvicorn's protocols.
 
     Attributes:
         queued_bytes: bytes of the answer that wait for space in the connection's buffer.
@@ -148,7 +148,7 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream, and nothing would limit it. Here the rest counts as
+    Otherwise Serve's proxy would buffer the rest of a stream, and nothing would limit the buffer. Here the rest counts as
     unread for the client's address and for the `key`, which identifies an API key unless it is empty.
     """
 
