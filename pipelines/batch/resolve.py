@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: not if the user decided, code is already compiled, or there are pipeline stages."""
+    """Whether peagle may skip compiling: not if the user decided, with compiled code, or with pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1

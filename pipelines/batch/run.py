@@ -229,7 +229,7 @@ def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
 def finish(request: RunRequest, run: ResolvedRun, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
-    Also called for a run that was already finished, since its driver may have been killed before it wrote them.
+    Also called for a run that was already finished, since its driver might have been killed before that.
 
     Raises:
         TooManyFailedRows: more rows failed than allowed; report and export are written anyway.

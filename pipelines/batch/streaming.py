@@ -107,7 +107,7 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
     """Yield receipts.
 
-    If a signal has asked the run to stop, an error ends the iteration silently, because the signal may have ended Ray.
+    If a signal has stopped the run, an error ends the iteration silently, because the signal might have ended Ray.
     """
     try:
         yield from receipts

@@ -212,7 +212,7 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     cannot be filled if one of them has room for k parts, or if together they have room for more than (k - 1) * N parts.
 
     Example: 3 nodes with room for 2 parts each always hold 2 engines of two nodes. A third engine might not fit: both
-    remaining parts may be on the same node.
+    remaining parts might be on the same node.
     """
     per_engine = placement.nodes_per_engine
     worst_case = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]

@@ -36,7 +36,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint that was started in the background. It may have exited since."""
+    """An endpoint that was started in the background. It might have exited since."""
 
     folder: Path  # contains its record, configuration and log
     state: Path  # its `--state`

@@ -1,7 +1,7 @@
 """Train on several workers: extract features with Ray Data, then train with Ray Train (gloo on CPU, nccl on GPU).
 
 Documents, features and checkpoints are in the output folder, which every node must be able to access. The driver does
-not train, because it may have no GPU. Actors write shards into the feature store. The driver checks each shard before
+not train, because it might have no GPU. Actors write shards into the feature store. The driver checks each shard before
 it adds the shard to the store's index, so an incomplete shard of a crashed actor is rewritten.
 """
 

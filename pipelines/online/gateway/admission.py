@@ -44,7 +44,7 @@ _MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
 TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
 _TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
-# vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client may have sent.
+# vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client might have sent.
 _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
     *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),

@@ -1,6 +1,6 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
-When an engine crashes, one of its requests may be the cause. The requests that entered the engine last are the
+When an engine crashes, one of its requests might be the cause. The requests that entered the engine last are the
 suspects, and get an error. Other requests are retried one by one, if they had no output yet and were not in an earlier
 crash.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pipelines.online.errors import ApiError, overloaded
 
 CRASH_SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
-_SAME_STEP_S = 0.05  # requests this close together may have entered the engine in the same step
+_SAME_STEP_S = 0.05  # requests this close together might have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
 _MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
 _log = logging.getLogger("ray.serve")
@@ -42,7 +42,7 @@ class _Crash:
     suspects: list[Attempt] | None = None  # None until all attempts have reported
 
     def find_suspects(self) -> list[Attempt]:
-        """Return the attempts that may have caused the crash, the most likely one first."""
+        """Return the attempts that might have caused the crash, the most likely one first."""
         if repeated := [attempt for attempt in self.attempts if attempt.num_crashes > 1]:
             return repeated
         newest = max(self.attempts, key=lambda attempt: attempt.started_at)
@@ -92,7 +92,7 @@ class EngineCrashes:
             release()
 
     async def report(self, attempt: Attempt) -> None:
-        """Report that the attempt's engine crashed. Raises 503 if the attempt may have caused the crash."""
+        """Report that the attempt's engine crashed. Raises 503 if the attempt might have caused it."""
         attempt.num_crashes += 1
         now = self._monotonic()
         crash = self._latest.get(attempt.model)

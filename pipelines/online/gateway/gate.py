@@ -142,7 +142,7 @@ class Gate:
                 _log.error("request %s failed", request_id, exc_info=error)
             else:
                 self._refusal_log.log(scope, refusal)
-        # The error may be delayed; its traceback would keep the request's body in memory.
+        # The error might be delayed; its traceback would keep the request's body in memory.
         refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         await answer.fail(refusal)
 

@@ -148,8 +148,8 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream, and nothing would limit the buffer. Here the rest counts as
-    unread for the client's address and for the `key`, which identifies an API key unless it is empty.
+    Otherwise Serve's proxy would buffer the rest of a stream without a limit. Here the rest counts as unread for
+    the client's address and for the `key`, which identifies an API key unless it is empty.
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
