@@ -138,7 +138,7 @@ class LoopWatch:
 
     Args:
         limit_s: how long the loop may be blocked; at least ten seconds.
-        die: records a reason and ends the process. It may hang, since it may wait for a lock that the loop holds.
+        die: records a reason and ends the process. `die` might hang, waiting for a lock that the loop holds.
         leave: ends the process immediately, even if `die` hangs.
     """
 

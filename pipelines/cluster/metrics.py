@@ -4,7 +4,7 @@ Label names follow vLLM (`model_name`, `position`). Durations and sizes of reque
 buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
 2026-11-26). Ray adds the prefix `ray_` and its own labels, and computes a histogram's sum from the middles of buckets.
 
-Ray's exporter has no authentication. To reveal little, it names only API keys that have a budget.
+Ray's exporter has no authentication. To reveal little, the exporter names only API keys that have a budget.
 """
 
 import threading

@@ -20,7 +20,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The resources that an engine reserves on each of its nodes, and those it uses.
+    """The resources that an engine reserves on each of its nodes, and the devices that it uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.

@@ -161,7 +161,7 @@ def abandon() -> None:
 
 @contextlib.contextmanager
 def recording_exit_code() -> Iterator[None]:
-    """Record the exit code of this block. After `abandon`, the process ends with it."""
+    """Record the exit code of this block. After `abandon`, the process ends with this code."""
     global _exit_code
     try:
         yield
@@ -244,7 +244,7 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Wait until the engines and a task that feeds them fit on the cluster. Ray would wait forever.
+    """Wait until the engines and a task that feeds them fit on the cluster. Ray itself would wait forever.
 
     Args:
         check: called at each poll. It may raise an error to stop waiting.

@@ -230,7 +230,7 @@ class BatchMoney:
         self._shared = SharedBudgets(settings.ledger)
 
     def payers(self, batch: Batch) -> list[Payer]:
-        """Return the budgets that the batch is charged to: of its key, of its tags and of the endpoint."""
+        """Return the budgets to which the batch is charged: those of its key, its tags and the endpoint."""
         key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
         key_payers: list[Payer] = [key] if key.budget_usd is not None else []
         return [*key_payers, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
@@ -247,7 +247,7 @@ class BatchMoney:
         return left
 
     def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:
-        """Reserve the same amount in all budgets, replacing the previous reservation, and return it.
+        """Reserve the same amount in all budgets, replacing the previous reservation. Returns the amount.
 
         If a budget has nothing left, the previous reservation stays and 0 is returned.
         """
@@ -419,7 +419,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as it spends, while budgets last. Borrowed engines' cost is in the ledger."""
+        """Increase a run's reservation as the run spends, while budgets last. Borrowed engines' cost is in the ledger."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0

@@ -200,7 +200,7 @@ class BatchStore:
         return _path_below(self.root, file.at)
 
     def open(self, file: StoredFile) -> BinaryIO:
-        """Open the file's contents. Raises FileNotFoundError if it was deleted."""
+        """Open the file's contents. Raises FileNotFoundError if the file was deleted."""
         return open_to_read(self.contents_path(file))
 
     def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
@@ -426,7 +426,7 @@ async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answe
 
 
 def read_json(path: StoragePath) -> dict[str, Any] | None:
-    """Return the JSON in a file, or None if it does not exist."""
+    """Return the JSON in a file, or None if the file does not exist."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -52,7 +52,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-# Only in the gate's table; the chat or completions route serves it.
+# Only in the gate's table: the chat and completions routes serve its requests.
 _INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)
 _log = logging.getLogger("ray.serve")
 
